@@ -1,4 +1,4 @@
-"""Two models that do what `steplab explain` warns of, so that its findings have recorded profiles to fire on.
+"""Two models with faults that `steplab explain` finds, for recorded profiles of its findings.
 
 steplab profile --model benchmarks.awkward_models:waiting      (from the root of the checkout)
 steplab profile --model benchmarks.awkward_models:growing --compile default --warmup 3 --steps 12
@@ -13,7 +13,7 @@ WIDTH, DEPTH, TOKENS = 1024, 8, 2048
 
 
 class Waiting(nn.Module):
-    """Reads its loss back in every step, and brings its input from pageable memory of the host."""
+    """Reads its loss back in each step, and takes input from pageable host memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Waiting(nn.Module):
 
 
 class Growing(nn.Module):
-    """Runs one layer more from every fourth step on: each depth is another graph."""
+    """Runs one more layer from every fourth step on: each depth is another graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Growing(nn.Module):
 
 
 def waiting(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """The batch stays on the host: moving it is the model's business."""
+    """The batch stays on the host; the model moves it."""
     return Waiting().to(device), lambda: torch.randn(TOKENS, WIDTH)
 
 

@@ -1,15 +1,14 @@
-"""How long commands take on large inputs, and in how much memory: from process start to exit.
+"""Time and memory of commands on large inputs, from process start to exit.
 
     python -m benchmarks.commands store [--records 100000]      # every command on a store of that many records
     python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30]
     python -m benchmarks.commands trace [--gb 2.0] [--file TRACE.json.gz]
     python -m benchmarks.commands ... --repeats 3
 
-Inputs are made in a temporary folder. In the store each record has 10 measured steps, and half of the records are in
-studies of 100 cells. The snapshot is of training steps one after the other, as torch.cuda.memory._dump_snapshot writes
-them; making 1 GB takes 8 GB of memory. The trace has the events of a file again and again, by default of a CPU step of
-`small` with Python stacks, with times and ids moved on. The median of the repeats counts; peak memory is the largest
-resident set of the process. `steplab --version` beside them is what no input can make faster.
+Inputs are built in a temporary folder. Records have 10 measured steps; half are in studies of 100 cells. The snapshot
+holds consecutive training steps in the format of torch.cuda.memory._dump_snapshot; building 1 GB takes 8 GB of memory.
+The trace repeats a file's events with shifted times and ids, by default a CPU step of `small` with Python stacks.
+Reported are medians over repeats, and the largest resident set. `steplab --version` is the floor.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from steplab.units import MIB, format_bytes
 Commands = Iterator[tuple[str, tuple[str, ...]]]
 STEPS = 10
 BATCH = 1000
-"""Number of records that are stored in one transaction."""
+"""Records per transaction."""
 ENVIRONMENT = Environment(
     device=DeviceInfo(kind="cpu", name="benchmark"),
     host="Linux x86_64",
@@ -61,11 +60,11 @@ code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subproces
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(code, time.perf_counter() - start_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 """
-"""A small process that starts a command: the largest resident set of a process counts that of who started it, too."""
+"""Starts a command from a small process, because the largest resident set includes the starter's."""
 
 
 def timed(arguments: Sequence[str], repeats: int) -> tuple[list[float], list[float], float]:
-    """Seconds by the clock and of the processor for each run of `steplab`, and the largest peak memory in bytes."""
+    """Elapsed and processor seconds of each run of `steplab`, and the largest peak in bytes."""
     samples, processor, peaks = list[float](), list[float](), list[float]()
     command = [sys.executable, "-S", "-c", LAUNCHER, sys.executable, "-m", "steplab", *arguments]
     for _ in range(repeats):
@@ -84,7 +83,7 @@ def timed(arguments: Sequence[str], repeats: int) -> tuple[list[float], list[flo
 
 
 def run_of(number: int) -> Run:
-    """A record that differs from the others in id, time, context and samples."""
+    """A record with its own id, time, context and samples."""
     phases = tuple(
         PhaseSamples(
             phase=name,
@@ -151,8 +150,9 @@ def snapshot_commands(folder: Path, options: argparse.Namespace) -> Commands:
 
 
 def write_snapshot(path: Path, gb: float, num_frames: int) -> None:
-    """Write a snapshot of about `gb` GB, with stacks of about so many frames; its two releases share that of an
-    allocation, as in torch."""
+    """Write a snapshot of about `gb` GB, with stacks of about `num_frames`; both releases share their allocation's
+    stack, as in torch.
+    """
     chance = random.Random(0)
     frames = [
         {"name": "_call_impl", "filename": f"/venv/lib/python3.12/site-packages/torch/nn/modules/m{i}.py", "line": i}
@@ -172,7 +172,7 @@ def write_snapshot(path: Path, gb: float, num_frames: int) -> None:
     num_steps = max(1, round(gb * 1e9 / (len(stacks) * (5 * num_frames + 230))))
     events, time_us = list[dict[str, Any]](), 1_763_000_000_000_000
     for _ in range(num_steps):
-        lists = [list(stack) for stack in stacks]  # a new list each time, of frames that are the same: as torch has it
+        lists = [list(stack) for stack in stacks]  # new lists of the same frames, as in torch
         order = [("alloc", number) for number in range(len(stacks))]
         for number in reversed(range(len(stacks))):
             order += [("free_requested", number), ("free_completed", number)]
@@ -237,7 +237,7 @@ def profile_step(path: Path) -> Path:
 def repeat(trace: Path, target: Path, gb: float) -> None:
     """Write a trace of about `gb` GB.
 
-    The text stays as the profiler wrote it, so that it is as long, and as hard to split, as a real one.
+    The text stays as profiled, so it is as long and as hard to split as a real one.
     """
     raw = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
     begin = raw.index(b"[", raw.index(b'"traceEvents"'))

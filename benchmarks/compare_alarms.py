@@ -1,11 +1,10 @@
-"""Counts the false alarms of comparisons of identical steps, and how often a planted slowdown is found.
+"""Counts false alarms when comparing identical steps, and found slowdowns.
 
     python -m benchmarks.compare_alarms > benchmarks/results/compare_alarms_202611.md
 
-Identical pairs are drawn from recorded step times (tests/golden and benchmarks/results), with replacement and in runs
-of neighbours, as many as a comparison has; for turns, neighbours go to A and B alternately. B is then made slower. It
-also lists by how much two processes of the same step differ, from which the thresholds of steplab.comparison.samples
-come.
+Identical pairs are drawn with replacement, in runs of neighbours, from recorded step times (tests/golden and
+benchmarks/results). For turns, neighbours alternate between A and B. B is then slowed. Differences between two
+processes of one step are listed too: they set the thresholds of steplab.comparison.samples.
 """
 
 import itertools
@@ -39,7 +38,7 @@ def turns(values: list[float], steps: int) -> list[list[float]]:
 
 
 def alarms(pools: list[tuple[float, ...]], count: int, length: int, per_turn: int | None) -> tuple[float, float, float]:
-    """The share of identical pairs that are told apart, and of those with B 3 % and 20 % slower that are found."""
+    """Shares of identical pairs called different, and of pairs with B 3 % and 20 % slower that are found."""
     random = np.random.default_rng(0)
     wrong = small = large = 0
     for _ in range(PAIRS):
@@ -59,7 +58,7 @@ def alarms(pools: list[tuple[float, ...]], count: int, length: int, per_turn: in
 
 
 def between_processes(all_runs: list[Run], *, disturbed: bool) -> list[float]:
-    """By how much the medians of two processes of the same step differ, on one kind of device and version of torch."""
+    """Differences between medians of two processes of one step, on one device and torch version."""
     alike: dict[tuple[object, ...], list[Run]] = {}
     for run in all_runs:
         if run.spec and run.environment:

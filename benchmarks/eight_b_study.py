@@ -1,13 +1,14 @@
-"""A step of examples/eight_b.py on two GPUs, and the same model made of torch's own parts, as others train it.
+"""A step of examples/eight_b.py on two GPUs, and of the same model from torch's parts, as others train it.
 
     torchrun --nproc-per-node 2 -m benchmarks.eight_b_study ours RECORD.json [--steps 5] [--trace TRACE.json.gz]
     torchrun --nproc-per-node 2 -m benchmarks.eight_b_study peer RECORD.json
 
-`ours` is the example as it stands. `peer` has the same weights, tokens, optimizer and FSDP2, and its blocks are
-compiled one by one too. Each of them is recomputed whole, cuDNN computes attention, the compiler makes the kernels
-between the products, and the loss takes the logits of all tokens at once. The record has the seconds of each step after
-one of warm-up, all losses, the peaks of memory and the first rank's device. The trace is of that rank's step after
-those, which is in no figure.
+`ours` is the unchanged example. `peer` shares weights, tokens, optimizer, FSDP2 and block-wise compilation. Its blocks
+are fully recomputed, cuDNN computes attention, the compiler writes kernels between products, and the loss takes all
+logits at once.
+
+The record has seconds per step after one warm-up, losses, memory peaks and the first rank's device. The trace shows a
+later step, outside all figures.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def load(what: str) -> Any:
-    """The example as a module of its own, with the peer's parts in place of its own for `peer`."""
+    """The example as a fresh module; `peer` replaces its parts by torch's."""
     example: Any = importlib.reload(eight_b)
     if what == "peer":
         example.Block.forward = _forward_of_torch(example)
@@ -85,8 +86,9 @@ def load(what: str) -> Any:
 def measured(
     example: Any, device: torch.device, profiler: torch.profiler.profile | None = None
 ) -> tuple[list[float], list[float]]:
-    """Seconds from barrier to barrier of the measured steps, and the losses of all, one more after them included; the
-    profiler sees that one."""
+    """Seconds between barriers of the measured steps, and all losses, with one later step, which the profiler
+    records.
+    """
     torch.manual_seed(SEED)
     barrier, begun, printed = dist.barrier, list[float](), io.StringIO()
 

@@ -1,19 +1,20 @@
-"""Fits what kernels reach of a GPU's figures to records, and writes src/steplab/costs/rates.toml.
+"""Fits the shares of a GPU's figures that kernels reach, and writes src/steplab/costs/rates.toml.
 
     python -m benchmarks.fit_rates > rates.toml                        (from the root of the checkout)
     python -m benchmarks.fit_rates --until 2026-12-01 > rates.toml
-    python -m benchmarks.fit_rates --leave-one-out                     (a quarter of an hour)
+    python -m benchmarks.fit_rates --leave-one-out                     (15 minutes)
 
-The first prints the committed table again, from the records in tests/golden and benchmarks/results that were made until
-the moment that the table states; the second fits to newer ones, too. It takes profiles of eager and compiled steps in
-fp32 and bf16, benchmarks of attention, and steps. `--store` names a store in place of the committed files, `--gpu` one
-of the catalogue, and `--hold-out` steps that are not fitted, so that `steplab plan check` can check predictions against
-them: fields and values, as in "model=xl,medium context=128"; by default those that the table states. Printed is the
-whole table, with that GPU's figures fitted anew; with `--leave-one-out` how far off the phases of each step are whose
-records were left out of the fit.
+The first prints the committed table again, from records in tests/golden and benchmarks/results up to the table's date;
+the second includes newer ones. Inputs are profiles of eager and compiled steps in fp32 and bf16, attention benchmarks,
+and steps.
 
-The rates of kernels come first (rates_of_kernels). What steps add is fitted to whole forward and backward passes in
-which the host was ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
+`--store` replaces the committed files, `--gpu` chooses the GPU. `--hold-out` leaves out steps, so that `steplab plan
+check` tests predictions against them: fields and values, as in "model=xl,medium context=128"; default: the table's. The
+whole table is printed, with that GPU refitted. `--leave-one-out` prints errors of each step's phases in fits without
+its records.
+
+Kernel rates come first (rates_of_kernels). Overheads of steps are fitted to whole forward and backward passes with the
+host ahead, and the interval to errors at sizes outside the fit.
 """
 
 import argparse
@@ -75,11 +76,11 @@ from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[1]
 _ALWAYS = "9999"
-"""Later than every record."""
+"""After every record."""
 _LEAST_PRODUCTS = 20
-"""Products that a number format needs in the records before its rates are fitted."""
+"""Least products in the records for fitting a number format."""
 _LEAST_STEPS = 8
-"""Steps that are needed of a GPU without a fit before its interval rests on them."""
+"""Least steps on an unfitted GPU for an interval from them."""
 _ALONE = StepRates(
     gap_s=0.0,
     replayed_gap_s=0.0,
@@ -89,17 +90,18 @@ _ALONE = StepRates(
     throttle=0.0,
     spread={"elsewhere": 1.0},
 )
-"""A step that is its kernels."""
+"""A step without overhead."""
 _INTERVAL = 95
-"""Per cent of the phases of unseen sizes that the interval holds: one step more than the 90 % it is named for, because
-the sizes of the records are more alike than others will be."""
+"""Per cent of phases at unseen sizes within the interval: above the nominal 90 %, because recorded sizes are
+similar.
+"""
 
 
 def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, elsewhere: float) -> GpuRates:
-    """The rates of a GPU, from records of it alone. source: which they are; elsewhere: the spread of predictions for
-    what was not fitted, which needs records of others.
+    """Rates of a GPU from its records. `source` describes them; `elsewhere` is the spread for unfitted cases, from
+    other records.
 
-    Raises UserError where the records do not show enough.
+    Raises UserError for too few records.
     """
     times = kernel_times(records, hardware)
     rates = _fit(records, times, hardware, source)
@@ -114,12 +116,12 @@ class KernelTimes:
     attention: dict[str, dict[str, AttentionRates]]
 
     def of(self, runs: Sequence[Run]) -> "KernelTimes":
-        """What these steps show, with the same rates of attention, which are fitted to no step."""
+        """Times of these steps, with unchanged attention rates, which no step fits."""
         return KernelTimes(product_times(runs), streaming_sums(runs), self.attention)
 
 
 def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTimes:
-    """What the records of a GPU show of kernels. Raises UserError where they show too little of attention."""
+    """Kernel times in a GPU's records. Raises UserError for too little attention."""
     runs = _runs(records)
     attention = fit_attention(records, gpu_with(hardware, _unfitted(hardware.name, "")))
     if missing := [name for name in USUAL_ATTENTION.values() if name not in attention]:
@@ -137,7 +139,7 @@ def _fit(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec, 
 
 
 def fit_kernels(times: KernelTimes, hardware: HardwareSpec, source: str) -> Gpu:
-    """The GPU with the rates of kernels, and of a step that is nothing but its kernels."""
+    """The GPU with kernel rates, and a step without overhead."""
     gpu = with_rates(gpu_with(hardware, _unfitted(hardware.name, source)), attention=times.attention)
     counted = Counter(time.dtype for time in times.products)
     dtypes = sorted(dtype for dtype, number in counted.items() if number >= _LEAST_PRODUCTS)
@@ -148,7 +150,7 @@ def fit_kernels(times: KernelTimes, hardware: HardwareSpec, source: str) -> Gpu:
 
 
 def _runs(records: Sequence[Record], *, update: str = AFTER) -> list[Run]:
-    """The steps that update so: an overlapped update has no phase of its own."""
+    """Steps with this update: an overlapped one has no phase."""
     runs = (record for record in records if isinstance(record, Run))
     return [run for run in runs if run.spec and is_fitted_kind(run.spec) and run.spec.update == update]
 
@@ -176,19 +178,19 @@ def _unfitted(name: str, source: str) -> GpuRates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Load:
-    """What a phase or a step asks of the device, with kernels by themselves."""
+    """Device load of a phase or step, in kernels alone."""
 
     tensor_s: float
-    """Seconds of products and attention on tensor cores."""
+    """Tensor-core seconds of products and attention."""
     vector_s: float
     """Seconds of the other products."""
     streaming_s: float
     """Seconds of all other kernels."""
     kernels: int
     at_peak_s: float
-    """Seconds that the FLOPs on tensor cores would take at the stated peak."""
+    """Seconds of the tensor-core FLOPs at the stated peak."""
     replayed: bool
-    """Whether a CUDA graph launches the kernels."""
+    """True if a CUDA graph launches the kernels."""
 
     def in_step_s(self, rates: StepRates, slower: float) -> float:
         """Seconds within a step that lowers the clock by `slower`."""
@@ -212,14 +214,14 @@ def _load(parts: Sequence[TimePart], gpu: Gpu, *, replayed: bool) -> _Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedCell:
-    """A measured phase with what it and its step ask of the device."""
+    """A measured phase with its load and its step's."""
 
     cell: PhaseCell
     own: _Load
     step: _Load
 
     def in_step_s(self, rates: StepRates) -> float:
-        """Seconds of the phase with these rates, as plan.time.throttled has them."""
+        """Seconds of the phase at these rates, as in plan.time.throttled."""
         reached = self.step.at_peak_s / self.step.in_step_s(rates, 1.0)
         return self.own.in_step_s(rates, throttling(reached, rates))
 
@@ -232,15 +234,13 @@ def loaded(cells: Sequence[PhaseCell], gpu: Gpu) -> list[LoadedCell]:
 
 
 def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> HostRates:
-    """The quickest and the slowest host of those that were measured, and what compiling takes."""
+    """The fastest and slowest measured hosts, and compile times."""
     of = {compiled: sorted(s for (_, c), s in paces.items() if c == compiled) for compiled in (False, True)}
     if not of[False] or not of[True]:
-        raise UserError("no record tells how quick a host is; add steps of small models, eager and compiled")
+        raise UserError("no record shows the host's speed; add steps of small models, eager and compiled")
     blocks_s, layers_s = compile_times(runs)
     if not blocks_s or not layers_s:
-        raise UserError(
-            "no record tells how long compiling takes; add steps with --compile block and with --compile default"
-        )
+        raise UserError("no record shows compile times; add steps with --compile block and --compile default")
     return HostRates(
         eager_s=of[False][0],
         eager_slow_s=of[False][-1],
@@ -252,8 +252,9 @@ def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> Ho
 
 
 def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Seconds that compiling took, of blocks that are alike and of each block of a whole model: the longest of each
-    size and attention, because others found a part in Inductor's cache."""
+    """Compile seconds of equal blocks, and of each block of a whole model: the longest per size and attention, as
+    others hit Inductor's cache.
+    """
     longest: tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]] = {}, {}
     for run in runs:
         spec, timing = run.spec, run.timing
@@ -271,8 +272,7 @@ def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], fl
 
 
 def fit_step(cells: Sequence[LoadedCell]) -> StepRates:
-    """What phases add to their kernels, from those in which the device never waited; the gap in CUDA graphs by itself,
-    from those that graphs replay."""
+    """Overheads of phases without waiting for the host; the gap in CUDA graphs separately."""
     launched, replayed = ([each for each in cells if each.cell.replayed == by_graph] for by_graph in (False, True))
 
     def fitted(start: Params, known: Params, own: Sequence[LoadedCell]) -> Params:
@@ -294,9 +294,9 @@ def fit_step(cells: Sequence[LoadedCell]) -> StepRates:
 
 
 def fit_hidden_update(records: Sequence[Record]) -> float:
-    """The share of an update that the backward pass hides: by how much an overlapped update shortens a step, over the
-    time of that update by itself. The median of all steps that were measured both ways, in turns, and in which the host
-    was ahead; 0 without any."""
+    """Share of an update hidden by backward: the saving of an overlapped update over that update's time alone. The
+    median over steps measured both ways, alternating, with the host ahead; 0 without any.
+    """
     after: dict[tuple[StepSpec | None, str], list[Run]] = defaultdict(list)
     for run in _runs(records):
         if run.turns is not None:
@@ -314,15 +314,14 @@ def fit_hidden_update(records: Sequence[Record]) -> float:
 
 
 def _median_s(runs: Sequence[Run], phase: str) -> float | None:
-    """Median time of a phase over all samples of the runs; None without any."""
+    """Median of a phase over all samples of the runs; None without any."""
     found = [run.timing.phase(phase) for run in runs if run.timing is not None]
     samples = [seconds for each in found if each is not None for seconds in each.best_s]
     return median(samples) if samples else None
 
 
 def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec) -> dict[str, float]:
-    """Half of the interval: the error, as a share of the measured time, in most phases of sizes that a fit of the
-    others has not seen."""
+    """Half of the interval: the error, as a share of measured time, in most phases of sizes left out of the fit."""
     runs = _runs(records)
     sizes = sorted({run.spec.model.label for run in runs if run.spec and run.profile})
     errors: dict[str, list[float]] = {"eager": [], "compiled": []}
@@ -340,8 +339,7 @@ def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpe
 
 
 def leave_one_out(records: Sequence[Record], hardware: HardwareSpec) -> list[float]:
-    """Errors, as shares of the measured time, of the phases of each step by a fit without any record of that step; the
-    rates of attention stay, which are fitted to no step."""
+    """Errors of each step's phases, as shares of measured time, in fits without its records; attention rates stay."""
     times, runs = kernel_times(records, hardware), _runs(records)
     whole = fit_kernels(times, hardware, "")
     cells = phase_cells(runs, whole)
@@ -362,7 +360,7 @@ def leave_one_out(records: Sequence[Record], hardware: HardwareSpec) -> list[flo
 
 
 def _size(record: Record) -> str | None:
-    """The size of the model of a step; None for other records."""
+    """Size of a step's model; None for other records."""
     return record.spec.model.label if isinstance(record, Run) and record.spec else None
 
 
@@ -372,13 +370,12 @@ def _size(record: Record) -> str | None:
 def fit_rates(
     records: Sequence[Record], gpu: str, held_out: Mapping[str, Sequence[str]], others: Sequence[Run]
 ) -> list[GpuRates]:
-    """The committed table of rates, with those of one GPU fitted anew to `records`, which are `records_to_fit`.
+    """The committed table with one GPU refitted to `records`, from `records_to_fit`.
 
-    held_out: values of fields of a step whose records are left out, to be checked against later; others: steps, of
-    which those of GPUs without a fit tell how far off borrowed rates are. An implementation of attention that the
-    records do not have, as the portable kernels on a GPU with kernels of its own, keeps its rates.
+    `held_out`: field values of steps left out for checking. `others`: steps; those on unfitted GPUs give the error of
+    borrowed rates. Attention implementations without records keep their rates.
 
-    Raises UserError for an unknown GPU, and where the records lack what a fit needs.
+    Raises UserError for an unknown GPU, or too few records.
     """
     hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
@@ -401,7 +398,7 @@ def fit_rates(
 
 
 def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:
-    """How far off these rates are on GPUs without any, by name, where enough steps were measured on one."""
+    """Errors of these rates on unfitted GPUs, by name, given enough steps."""
     by_gpu: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if (name := _name_of_gpu(run)) and run.spec and is_fitted_kind(run.spec) and run.median_s:
@@ -422,7 +419,7 @@ def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:
 
 
 def _name_of_gpu(run: Run) -> str | None:
-    """Its name in the catalogue; None if that lacks it."""
+    """Name in hardware.toml; None if absent."""
     hardware = find_hardware(run.device_name or "")
     return hardware.name if hardware else None
 
@@ -430,9 +427,9 @@ def _name_of_gpu(run: Run) -> str | None:
 def records_to_fit(
     records: Iterable[Record], hardware: HardwareSpec, held_out: Mapping[str, Sequence[str]], until_utc: str
 ) -> list[Record]:
-    """The steps and the benchmarks of attention that were measured on a GPU until then, each once and the oldest first.
+    """Steps and attention benchmarks of a GPU until then, each once, oldest first.
 
-    Raises UserError where there is none.
+    Raises UserError without any.
     """
     found = {}
     for record in records:
@@ -451,7 +448,7 @@ def _is_fitted(record: Record, held_out: Mapping[str, Sequence[str]]) -> bool:
 
 
 def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
-    """What the table says of the records that it was fitted to."""
+    """Description of the fitted records."""
     runs, until = sum(isinstance(record, Run) for record in records), records[-1].created_utc
     return f"{runs} steps and {len(records) - runs} benchmarks of attention on {hardware.name}, until {until[:10]}"
 
@@ -465,18 +462,18 @@ def committed_records() -> Iterator[Record]:
 
 
 def parsed_hold_out(text: str) -> dict[str, list[str]]:
-    """Fields and values: 'model=xl,medium context=128'. Raises UserError for an unknown field."""
+    """Fields and values, such as 'model=xl,medium context=128'. Raises UserError for an unknown field."""
     found: dict[str, list[str]] = {}
     for part in text.split():
         name, _, values = part.partition("=")
         if name not in FIELDS or not values:
-            raise UserError(f"--hold-out is fields of a step and values, as model=xl,medium context=128; not '{part}'")
+            raise UserError(f"--hold-out takes fields and values, such as model=xl,medium context=128; not '{part}'")
         found[name] = values.split(",")
     return found
 
 
 def as_toml(table: Sequence[GpuRates]) -> str:
-    """The file of the rates: what `fitted_rates` reads, five digits a figure."""
+    """The file for `fitted_rates`, five digits a figure."""
     lines = [
         "# What kernels reach of the stated figures of a GPU, as steplab/costs/rates.py explains. Written by",
         "# benchmarks/fit_rates.py; docs/plan_time.md says which records were fitted, which held out, and how far off.",
@@ -504,11 +501,11 @@ def _toml_key(key: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="H200 SXM", help="GPU of the catalogue")
+    parser.add_argument("--gpu", default="H200 SXM", help="known GPU")
     parser.add_argument("--store", type=Path, help="store of the records (default: the files of the repository)")
-    parser.add_argument("--hold-out", help="steps that are not fitted (default: those that the table states)")
-    parser.add_argument("--until", help="UTC of the newest record (default: what the table states)")
-    parser.add_argument("--leave-one-out", action="store_true", help="tell errors of steps that a fit has not seen")
+    parser.add_argument("--hold-out", help="steps to leave out (default: the table's)")
+    parser.add_argument("--until", help="UTC of the newest record (default: the table's)")
+    parser.add_argument("--leave-one-out", action="store_true", help="print errors of steps outside the fit")
     given = parser.parse_args(words)
     hardware = hardware_named(given.gpu)
     known = next((rates for rates in fitted_rates() if rates.name == hardware.name), None)

@@ -1,12 +1,12 @@
-"""Steps of transformers' models with random weights: what predictions of other libraries' models are held against.
+"""Steps of transformers' models with random weights, for testing predictions of other libraries' models.
 
-    python -m benchmarks.foreign_models FOLDER            # one GPU, some 20 minutes: profiles, experts, compiled
+    python -m benchmarks.foreign_models FOLDER            # one GPU, 20 minutes: profiles, experts, compiled
     python -m benchmarks.foreign_models FOLDER --gpus 2   # dp and fsdp
     python -m benchmarks.foreign_models FOLDER --device cpu --only llama-S
     python -m benchmarks.foreign_models FOLDER --held-out RECORDS.jsonl.gz   # no GPU: errors without a family
 
-Configurations are written into FOLDER, and records into FOLDER/store.db. A cell that fails is named, and the others go
-on. The sizes are small enough for a GPU of 80 GB.
+Configurations go to FOLDER, records to FOLDER/store.db. Failing cells are named; the rest continues. Sizes fit an 80 GB
+GPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from steplab.records.run import Run
 
 SIZES = {"S": (1024, 8, 16, 8, 1024), "M": (2048, 6, 16, 4, 2048), "L": (3072, 4, 24, 2, 4096)}
 SIZES["T"] = (2048, 8, 16, 4, 2048)
-"""Width, layers, heads, and the batch and context that a size is measured with; T is of several GPUs."""
+"""Width, layers, heads, batch and context; T is for several GPUs."""
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gpt_neox", "gemma3_text")
 HOW = {
     "S": "--precision bf16 --attention sdpa",
@@ -40,7 +40,7 @@ COMPILED = {"default": ("llama-S", "gpt2-S", "qwen2-M", "gpt_neox-L", "gemma3_te
 
 
 def configurations(size: str) -> dict[str, dict[str, object]]:
-    """By family, as transformers' `config.json` has them."""
+    """Entries of transformers' `config.json` by family."""
     width, layers, heads, _, _ = SIZES[size]
     usual: dict[str, object] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     usual |= {"max_position_embeddings": 8192}
@@ -63,7 +63,7 @@ def configurations(size: str) -> dict[str, dict[str, object]]:
 
 
 def cells(gpus: int) -> Iterator[tuple[str, str]]:
-    """What is measured: a command with its options, and the model."""
+    """Commands with options, and their models."""
     if gpus > 1:
         for family in ("qwen2", "llama", "gpt2"):
             for layout in ("", f"--layout dp={gpus}", f"--layout fsdp={gpus}"):
@@ -83,8 +83,9 @@ def cells(gpus: int) -> Iterator[tuple[str, str]]:
 
 
 def held_out(path: Path) -> None:
-    """Errors of the predicted times of one process, with the rates of traced kernels fitted to the profiles of other
-    families, and of other sizes."""
+    """Errors of predicted times of one process, with traced kernels' rates fitted to other families' or sizes'
+    profiles.
+    """
     runs = [run for run in map(decode, gzip.decompress(path.read_bytes()).splitlines()) if isinstance(run, Run)]
     steps = [(run, run.spec) for run in runs if run.spec and run.median_s and run.spec.layout.world_size == 1]
     operators = {spec.as_predicted: operators_of_fake(spec.as_predicted) for _, spec in steps}
@@ -107,7 +108,7 @@ def held_out(path: Path) -> None:
 
 
 TRACED = ("elementwise", "sum", "zeros", "native_")
-"""Beginnings of the names of rates that profiles of these models alone show."""
+"""Beginnings of rate names that only these models' profiles show."""
 
 
 def main() -> None:
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", help="one model, such as llama-S")
-    parser.add_argument("--held-out", type=Path, help="records to predict in place of measuring")
+    parser.add_argument("--held-out", type=Path, help="records to predict instead of measuring")
     given = parser.parse_args()
     if given.held_out:
         held_out(given.held_out)

@@ -1,9 +1,8 @@
-"""Linear layers in fp8, their products and their casts, and a Transformer block in fp8, beside bf16 and torchao's.
+"""fp8 linear layers, their products and casts, and a Transformer block, against bf16 and torchao.
 
-Cases of benchmarks.kernels. Not timed any more, since it did not pay on an H200 (TFLOP/s, torch 2.11): scales of 1x128
-blocks, 1,050 forward and 780 in the weight gradient, where one scale a tensor gives 1,250 to 1,330; scales of rows, as
-fast as one a tensor with fast accumulation and 5 to 10 % slower without; gradients in e4m3, as fast as in e5m2; other
-tiles of the casts, within 2 %.
+Cases of benchmarks.kernels. No longer timed, because slower on an H200 (TFLOP/s, torch 2.11): scales of 1x128 blocks,
+1,050 forward and 780 in the weight gradient, against 1,250 to 1,330 with one scale a tensor; scales of rows, equal with
+fast accumulation and 5 to 10 % slower without; gradients in e4m3, equal to e5m2; other cast tiles, within 2 %.
 """
 
 import argparse
@@ -34,7 +33,7 @@ BATCH, CONTEXT = 4, 2048
 SHAPE = replace(MODEL_SIZES["2.7b"], projections="merged")
 BF16 = torch.bfloat16
 Made = Iterator[tuple[str, float, str, Callable[[], Call]]]
-"""Name, amount and its unit, and what makes the call"""
+"""Name, amount, unit, and a maker of the call."""
 
 
 def made(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -48,7 +47,7 @@ def torchao(module: nn.Module) -> Any:
 
 
 def products(options: argparse.Namespace) -> list[Case]:
-    """Of each layer, on random data: the products alone, the layer with its casts, and the casts alone."""
+    """Products, whole layer with casts, and casts of each layer, on random data."""
     return [
         Case(name=f"{'x'.join(map(str, layer))} {name}", amount=amount, unit=unit, make=make)
         for layer in LAYERS
@@ -95,14 +94,14 @@ def _of_layer(tokens: int, inputs: int, outputs: int) -> Made:
 
 
 class Fp8Linear(nn.Linear):
-    """Finds the largest magnitudes of its input, its weight and its gradient by a kernel for each."""
+    """Reduces maxima of input, weight and gradient in a kernel each."""
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.weight)
 
 
 class Fp8Block(FusedBlock):
-    """Norms, SwiGLU and rotary embedding give the largest magnitudes of what they write."""
+    """Norms, SwiGLU and rotary embedding return the largest magnitudes of their outputs."""
 
     def forward(self, stream: Stream, rotary_2TD: Tensor | None) -> Stream:  # type: ignore[override]
         assert rotary_2TD is not None
@@ -116,15 +115,16 @@ class Fp8Block(FusedBlock):
 
 
 def block(options: argparse.Namespace) -> list[Case]:
-    """Passes over each kind of block of 2.7b on 4 x 2,048 tokens, whose gradients are compared with those of bf16; then
-    the kernels that write values, with and without the largest magnitude of them."""
+    """Passes over each kind of 2.7b block on 4 x 2,048 tokens, gradients compared with bf16's; then producing kernels
+    with and without maxima.
+    """
     attend = attention_named(options.attention)
     flops = 6 * BATCH * CONTEXT * sum(each.numel() for each in Block(SHAPE, attend).parameters())
     blocks, wanted = dict(_blocks(attend)), list[Tensor]()
     for name, make in blocks.items():
         try:
             found = [each.float() for each in make()()]
-        except Exception:  # measure says why
+        except Exception:  # measure reports it
             continue
         wanted = wanted or found
         if "plain" not in name:
@@ -135,7 +135,7 @@ def block(options: argparse.Namespace) -> list[Case]:
 
 
 def _block_of(kind: type[Block], attend: AttentionFn) -> Block:
-    """Its weights are the same for every kind."""
+    """Every kind has the same weights."""
     torch.manual_seed(0)
     one = kind(SHAPE, attend).to("cuda", BF16)
     for parameter in one.parameters():
@@ -145,7 +145,7 @@ def _block_of(kind: type[Block], attend: AttentionFn) -> Block:
 
 
 def _blocks(attend: AttentionFn) -> Iterator[tuple[str, Callable[[], Callable[[], tuple[Tensor, ...]]]]]:
-    """What makes a pass over a block: gradients of the stream and of all weights."""
+    """Makers of a pass over a block: gradients of the stream and all weights."""
     x, branch, dx, d_branch = (made(BATCH, CONTEXT, SHAPE.d_model) for _ in range(4))
     stream, gradients = (x.requires_grad_(), branch.requires_grad_()), (dx, d_branch)
     table = rotary_table(CONTEXT, SHAPE.head_dim).to("cuda")
@@ -172,7 +172,7 @@ def _blocks(attend: AttentionFn) -> Iterator[tuple[str, Callable[[], Callable[[]
 
 
 def _producers() -> Iterator[tuple[str, Call]]:
-    """Kernels that write values, each without and with the largest magnitude."""
+    """Producing kernels, without and with the largest magnitude."""
     x, branch, weight = (made(*sizes, SHAPE.d_model) for sizes in ((BATCH, CONTEXT), (BATCH, CONTEXT), ()))
     joined, grad = made(BATCH, CONTEXT, 2 * SHAPE.d_ff), made(BATCH, CONTEXT, SHAPE.d_ff)
     heads = [made(BATCH, CONTEXT, SHAPE.num_heads, SHAPE.head_dim).transpose(1, 2) for _ in range(3)]

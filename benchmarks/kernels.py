@@ -1,18 +1,18 @@
-"""Kernels, each alone on a GPU, beside what others offer for the same work, in turns in one process (timing.py).
+"""Single kernels on a GPU against alternatives, alternating in one process (timing.py).
 
     python -m benchmarks.kernels adamw [--parameters 2.5e8] [--tensors 1]
-    python -m benchmarks.kernels attention                       # of `small`, for what Python takes for a call
+    python -m benchmarks.kernels attention                       # of `small`, for Python's time per call
     python -m benchmarks.kernels cross_entropy [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
     python -m benchmarks.kernels block_ops [--model xl]
     python -m benchmarks.kernels products [--model xl] [--tokens 2048]
     python -m benchmarks.kernels fp8_products
     python -m benchmarks.kernels fp8_block [--attention flash_triton]
-    python -m benchmarks.kernels ... --tiles                     # our kernels alone, in other tiles
+    python -m benchmarks.kernels ... --tiles                     # only steplab's kernels, in other tiles
     python -m benchmarks.kernels ... --repeats 24 --output FILE.json
 
-`steplab attention` times attention on the device. Bytes are each input read once and each output written once. Memory
-is the allocator's peak beyond inputs and gradients. What is not installed is left out: liger-kernel,
-cut-cross-entropy, torchao, or torch 2.13's linear_cross_entropy.
+`steplab attention` times attention on the device. Bytes count inputs and outputs once. Memory is the allocator's peak
+beyond inputs and gradients. Missing libraries are left out: liger-kernel, cut-cross-entropy, torchao, or torch 2.13's
+linear_cross_entropy.
 """
 
 import argparse
@@ -43,14 +43,15 @@ from steplab.specs.model import MODEL_SIZES
 
 BATCH, CONTEXT = 4, 512
 ADAMW_BYTES = 28
-"""For each parameter: an update reads it, its gradient and both moments, and writes all but the gradient. With masters
-the gradient has 2 bytes for 4, and 2 are written for the weight."""
+"""Bytes per parameter: an update reads parameter, gradient and both moments, and writes all but the gradient. With
+masters the gradient has 2 bytes instead of 4, and the weight 2 written.
+"""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # --- AdamW --------------------------------------------------------------------------------------------------------
 
 
 def adamw(options: argparse.Namespace) -> list[Case]:
-    """A step of the optimizer, and a copy of as many bytes, half of them read and half written."""
+    """An optimizer step, and a copy of as many bytes, half read and half written."""
     count, moved = int(options.parameters), ADAMW_BYTES * options.parameters
     settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 
@@ -95,8 +96,9 @@ def adamw(options: argparse.Namespace) -> list[Case]:
 
 
 def attention(options: argparse.Namespace) -> list[Case]:
-    """Forward, and autograd's whole backward pass over the one operator, its engine included, which `copy` shows alone:
-    a multiplication by one in place of attention. B, H, S, D are those of `small` at context 512."""
+    """Forward, and autograd's whole backward pass over the one operator. `copy`, a multiplication, shows its engine
+    alone. B, H, S, D are as in `small` at context 512.
+    """
     functions: dict[str, Callable[..., Tensor]] = {"copy": lambda q, k, v: q * k * v}
     for name in ("flash_triton", "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "sdpa"):
         functions[name] = partial(any_attention, implementation=name, causal=True)
@@ -115,7 +117,7 @@ def attention(options: argparse.Namespace) -> list[Case]:
 # --- the output head with its loss --------------------------------------------------------------------------------
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden, weight, targets) -> the mean loss"""
+"""(hidden, weight, targets) -> mean loss"""
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -161,12 +163,13 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     "cut_cross_entropy exact": lambda: cut(None),
     "cut_cross_entropy": lambda: cut("auto"),
 }
-"""Liger's own chunks are as it chooses them; cut cross-entropy's default leaves out small gradients, exact has all."""
+"""Liger chooses its chunks; cut cross-entropy drops small gradients by default, `exact` keeps all."""
 
 
 def cross_entropy(options: argparse.Namespace) -> list[Case]:
     """Forward and backward of the last linear layer with the loss, three products; with --tiles, the kernel of softmax,
-    loss and gradient on the logits of a chunk, each read once and written once."""
+    loss and gradient on a chunk's logits, read and written once.
+    """
     tokens, width, entries, dtype = options.tokens, options.width, options.entries, DTYPES[options.dtype]
     if options.tiles:
         rows = chunk_tokens(tokens, entries, dtype.itemsize)
@@ -204,8 +207,9 @@ def cross_entropy(options: argparse.Namespace) -> list[Case]:
 
 
 def block_ops(options: argparse.Namespace) -> list[Case]:
-    """RMSNorm with the sum before it, rotary embedding and SwiGLU: batch 4, context 512, bf16 products, and a residual
-    stream in float32."""
+    """RMSNorm with the preceding sum, rotary embedding and SwiGLU: batch 4, context 512, bf16 products, float32
+    residual stream.
+    """
     shape, tokens, ops = MODEL_SIZES[options.model], BATCH * CONTEXT, torch.ops.steplab
     width, inner, num_heads = shape.d_model, shape.d_ff, shape.num_heads
     table = torch.randn(2, CONTEXT, shape.head_dim // 2, device="cuda")
@@ -299,14 +303,14 @@ _SWIGLU: list[Constants] = [
     {"ROWS": rows, "COLUMNS": columns, "NUM_WARPS": warps}
     for rows, columns, warps in [(2, 512, 4), (4, 256, 4), (1, 1024, 4), (2, 1024, 4), (4, 512, 4)]
 ]
-"""The first are those in use, as in the other lists."""
+"""The first are in use, as in the other lists."""
 
 
 # --- matrix products ----------------------------------------------------------------------------------------------
 
 
 def products(options: argparse.Namespace) -> list[Case]:
-    """The three products of each linear layer of a model: forward, the input's gradient and the weight's."""
+    """The three products of each linear layer: forward, input gradient, weight gradient."""
     shape, tokens = MODEL_SIZES[options.model], options.tokens
     width, inner = shape.d_model, shape.d_ff
     layers = {

@@ -1,26 +1,28 @@
-"""Loss curves of fast steps beside those of the plain one: what a fast step trains must be what the plain one trains.
+"""Loss curves of fast steps against the plain step: both must train alike.
 
     python -m benchmarks.loss_curves                                            # a GPU: small, context 512, 4 seeds
     python -m benchmarks.loss_curves --device cpu --model tiny --context 64 --seeds 0 1 2
-    python -m benchmarks.loss_curves --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
+    python -m benchmarks.loss_curves --seeds 3 --output seed_3.json             # one seed a process, each on a GPU
     python -m benchmarks.loss_curves --read seed_*.json --output all.json
 
-The steps are those that `steplab run` measures, from the same builder. A seed decides the initial weights and the order
-of the sequences; with one seed every variant begins with the same weights and sees the same batches. Two figures decide
-whether a variant trains as the reference does, both as shares of what the reference's own seeds differ by:
+Steps come from the builder of `steplab run`. A seed fixes initial weights and the order of sequences, so variants with
+one seed see the same batches. Two figures decide if a variant trains as the reference, as shares of the difference
+between the reference's seeds:
 
-    by step   the root mean square of the paired differences (same seed, same step) in the worst window of steps, over
-              the standard deviation of the reference's seeds in that window
-    at end    the mean paired difference over the last quarter, over the standard deviation, between the reference's
-              seeds, of its mean loss there
+    by step   root mean square of paired differences (same seed, same step) in the worst window of steps, over the
+              standard deviation of the reference's seeds there
+    at end    mean paired difference over the last quarter, over the standard deviation between the reference's
+    seeds of
+              the mean loss there
 
-A variant passes with both at most 1. `bf16_pure`, whose weights are rounded to bf16 after every update, is the control:
-it shows whether the figures would find a step that trains otherwise.
+A variant passes with both at most 1. The control, `bf16_pure`, rounds weights to bf16 after each update: it shows if
+the figures detect different training.
 
-The data is the source text of Python's standard library, split into words, runs of spaces and single signs; the most
-frequent ones are the vocabulary, and one entry stands for all others. It is learnable at every distance, uses the whole
-vocabulary, and needs no network. The text of another version of Python gives other losses, and the same comparison.
-Exit code: 0 if every variant passes, 1 if one does not.
+The data is the source text of Python's standard library, split into words, runs of spaces and single signs. The most
+frequent ones are the vocabulary; one entry stands for the rest. It is learnable at every distance, uses the whole
+vocabulary, and needs no network. Other Python versions give other losses, and the same comparison.
+
+Exit code: 0 if every variant passes, else 1.
 """
 
 import argparse
@@ -55,10 +57,10 @@ from steplab.specs.step import StepSpec
 class Variant:
     name: str
     fields: Mapping[str, object] = field(default_factory=dict)
-    """What it sets, by the names of options."""
+    """Changed options by name."""
     devices: tuple[str, ...] = ("cuda", "cpu")
     control: bool = False
-    """Whether it is known to train otherwise, so that it need not pass."""
+    """True if it is known to train differently and need not pass."""
 
 
 PLAIN = {"optimizer": "adamw_loop"}
@@ -83,21 +85,22 @@ VARIANTS = (
     ),
     Variant(name="sgd", fields={"optimizer": "sgd"}, devices=("cpu",), control=True),
 )
-"""The reference first: eager, fp32, attention with its scores in memory, and torch's AdamW as a loop. Then the most
-telling ones, so that a run that is ended early has them. Few CPUs multiply bf16 at speed, so there all are in fp32."""
+"""The reference is first: eager, fp32, materialised scores, torch's AdamW loop. The most telling variants follow, so
+early ends keep them. CPUs use fp32, since few multiply bf16 fast.
+"""
 
 PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
-"""The linear layers of which merged ones are made."""
+"""Linear layers that merged ones contain."""
 NUM_WINDOWS = 10
 
 Batch = tuple[Tensor, Tensor]
 Curves = dict[str, dict[int, list[float]]]
-"""variant -> seed -> loss of each step"""
+"""Variant -> seed -> loss of each step."""
 Losses = NDArray[np.float64]
 
 
 def source_text() -> Iterator[str]:
-    """The modules of the standard library, without its tests, in the order of their names."""
+    """Modules of the standard library by name, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.relative_to(root).parts):
@@ -105,7 +108,7 @@ def source_text() -> Iterator[str]:
 
 
 def sequences(vocab_size: int, length: int) -> Tensor:
-    """The text as token ids, cut into sequences: [number, length]."""
+    """The text as token ids in sequences: [number, length]."""
     tokens = [token for text in source_text() for token in re.findall(r"\w+| +|[^\w ]", text)]
     frequent = collections.Counter(tokens).most_common(vocab_size - 1)
     number_of = {token: number for number, (token, _) in enumerate(frequent)}
@@ -114,7 +117,7 @@ def sequences(vocab_size: int, length: int) -> Tensor:
 
 
 def batches_of(data_NL: Tensor, spec: StepSpec, steps: int, device: torch.device) -> list[Batch]:
-    """Tokens and targets of each step; the order is the seed's. The text is read again if the steps need more of it."""
+    """Tokens and targets of each step, ordered by the seed. The text repeats if steps need more."""
     order = torch.Generator().manual_seed(spec.seed)
     times = 1 + steps * spec.batch // len(data_NL)
     numbers = torch.cat([torch.randperm(len(data_NL), generator=order) for _ in range(times)])
@@ -123,7 +126,7 @@ def batches_of(data_NL: Tensor, spec: StepSpec, steps: int, device: torch.device
 
 
 def adopt(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a module the weights of one whose linear layers are separate."""
+    """Give a module the weights of one with separate linear layers."""
 
     def of(name: str) -> Tensor:
         for merged, parts in PARTS.items():
@@ -135,8 +138,9 @@ def adopt(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def losses_of(step: ModelStep, batches: Sequence[Batch], device: Device, *, as_graphs: bool) -> list[float]:
-    """Train on each batch once, and give the loss of each step before its update. as_graphs: replay the step as CUDA
-    graphs; what runs before they are recorded trains too."""
+    """Train once on each batch; returns each step's loss before its update. `as_graphs`: replay as CUDA graphs; steps
+    before the recording train too.
+    """
     step.batches = list(batches)
     kept: list[Tensor] = []
     forward = step.phases[0]
@@ -144,13 +148,13 @@ def losses_of(step: ModelStep, batches: Sequence[Batch], device: Device, *, as_g
     def run() -> None:
         forward.run()
         assert step.loss is not None
-        kept.append(step.loss.detach().clone())  # backward lets go of it
+        kept.append(step.loss.detach().clone())  # backward frees it
 
     step.phases[0] = Phase(name=forward.name, run=run)
     if as_graphs:
         graphed = GraphedStep(step, device, "the model")
         graphed.record()
-        recorded = kept.pop()  # of the recording, which executes nothing; every replay writes it
+        recorded = kept.pop()  # the recording executes nothing; replays write it
         graphed.batches = list(batches[len(kept) :])
         for _ in graphed.batches:
             for phase in graphed.phases:
@@ -172,7 +176,7 @@ def trained(spec: StepSpec, weights: Mapping[str, Tensor], batches: Sequence[Bat
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """The curves of all variants and seeds on one device; those until then are in --output after each."""
+    """Curves of all variants and seeds on one device; --output is updated after each."""
     device = open_device(options.device)
     torch_device = device.torch_device
     size = {"model": options.model, "context": options.context, "batch": options.batch, "device": options.device}
@@ -198,7 +202,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             spec = resolve_with_recipe({**size, "seed": seed, **variant.fields}, lambda name: torch_device.type)
             try:
                 losses = trained(spec, weights, batches, device)
-            except Exception as error:  # the other variants are worth having without it
+            except Exception as error:  # other variants continue
                 print(f"seed {seed}, {variant.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
             curves.setdefault(variant.name, {})[seed] = losses
@@ -210,7 +214,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def joined(results: Sequence[Mapping[str, Any]]) -> Curves:
-    """The curves of several files, which have other seeds of the same steps."""
+    """Curves of several files with different seeds of the same steps."""
     curves: Curves = {}
     for result in results:
         for name, of_seeds in result["curves"].items():
@@ -219,7 +223,7 @@ def joined(results: Sequence[Mapping[str, Any]]) -> Curves:
 
 
 def commands_of(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The command that measures each variant's step. Raises ValueError for files whose variants are other steps."""
+    """The command of each variant's step. Raises ValueError if files differ in a variant's step."""
     commands: dict[str, str] = {}
     for result in results:
         for name, words in result["commands"].items():
@@ -234,22 +238,22 @@ def in_order(of_seeds: Mapping[int, list[float]], seeds: Sequence[int]) -> Losse
 
 
 def windows(values_T: Losses) -> Losses:
-    """Root mean square in each window of steps."""
+    """Root mean square by window of steps."""
     return np.array([np.sqrt(np.mean(part**2)) for part in np.array_split(values_T, min(NUM_WINDOWS, len(values_T)))])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """A variant beside the reference, in units of the loss."""
+    """A variant against the reference, in units of the loss."""
 
     seeds: Losses
     """Standard deviation of the reference's seeds, by window."""
     paired: Losses
-    """Root mean square of the paired differences, by window."""
+    """Root mean square of paired differences, by window."""
     end_seeds: float
     """Standard deviation, between the reference's seeds, of the mean loss over the last quarter."""
     end_paired: float
-    """Mean paired difference there; above 0: the variant's loss is higher."""
+    """Mean paired difference there; above 0: a higher loss."""
 
     @property
     def by_step(self) -> float:
@@ -265,7 +269,7 @@ class Beside:
 
 
 def beside(reference_ST: Losses, variant_ST: Losses) -> Beside:
-    """Compare the curves of the same seeds; two seeds at least."""
+    """Compare curves of the same seeds, at least two."""
     last = slice(-max(1, reference_ST.shape[1] // 4), None)
     difference_ST = variant_ST - reference_ST
     return Beside(
@@ -277,15 +281,14 @@ def beside(reference_ST: Losses, variant_ST: Losses) -> Beside:
 
 
 def report(results: Sequence[Mapping[str, Any]]) -> int:
-    """Print the table, and give the exit code. A variant that lacks a seed of the reference, because
-    its run was ended before it, is left out."""
+    """Print the table and return the exit code. Variants without a seed of the reference are left out."""
     every = joined(results)
     seeds = sorted(every[REFERENCE])
     curves = {name: of_seeds for name, of_seeds in every.items() if of_seeds.keys() >= set(seeds)}
     for name in every.keys() - curves.keys():
-        print(f"{name}: left out, because it lacks a seed", file=sys.stderr)
+        print(f"{name}: left out for lack of a seed", file=sys.stderr)
     if len(seeds) < 2 or len(curves) < 2:
-        print("nothing to compare yet: it takes two seeds, of the reference and of a variant (--read)", file=sys.stderr)
+        print("nothing to compare yet: reference and variant need two seeds each (--read)", file=sys.stderr)
         return 0
     reference_ST = in_order(curves[REFERENCE], seeds)
     found = {
@@ -316,8 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--output", default="", help="a file for the losses, in JSON; with --read, for those of all")
-    parser.add_argument("--read", nargs="+", default=[], help="files of --output, in place of training")
+    parser.add_argument("--output", default="", help="JSON file for the losses; with --read, for all")
+    parser.add_argument("--read", nargs="+", default=[], help="files of --output, instead of training")
     options = parser.parse_args(arguments)
     results = [json.loads(Path(path).read_text()) for path in options.read] or [train(options)]
     if options.read and options.output:

@@ -1,18 +1,17 @@
-"""What steplab adds to a step: its loop beside a bare loop, and its callback in a training with transformers.
+"""steplab's overhead per step: its loop against a bare loop, and its callback in a transformers training.
 
     python -m benchmarks.overhead loop [model] [context] [steps]
-    python -m benchmarks.overhead trainer [rounds]        (takes transformers and accelerate)
+    python -m benchmarks.overhead trainer [rounds]        (needs transformers and accelerate)
 
-Both sides alternate in one process, so that a drifting clock touches both alike: the median of the ratios of neighbours
-is the result. Two turns without steplab give the noise.
+Both sides alternate in one process, so clock drift affects both; the result is the median ratio of neighbours. Two
+turns without steplab give the noise.
 
-loop: the bare loop is what one would write by hand: run the phases n times, synchronise, divide. Both loops run the
-very same phases.
+loop: the bare loop runs the phases n times, synchronises and divides, as written by hand. Both loops run the same
+phases.
 
-trainer: the same Trainer trains the same small LLaMA. A turn's figure is the median time from the beginning of a step
-to the beginning of the next, on a CPU in processor time, read by a callback that is there in both. The callback's
-record is set beside that of the session that `steplab run` starts, in turns too. Last, the processor time of the
-callback's own calls is taken.
+trainer: one Trainer trains one small LLaMA. A turn's figure is the median time between starts of steps (on a CPU,
+processor time), read by a callback of both sides. The callback's record is compared with `steplab run`'s session, also
+alternating. The processor time of the callback's calls comes last.
 """
 
 import json
@@ -48,12 +47,11 @@ CONFIG: dict[str, Any] = {
 }
 BATCH, CONTEXT, WARMUP, STEPS = 4, 64, 5, 20
 CLOCK = time.perf_counter if torch.cuda.is_available() else time.process_time
-"""Processor time on a CPU, which other programs on the machine affect less than elapsed time."""
+"""Processor time on a CPU; other programs affect it less than elapsed time."""
 
 
 def compared(what: str, turns: Sequence[tuple[float, float, float]]) -> None:
-    """Print a step without steplab, how many times as long one with it takes, and the noise; a turn is the seconds of
-    one without, one with, and one without."""
+    """Print a step without steplab, the ratio with it, and the noise; a turn is (without, with, without) in seconds."""
     ratio = median(2 * mine / (before + after) for before, mine, after in turns)
     noise = median(abs(after / before - 1) for before, _, after in turns)
     bare_s = median(before for before, _, _ in turns)
@@ -76,7 +74,7 @@ def loop(model: str = "tiny", context: str = "128", steps: str = "20") -> None:
         return (time.perf_counter() - started) / num_steps
 
     def ours() -> float:
-        # What the tool reports: the host's time over its loop, every mark and callback included.
+        # The tool's report: host time over its loop, with all marks and callbacks.
         return run_back_to_back(phases, device, num_steps, lambda iteration: None)[1] / num_steps
 
     bare(), ours()
@@ -115,7 +113,7 @@ def train(folder: str, *callbacks: Any) -> float:
 
 
 class Timed:
-    """Counts the processor seconds inside the calls of a callback."""
+    """Counts processor seconds inside a callback's calls."""
 
     def __init__(self, callback: Any) -> None:
         self.seconds = 0.0

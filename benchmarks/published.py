@@ -1,20 +1,19 @@
-"""Steps that others measured and published beside what steplab predicts of them: their times, and their ranks' memory.
+"""Published measurements of others against steplab's predictions: step times, and memory of ranks.
 
     python -m benchmarks.published > table.md            (from the root of the checkout)
     python -m benchmarks.published memory > table.md
 
-Rows are those of benchmarks/public_training.json.xz. One whose ranks split the model becomes a step on a layout
-(plan.layout.time). Of any other, each rank has the whole model, and the row becomes the step of one: its model, its
-batch, and its weights in bf16, as FSDP gathers them or as they are kept. The optimizer's update is divided by the ranks
-that share its state, and the loss is taken in fp32. What their software, attention and network add is told by few
-factors for each source and GPU (StackRates). Where a source has rows enough on a GPU, they are fitted to those that are
-not of a row's like: of models of other sizes, or where it has one model, on other numbers of GPUs. All other rows are
-predicted with the kernels' rates alone.
+Rows come from benchmarks/public_training.json.xz. If ranks split the model, a row becomes a step on a layout
+(plan.layout.time). Otherwise each rank has the whole model, and the row becomes one rank's step: its model, its batch,
+and weights in bf16. The update is divided by the ranks that share its state; the loss is in fp32.
 
-Other programs also keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of
-weights that are used in 16 bits alone), pad the vocabulary so that tp divides it, and before 2022 split no tokens
-between the products of tensor parallelism. In a rank's memory their state is put in the place of ours; the rest is
-predicted as steplab would run it.
+A few factors per source and GPU describe its software, attention and network (StackRates). With enough rows of a source
+on a GPU, they are fitted to rows with other model sizes, or with one model, other numbers of GPUs. Other rows use
+kernel rates alone.
+
+Other programs keep other state: 16-bit weights with partly shared fp32 copies, or fp32 shards of weights used in 16
+bits. They pad the vocabulary for tp, and before 2022 did not split tokens between tensor-parallel products. Memory of
+ranks uses their state; all else is predicted as steplab would run it.
 """
 
 import dataclasses
@@ -57,28 +56,31 @@ from steplab.units import GIB
 
 TABLE = Path(__file__).parent / "public_training.json.xz"
 _NAME = "medium"
-"""Size that a published model is written as, with all its sizes changed."""
+"""Base size of a published model, with all sizes changed."""
 _LOSS_BYTES = 24
-"""Bytes for each logit: what a loss in fp32 moves beyond one in bf16. Both copy, log_softmax, their gradients and that
-of nll_loss: 36 bytes against 12."""
+"""Extra bytes per logit of a loss in fp32 over bf16: copy, log_softmax, their gradients and nll_loss's, 36 against
+12.
+"""
 _ONE_NODE = 8
 _ASSUMED_GPU = {"A100 (unstated kind)": "A100 SXM 80GB"}
-"""GPUs whose kind a source leaves open -> the one that is assumed."""
+"""GPUs of unstated kind -> the assumed one."""
 _NETWORKS = {
     "800 Gb/s a node": 12.5e9,
     "4 x Omni-Path 100 a node": 6.25e9,
     "HDR InfiniBand": 25e9,
     "EFA (AWS p5)": 50e9,
 }
-"""Parts of a source's words for the network between nodes -> stated bytes per second of each of eight GPUs: its share
-of the node's, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
+"""Parts of a source's words for its network -> stated bytes/s of each of eight GPUs: its share of the node's, 200
+Gbit/s per GPU of Selene, 3200 per p5 node.
+"""
 _BY_DTENSOR = ("KempnerForge", "torchtitan")
-"""Programs that split tensors by torch's DTensor, which costs Python time; Megatron's and nanotron's layers do not."""
+"""Programs with torch's DTensor, which costs Python time; Megatron's and nanotron's layers do not."""
 PADDED_VOCABULARY = 128
 """Megatron-LM pads the vocabulary to a multiple of this times its tensor-parallel ranks
-(--make-vocab-size-divisible-by)."""
+(--make-vocab-size-divisible-by).
+"""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "gelu", "silu": "swiglu", "swiglu": "swiglu"}
-"""relu costs what gelu does: bandwidth bounds both."""
+"""relu costs as much as gelu: both are bound by bandwidth."""
 _PASSES = {"step": "train", "forward (no grad)": "forward", "forward+backward": "forward_backward"}
 
 
@@ -135,7 +137,7 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def card(self) -> str | None:
-        """Name of its GPU in the catalogue; None: it is not there."""
+        """Name of its GPU in hardware.toml; None if absent."""
         return self.steplab_gpu or _ASSUMED_GPU.get(self.gpu)
 
     @property
@@ -144,7 +146,7 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def job(self) -> str:
-        """What rows of one job share, whatever their layouts and micro-batches."""
+        """Common part of a job's rows, across layouts and micro-batches."""
         model = (self.model.key, self.model.layers, self.model.hidden, self.seq, self.recompute, self.passes)
         return f"{self.group} {model} {self.gpus}×{self.gpu} {self.global_batch}"
 
@@ -155,7 +157,7 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def num_parameters(self) -> float:
-        """Parameters of the matrices, about: 12 L d² for the usual block, and the vocabulary."""
+        """Approximate matrix parameters: 12 L d² for the usual block, and the vocabulary."""
         m = self.model
         layer = (2 + 2 * (m.kv_heads or m.heads or 1) / (m.heads or 1)) * (m.hidden or 0) ** 2
         layer += (m.ffn_matrices or 2) * (m.hidden or 0) * (m.ffn or 0)
@@ -167,10 +169,10 @@ def read_rows(path: Path = TABLE) -> list[PublicRow]:
 
 
 def step_of(row: PublicRow) -> StepSpec:
-    """The step of one rank. Raises Unsupported with the reason why there is none."""
+    """The step of one rank. Raises Unsupported with the reason."""
     what, model, layout = f"predicting {row.id}", row.model, row.layout
     if row.card is None:
-        raise Unsupported(what, f"the GPU is not in the catalogue: {row.gpu}", "")
+        raise Unsupported(what, f"the GPU is unknown: {row.gpu}", "")
     if (layout.cp or 1) > 1:
         raise Unsupported(what, f"ranks split sequences: cp={layout.cp}", "")
     if row.scope != "dense decoder":
@@ -181,7 +183,7 @@ def step_of(row: PublicRow) -> StepSpec:
         raise Unsupported(what, f"no such number format: {compute}", "")
     sizes = (model.vocab, model.hidden, model.ffn, model.layers, model.heads, row.seq, row.micro_batch)
     if None in sizes or row.passes not in _PASSES or model.activation not in _ACTIVATIONS:
-        raise Unsupported(what, "the row lacks sizes, or its activation is not known", "")
+        raise Unsupported(what, "the row lacks sizes, or has an unknown activation", "")
     vocab, hidden, ffn, layers, heads, seq, batch = (size or 0 for size in sizes)
     tp, pp, micro_batches = layout.tp or 1, layout.pp or 1, row.grad_accum or 1
     if tp > 1 or "Megatron" in row.framework:
@@ -221,7 +223,7 @@ def step_of(row: PublicRow) -> StepSpec:
 
 
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16_pure", "fp16": "bf16_pure"}
-"""Beginning of what a source says -> precision of our step; fp16 costs what bf16 does."""
+"""Beginning of a source's words -> our precision; fp16 costs as much as bf16."""
 
 
 def _recomputed(text: str) -> str:
@@ -229,53 +231,52 @@ def _recomputed(text: str) -> str:
 
 
 def split_step(row: PublicRow, gpu: Gpu) -> LayoutTime:
-    """The predicted step of a row whose ranks split the model, by the links of its machines. Raises Unsupported for one
-    that cannot be predicted."""
+    """Predicted step of a row with a split model, over its machines' links. Raises Unsupported."""
     spec = step_of(row)
     refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE, microbatches=None, reshard_after_forward="auto"), gpu)
     known = next((speed for words, speed in _NETWORKS.items() if words in str(row.network)), None)
     machine = machine_of(hardware_named(gpu.name), row.gpus_per_node or _ONE_NODE, network_stated_bytes_per_s=known)
     found = LayoutClock(gpu, machine, dtensor=row.framework.startswith(_BY_DTENSOR)).time(spec)
     if found is None:
-        raise Unsupported(f"predicting {row.id}", f"the network between its machines is not known: {row.network}", "")
+        raise Unsupported(f"predicting {row.id}", f"the network between its machines is unknown: {row.network}", "")
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRates:
-    """How steps of one source of published figures differ from kernels by themselves: by its software and network."""
+    """Differences of a source's steps from kernels alone, through software and network."""
 
     product_factor: float = 1.0
-    """Times which products take longer."""
+    """Factor on time of products."""
     attention_factor: float = 1.0
-    """Times which fused attention takes longer."""
+    """Factor on time of fused attention."""
     streaming_factor: float = 1.0
-    """Times which all else takes longer."""
+    """Factor on time of everything else."""
     network_bytes_per_s: float = 50e9
-    """What each GPU receives per second from ranks on other machines."""
+    """Bytes/s received per GPU from other machines."""
     hop_s: float = 0.0
-    """Seconds that every further rank adds to a message."""
+    """Seconds added to a message by each further rank."""
     exposed: float = 0.0
-    """Share of the shorter of computation and communication that the other does not hide."""
+    """Share of the shorter of computation and communication that is not hidden."""
     spread: float = 0.3
     """Half of the 90 % interval, as a share of the central value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicLoad:
-    """What a row asks of a GPU, with the rates of its kernels, and of the network."""
+    """GPU and network load of a row, at its kernels' rates."""
 
     product_s: float
     attention_s: float
     streaming_s: float
     optimizer_s: float
     wire_bytes: float
-    """Received by each GPU in a step, if ranks on several nodes share weights or gradients; else 0."""
+    """Bytes received per GPU and step, if several nodes share weights or gradients; else 0."""
     hops: int
-    """Messages of a step times the ranks that each passes, over several nodes; else 0."""
+    """Messages per step times ranks passed, over several nodes; else 0."""
 
     def seconds(self, stack: StackRates) -> float:
-        """The step by a source's software on its machines."""
+        """Step time with a source's software and machines."""
         compute = (
             stack.product_factor * self.product_s
             + stack.attention_factor * self.attention_s
@@ -287,7 +288,7 @@ class PublicLoad:
 
 
 def load_of(row: PublicRow, gpu: Gpu) -> PublicLoad:
-    """The load of a row. Raises Unsupported for a step that cannot be predicted."""
+    """Raises Unsupported for a step that cannot be predicted."""
     spec = step_of(row)
     refuse_unknown_step(spec, gpu)
     parts = throttled(parts_of(spec, gpu), gpu)
@@ -298,8 +299,8 @@ def load_of(row: PublicRow, gpu: Gpu) -> PublicLoad:
     if spec.precision != "fp32" and spec.pass_name == "train":
         moved = _LOSS_BYTES * spec.tokens * spec.micro_steps * shape.vocab_size
         streaming_s += moved / (gpu.bandwidth_bytes_per_s * gpu.rates.streaming.shares["_log_softmax_backward_data"])
-    # With FSDP, weights in bf16 are gathered for both passes and gradients scattered, in each micro-step, by a message
-    # for each block; with state alone sharded, gradients and weights once.
+    # FSDP gathers bf16 weights for both passes and scatters gradients, per micro-step, a message per block; sharded
+    # state alone sends gradients and weights once.
     times = 3 * (row.grad_accum or 1) if "fsdp" in str(row.layout.shard) else 2
     times = times if (row.gpus or 1) > _ONE_NODE else 0
     return PublicLoad(
@@ -319,18 +320,17 @@ def _seconds(parts: list[TimePart], kind: str) -> float:
 # --- times beside those that were measured ------------------------------------------------------------------------
 
 LEAST_ROWS = 4
-"""Rows that a source needs on one GPU before factors are fitted."""
+"""Least rows of a source on one GPU for fitting factors."""
 APART = 0.05
-"""By which two measured steps of one job must differ, for their order to be more than noise."""
+"""Least difference between two steps of a job that counts as an order."""
 _MANY_ROWS = 20
-"""From which on products, attention and streaming have a factor each, rather than one together."""
+"""From this many rows on, products, attention and streaming have separate factors."""
 _KINDS = ("product_factor", "attention_factor", "streaming_factor")
 _NETWORK = {
     True: {"network_bytes_per_s": 50e9, "exposed": 0.1},
     False: {"network_bytes_per_s": 50e9, "hop_s": 1e-5},
 }
-"""Figures of the network, by whether there are many rows; they start at a 400 Gbit/s card for each GPU. Of few rows, no
-communication is taken to be hidden."""
+"""Network figures by "many rows", starting at a 400 Gbit/s card per GPU. Few rows: no hidden communication."""
 
 Loaded = tuple[PublicRow, PublicLoad, float]
 
@@ -343,7 +343,7 @@ class RowCheck:
     spread: float = 0.0
     """Half of the 90 % interval, as a share of the prediction."""
     constant_s: float | None = None
-    """By one share of the stated peak, the best for all rows of the source on this GPU."""
+    """By one share of the stated peak, the best over the source's rows on this GPU."""
     unsupported: str | None = None
 
     @property
@@ -360,7 +360,7 @@ class RowCheck:
 
 
 def counts(row: PublicRow) -> bool:
-    """Whether a row's time is complete enough to be scored."""
+    """True if a row's time is complete enough to be scored."""
     return row.scored and row.time_grade in ("A", "B") and row.measured_s is not None
 
 
@@ -401,8 +401,7 @@ def _check_row(row: PublicRow, load: PublicLoad | None, stack: StackRates | None
 
 
 def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
-    """For each row of a source with enough of them, by its id, the factors of a fit without the rows of its like; none
-    for a source whose rows are all alike."""
+    """Factors for each row by id, from a fit without similar rows; none for a source of only similar rows."""
     groups: dict[tuple[str, str], list[Loaded]] = defaultdict(list)
     for row, load, measured in rows:
         groups[row.group, str(row.card)].append((row, load, measured))
@@ -416,7 +415,7 @@ def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
 
 
 def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, float, StackRates]]:
-    """Every row with a fit to those that are not of its like; nothing where all are."""
+    """Each row with a fit to dissimilar rows; nothing without any."""
     many = len({row.model.key for row, _, _ in own}) > 1
     likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
     for like in sorted(set(likes.values())):
@@ -447,8 +446,9 @@ def fitted_stack(own: Sequence[Loaded]) -> StackRates:
 
 
 def _constants(rows: Sequence[PublicRow]) -> dict[str, float]:
-    """Seconds of each row by one share of the stated peak, of the model's FLOPs by the convention that suits it best
-    (full: 6 N + 12 L d T a token), for all rows of a source on a GPU: the median of what they reach, fitted to all."""
+    """Seconds of each row at one share of the stated peak, by the best FLOP convention (full: 6 N + 12 L d T a token):
+    the median reached, fitted to all rows of a source on a GPU.
+    """
     groups: dict[tuple[str, str], list[tuple[PublicRow, float]]] = defaultdict(list)
     for row in rows:
         try:
@@ -470,7 +470,7 @@ def _constants(rows: Sequence[PublicRow]) -> dict[str, float]:
 
 
 def groups_of(checks: Sequence[RowCheck]) -> dict[str, list[RowCheck]]:
-    """The predicted rows of each source, and of each source on each GPU."""
+    """Predicted rows by source, and by source and GPU."""
     found: dict[str, list[RowCheck]] = defaultdict(list)
     for check in checks:
         if check.error is not None:
@@ -480,7 +480,7 @@ def groups_of(checks: Sequence[RowCheck]) -> dict[str, list[RowCheck]]:
 
 
 def summary(checks: Sequence[RowCheck]) -> tuple[str, ...]:
-    """Of a group: rows, median error, p90, worst, share in the interval, and the constant's median and p90."""
+    """Rows, median error, p90, worst, share in the interval, and the constant's median and p90."""
     errors = [abs(check.error or 0.0) for check in checks]
     constants = [abs(check.constant_error or 0.0) for check in checks]
     figures = [median(errors), percentile(errors, 90), max(errors)], [median(constants), percentile(constants, 90)]
@@ -490,7 +490,7 @@ def summary(checks: Sequence[RowCheck]) -> tuple[str, ...]:
 
 
 def ranking(checks: Sequence[RowCheck]) -> dict[str, list[bool]]:
-    """By source, of pairs of one job whose measured times differ: whether they are predicted in the measured order."""
+    """By source, for pairs of a job with different times: True if predicted in measured order."""
     found: dict[str, list[bool]] = defaultdict(list)
     for first, second in itertools.combinations([check for check in checks if check.predicted_s], 2):
         if first.row.job == second.row.job and abs(first.measured_s / second.measured_s - 1) > APART:
@@ -517,20 +517,19 @@ def times(rows: Sequence[PublicRow]) -> None:
 # --- memory -------------------------------------------------------------------------------------------------------
 
 WITH_WHOLE_TOKENS = ("bigscience",)
-"""Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp has all tokens between the
-products."""
+"""Sources before sequence parallelism (Korthikanti et al. 2022): tp ranks keep all tokens between products."""
 ALIKE_IN_MEMORY = {"H100 SXM 96GB HBM2e 500W": "H100 SXM"}
-"""A GPU that is not in the catalogue: torch's memory depends on its architecture alone."""
+"""An unknown GPU with a known equal: torch's memory depends only on the architecture."""
 
 
 def spec_of(row: PublicRow) -> StepSpec:
-    """The row's step with its layout. Raises SteplabError where steplab has none such."""
+    """The row's step with its layout. Raises SteplabError for unsupported steps."""
     step, given = step_of(msgspec.structs.replace(row, layout=PublicLayout())), row.layout
     shape = step.model.shape
     assert shape is not None
     tp, pp = given.tp or 1, given.pp or 1
     padded = -(-shape.vocab_size // (PADDED_VOCABULARY * tp)) * PADDED_VOCABULARY * tp if tp > 1 else shape.vocab_size
-    untied = dataclasses.replace(shape, head="untied", vocab_size=padded)  # a pipeline's ends have a copy each
+    untied = dataclasses.replace(shape, head="untied", vocab_size=padded)  # both ends of a pipeline have a copy
     data = (row.gpus or 1) // tp // pp
     sharded = "fsdp" in str(given.shard)
     microbatches = row.grad_accum or 1
@@ -567,10 +566,10 @@ def memory(rows: Iterable[PublicRow]) -> None:
 
 
 def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, reserved: bool) -> float:
-    """What a rank holds with the state that the source keeps in place of ours."""
+    """Memory of a rank with the source's state instead of ours."""
     size = rank.reserved_bytes if reserved else rank.peak_bytes
     group = rank_groups(spec)[place]
-    # torch's pipelines allocate the messages of all microbatches beforehand; these programs one of each at a time.
+    # torch's pipelines allocate messages of all microbatches beforehand; these programs one at a time.
     messages = [term for term in rank.terms if term.what.endswith("from neighbours")]
     size -= sum(term.num_bytes * (term.count - rank.in_flight - 1) for term in messages)
     if "nvidia-smi" in str(row.measured.get("memory_kind")):
@@ -582,10 +581,10 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
         return size - ours + 16 * weights / spec.layout.fsdp
     if "master" not in kept:
         return size
-    # Weights in 16 bits are whole on each rank, so that none are gathered, as FSDP2 does with ours.
+    # Each rank has whole 16-bit weights, so none are gathered, unlike with FSDP2.
     size -= sum(term.num_bytes * term.count for term in rank.terms if term.what == "gathered weights")
-    # Gradients that are summed in fp32 after a backward pass are all there in 16 bits besides until then
-    # (nanotron, src/nanotron/optim/gradient_accumulator.py).
+    # Gradients summed in fp32 after a backward pass also exist in 16 bits until then (nanotron,
+    # src/nanotron/optim/gradient_accumulator.py).
     gradients = 4 + 2 if "fp32" in str(row.precision.get("gradients")) else 2
     ranks = row.layout.shard_ranks or 1 if "zero1" in str(row.layout.shard) else 1
     return size - ours + weights * (2 + gradients + 12 / ranks)

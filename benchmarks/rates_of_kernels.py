@@ -1,8 +1,8 @@
-"""Fits the rates of kernels to stored records of one GPU: profiled steps and benchmarks of attention.
+"""Fits kernel rates to stored records of one GPU: profiled steps and attention benchmarks.
 
-Each group of figures is fitted by itself, to what shows it alone: products to the products of profiles, streaming
-operators to their sums by phase and name, attention to the cells of benchmarks. What is minimised is the mean relative
-error, weighted by the root of the time, over positive figures, by a coordinate search in their logarithms.
+Each group is fitted to its own evidence: products to profiled products, streaming operators to their sums by phase and
+name, attention to benchmark cells. The search minimises the mean relative error, weighted by the root of the time, over
+logarithms of positive figures, one coordinate at a time.
 """
 
 import dataclasses
@@ -33,14 +33,15 @@ from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
-"""Operators whose kernels a trace cannot tell apart: masking out of place copies first, and the softmax's backward pass
-multiplies first."""
+"""Operators with indistinguishable kernels in a trace: out-of-place masking copies first, the softmax's backward
+multiplies first.
+"""
 _LARGEST_SHARE = 1.5
-"""Largest share of the bandwidth that is fitted: what lies in the cache is read faster than memory is."""
+"""Largest fitted share of the bandwidth: the cache is faster than memory."""
 
 
 def relative_error(pairs: Iterable[tuple[float, float]]) -> float:
-    """Mean of |ln(predicted / measured)|, weighted by the root of what was measured."""
+    """Mean of |ln(predicted / measured)|, weighted by the root of the measured time."""
     total = weights = 0.0
     for predicted, measured in pairs:
         weight = math.sqrt(measured)
@@ -60,10 +61,9 @@ class ProductTime:
 
 
 def product_times(runs: Sequence[Run]) -> list[ProductTime]:
-    """The matrix products of eager profiled steps, each operator's mean by shape and place in the model.
+    """Matrix products of eager profiled steps: each operator's mean by shape and place in the model.
 
-    Of compiled steps they are left out: those run near the power limit, where the clock is lower, which is fitted to
-    whole steps.
+    Compiled steps are excluded: they run near the power limit at a lower clock, which is fitted to whole steps.
     """
     found = []
     for run in runs:
@@ -110,25 +110,25 @@ def _sizes(product: Product) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelSum:
-    """Kernels that bandwidth bounds and that a record tells together, such as those of an operator in a phase."""
+    """Memory-bound kernels that a record sums, such as an operator's in a phase."""
 
     kernels: Counter[tuple[str, int]]
-    """How many there are, by the name of their rate and the bytes that each moves."""
+    """Number of kernels by rate name and bytes moved."""
     seconds: float
 
 
 def traced_sums(runs: Sequence[Run], traced: Callable[[StepSpec], Sequence[Operator]]) -> list[KernelSum]:
-    """Those of eager profiles of any model; traced: gives the operators of a step."""
+    """Sums of eager profiles of any model; `traced` gives a step's operators."""
     return _eager_sums(runs, traced)
 
 
 def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
-    """Those of eager profiles, of optimizers in one kernel, and of compilers' kernels."""
+    """Sums from eager profiles, single-kernel optimizers, and compilers' kernels."""
     return [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
 
 
 def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | None = None) -> StreamingRates:
-    """Shares of the bandwidth by name, and what all kernels have in common; of names alone that `known` lacks."""
+    """Shares of the bandwidth by name, and common figures; with `known`, only its missing names."""
     moved: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for index, each in enumerate(sums):
         for (name, moved_bytes), number in each.kernels.items():
@@ -136,7 +136,7 @@ def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | N
 
     @functools.lru_cache(maxsize=4 * len(moved))
     def seconds_of(name: str, share: float, *common: float) -> list[tuple[int, float]]:
-        """What the kernels of one name take of each sum. Kept, because a search changes one share at a time."""
+        """Time of a name's kernels in each sum; cached, because a search changes one share at a time."""
         rates = dict(zip(_COMMON, common, strict=True)) | {"shares": {name: share}}
         trial = with_rates(gpu, streaming=msgspec.convert(rates, StreamingRates))
         return [(index, number * streaming_s(name, each_bytes, trial)) for index, each_bytes, number in moved[name]]
@@ -163,7 +163,7 @@ def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | N
 
 
 _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
-"""What kernels of all names have in common, and where its search begins."""
+"""Figures common to all kernels, and their starting values."""
 
 
 def _eager_sums(
@@ -190,13 +190,12 @@ def _eager_sums(
 
 
 def _told_apart(stem: str, direction: str) -> str:
-    """The operators that a trace tells from others: by name, and by the formats of their tensors."""
+    """Key of operators that a trace distinguishes: name and tensor formats."""
     return f"{stem} {direction}" if direction else _TOGETHER.get(stem, stem)
 
 
 def _direction(op: OpStats) -> str:
-    """Whether an operator's result is in a wider or a narrower format than one of its inputs, which come in order and
-    begin with what is overwritten, if anything is."""
+    """Direction of an operator's result against its inputs' formats; inputs are in order, an overwritten one first."""
     stem = op.name.removeprefix("aten::")
     formats = _FORMAT.findall(op.inputs)[:2]
     if stem not in ("add", "add_", "copy_", "mul", "mul_") or sorted(formats) not in _WIDE_AND_NARROW:
@@ -211,8 +210,9 @@ _WIDE_AND_NARROW = (["bf16", "fp32"], ["fp16", "fp32"])
 
 
 def _optimizer_sums(runs: Sequence[Run]) -> list[KernelSum]:
-    """Optimizers that are one kernel, by the length of their phase where the host was ahead: the median of each model,
-    precision and optimizer. So that one that no eager profile has is known, such as steplab's own."""
+    """Single-kernel optimizers by phase length with the host ahead: medians by model, precision and optimizer. They
+    cover optimizers without eager profiles, such as steplab's.
+    """
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     specs: dict[tuple[str, str, str], StepSpec] = {}
     for run in runs:
@@ -272,10 +272,10 @@ class AttentionTime:
 
 
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
-    """Rates by implementation and pass, of causal cells in bf16 and fp32 on which a GPU is busy; of equal cells by the
-    newest, because kernels change.
+    """Rates by implementation and pass, from causal cells in bf16 and fp32 on a busy GPU; among equal cells the newest
+    counts, because kernels change.
 
-    What the smallest takes is at most the shortest cell of any implementation: most were measured on large ones alone.
+    The smallest takes at most the shortest cell of any implementation, since most were measured only on large ones.
     """
     times: dict[tuple[str, str, str], dict[AttentionSpec, AttentionTime]] = defaultdict(dict)
     shortest_s: dict[str, float] = {}
@@ -288,7 +288,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
             if cell.failure or not usual or spec.queries != spec.num_keys or spec.implementation == "plain":
                 continue
             name = spec.implementation
-            if name == "sdpa":  # torch's own choice, which only in fp32 is always the same
+            if name == "sdpa":  # torch's choice is constant only in fp32
                 name = "sdpa_efficient" if spec.dtype == "fp32" else ""
             env = record.environment
             if name == "flash_triton" and spec.dtype != "fp32" and env and env.flash_triton == "portable":
@@ -313,11 +313,10 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
 
 _RATED = ("bf16", "fp32")
 _BUSY_ROWS = 65536
-"""Rows of scores, of all heads together, from which every multiprocessor has several tiles of 128."""
+"""Rows of scores over all heads that give every multiprocessor several tiles of 128."""
 _LEAST_WIDTH = 64
 _LEAST_CELLS = 2
-"""Few cells tell the share of the peak and the width of the softmax; what they do not show stays where its search
-begins."""
+"""Few cells give the share of the peak and the softmax's width; other figures keep their starting values."""
 
 
 def _fit_attention(
@@ -342,5 +341,4 @@ def _fit_attention(
 
 
 _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
-"""Where searches begin: a share of the peak and a width of the softmax make up for each other, so that one search may
-end where no change of a single figure helps."""
+"""Starting points: share of the peak and softmax width compensate each other, so one search may stop early."""

@@ -1,4 +1,4 @@
-"""Finds the positive figures that predict measured times best."""
+"""Searches the positive figures that best predict measured times."""
 
 import math
 from collections.abc import Callable
@@ -6,14 +6,15 @@ from collections.abc import Callable
 Params = dict[str, float]
 
 _FIRST_STEP, _LAST_STEP = 0.3, 0.004
-"""Relative size of the first and of the last changes that the search tries."""
+"""Relative size of the search's first and last changes."""
 STAY = 0.001
-"""Error that a figure of a step must save to move by a factor of e from where its search starts, so that one which no
-record shows stays, as the throttling of steps that keep their clock."""
+"""Error saving that justifies moving a figure by a factor of e from its start, so that figures without evidence stay,
+such as throttling of steps at full clock.
+"""
 
 
 def search(error: Callable[[Params], float], start: Params) -> Params:
-    """The positive figures with the least error near `start`: one is changed at a time, by ever smaller factors."""
+    """Positive figures with the least error near `start`: coordinate changes by shrinking factors."""
     best, least, step = dict(start), error(start), _FIRST_STEP
     while step > _LAST_STEP:
         improved = False

@@ -1,9 +1,9 @@
-"""The tables of pages in docs and benchmarks/results, from the committed records.
+"""Tables of pages in docs and benchmarks/results, from committed records.
 
-    python -m benchmarks.tables                     # writes all of them into their pages
-    python -m benchmarks.tables steps memory        # some of them
+    python -m benchmarks.tables                     # writes all into their pages
+    python -m benchmarks.tables steps memory        # writes some
 
-Each table stands between two comments with its name. Every figure is computed from the samples in the records.
+Each table is between two comments with its name. Every figure is computed from samples in the records.
 """
 
 import gzip
@@ -36,14 +36,14 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 def read(path: Path, kind: type[Kind]) -> list[Kind]:
-    """The records of a kind in a file, the oldest first."""
+    """Records of a kind in a file, oldest first."""
     unpack = lzma.decompress if path.suffix == ".xz" else gzip.decompress
     found = [record for record in map(decode, unpack(path.read_bytes()).splitlines()) if isinstance(record, kind)]
     return sorted(found, key=lambda record: record.created_utc)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str], caption: str = "") -> Table:
-    """A table of cells that are texts already; `texts` are the headers of columns that hold no figures."""
+    """A table of texts; `texts` are headers of columns without figures."""
     columns = tuple(
         Column(key=str(place), header=header, quantity=TEXT if header in texts else LABEL)
         for place, header in enumerate(headers)
@@ -53,12 +53,12 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence
 
 
 def markdown(parts: Iterable[str | Table]) -> str:
-    """Titles and tables as they stand in a page."""
+    """Titles and tables as in a page."""
     return "\n\n".join(part if isinstance(part, str) else markdown_table(part) for part in parts)
 
 
 def between_marks(page: Path, name: str) -> str:
-    """The tables of this name in a page. Raises ValueError if the page has no marks of that name."""
+    """Tables of this name in a page. Raises ValueError without its marks."""
     _, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- begin: benchmarks/tables.py {name} -->")
     text, end, _ = rest.partition(f"<!-- end: benchmarks/tables.py {name} -->")
     if not begin or not end:
@@ -70,7 +70,7 @@ def between_marks(page: Path, name: str) -> str:
 
 
 def steps() -> Iterator[str | Table]:
-    """Step times of every size, beside transformers, and by the number of warm-up steps."""
+    """Step times of every size, against transformers, and by warm-up steps."""
     runs = [run for run in read(GOLDEN / "step_h200_202611.jsonl.gz", Run) if run.spec]
     yield "## Eager, scores materialised"
     yield _grid(runs, "sizes")
@@ -109,7 +109,7 @@ def _grid(runs: Sequence[Run], name: str) -> Table:
 
 
 def _peers(runs: Iterable[Run]) -> Table:
-    """All processes of a row on one GPU, one after the other; the median of all samples."""
+    """A row's processes ran consecutively on one GPU; the median is over all samples."""
     found: dict[tuple[str, bool], list[tuple[float, ...]]] = defaultdict(list)
     for run in runs:
         assert run.spec
@@ -128,7 +128,7 @@ def _peers(runs: Iterable[Run]) -> Table:
 
 
 def memory() -> Iterator[str | Table]:
-    """Peaks by the allocator, as predicted, and what they are made of."""
+    """Allocator peaks, predictions, and categories."""
     fields = ("model", "context", "pass", "precision", "attention", "optimizer", "compile", "checkpointing")
     rows, errors = list[tuple[str, ...]](), dict[str, list[float]]({"Eager": [], "Compiled": []})
     for run in read(GOLDEN / "memory_h200_202611.jsonl.xz", Run):
@@ -160,7 +160,7 @@ def layouts() -> Iterator[Table]:
     rows = []
     for run in read(RESULTS / "layout_h200_202611.jsonl.gz", Run):
         assert run.spec is not None
-        # torch 2.11 composes norms of a stream in fp32 with weights in bf16.
+        # torch 2.11 composes norms of an fp32 stream with bf16 weights.
         gathering = Gathering(fused_norms=run.environment is None or not run.environment.torch.startswith("2.11"))
         for rank in memory_by_rank(run.spec, HOPPER_WORKSPACE.value, gathering=gathering):
             samples = run.ranks[rank.first_rank]
@@ -185,7 +185,7 @@ def _layout_words(spec: StepSpec) -> str:
 
 
 def tables() -> dict[str, tuple[Callable[[], Iterable[str | Table]], Path]]:
-    """Name -> what makes its parts, and the page that they stand in."""
+    """Name -> function for its parts, and its page."""
     from benchmarks import tables_attention, tables_fast  # which take `table` and `read` from here
 
     return {

@@ -1,4 +1,4 @@
-"""Tables of docs/attention.md and of the H200's results, from committed benchmarks; the ceilings below are typed in."""
+"""Tables of docs/attention.md and the H200's results, from committed benchmarks; the peaks below are typed in."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,32 +13,32 @@ from steplab.specs.attention import PASSES, AttentionSpec
 
 OURS = "flash_triton"
 MATMUL_FLOPS_PER_S = 790e12
-"""What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
+"""Rate of a bf16 matmul of 8192³ on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.3e12
-"""What a copy on the device reaches, read and written."""
+"""Rate of a device copy, read and written."""
 EXPONENTIALS_PER_CLOCK = 16 * 132
-"""Of a multiprocessor (CUDA C++ Programming Guide, throughput of native arithmetic instructions, 9.0) times 132."""
+"""Per multiprocessor (CUDA C++ Programming Guide, throughput of native arithmetic instructions, 9.0) times 132."""
 MOST = 0.75
-"""Of a time, what binds it."""
+"""Least share of a time for its bound."""
 CLOCKS_HZ = (1.755e9, 1.98e9)
-"""What an H200 runs at, under its power limit and at most."""
+"""Clocks of an H200, under its power limit and at most."""
 _OF_PASSES = "forward / backward / both, milliseconds"
 GRID = "attention_dims"
-"""Name of the benchmark, after benchmarks/attention_dims.toml."""
+"""Name of the benchmark, from benchmarks/attention_dims.toml."""
 NARROW, WIDE = 64, 128
-"""Head dimensions that are powers of two, between which the others are."""
+"""Head dimensions that are powers of two, around the others."""
 Times = dict[AttentionSpec, dict[str, float]]
 
 
 def attention() -> Iterator[Table]:
-    """The times of the newest comparison with peers."""
+    """Times of the newest comparison with peers."""
     newest = _newest(read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun))
     told = f"record {newest.id} of {newest.created_utc[:10]} {newest.created_utc[11:16]} UTC"
     yield by_shape(newest.cells, _three_times, LABEL, f"{_OF_PASSES}; {told}.")
 
 
 def attention_bounds() -> Iterator[str | Table]:
-    """What binds each of its cells, and what other head dimensions cost."""
+    """Bound of each cell, and the cost of other head dimensions."""
     runs = read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun)
     yield "### Which cell of flash_triton is bound by what"
     yield bounds(_newest(runs).cells)
@@ -56,7 +56,7 @@ def _three_times(cell: AttentionCell) -> str | None:
 
 
 def dims_table(runs: Sequence[AttentionRun]) -> Table:
-    """A row for each shape and implementation: its times, and by how much each is longer than its FLOPs say."""
+    """A row per shape and implementation: times, and their excess over FLOPs."""
     own = [run for run in runs if run.study.name == GRID]
     cells = [(run, cell) for run, family in _families(own) for cell in family]
     times: Times = {cell.spec: _times(cell) for _, cell in cells if cell.spec.compile == "off"}
@@ -73,8 +73,7 @@ def dims_table(runs: Sequence[AttentionRun]) -> Table:
 
 
 def _families(runs: Sequence[AttentionRun]) -> Iterator[tuple[AttentionRun, list[AttentionCell]]]:
-    """Cells that are set beside each other, of the newest record that measured all of them: records of different days
-    and GPUs do not compare."""
+    """Cells to compare, from the newest record with all of them: days and GPUs do not mix."""
     families: dict[object, set[AttentionSpec]] = {}
     for run in runs:
         for cell in run.cells:
@@ -104,7 +103,7 @@ def _text(spec: AttentionSpec, name: str, times: Times) -> str:
 
 
 def _expected(spec: AttentionSpec, name: str, times: Times) -> float | None:
-    """Seconds, of shapes that were measured beside it; None where they were not, and for those shapes themselves."""
+    """Seconds expected from shapes measured with it; None without any, and for those shapes."""
     if spec.num_kv_heads < spec.heads:
         return times.get(replace(spec, kv_heads=spec.heads), {}).get(name)
     least, most = (times.get(replace(spec, dim=dim), {}).get(name) for dim in (NARROW, WIDE))
@@ -114,13 +113,13 @@ def _expected(spec: AttentionSpec, name: str, times: Times) -> float | None:
 
 
 WORK = {"forward": (2, 2), "backward": (5, 4)}
-"""Products that a pass of flash_triton executes on a Hopper GPU, of 2 B H D p FLOPs each for p pairs of a query and a
-key, and tensors as large as q that it reads or writes, with as many as large as k. Each pass takes an exponential a
-pair."""
+"""Products per pass of flash_triton on Hopper, 2 B H D p FLOPs each for p query-key pairs; and tensors of q's size,
+with as many of k's. A pass takes an exponential a pair.
+"""
 
 
 def bounds(cells: Sequence[AttentionCell]) -> Table:
-    """Of each cell of flash_triton and pass: its time, and the least that each unit needs for the work by itself."""
+    """For each cell of flash_triton and pass: its time, and each unit's least time for the work."""
     rows = []
     for cell in cells:
         for name in WORK:
@@ -161,7 +160,7 @@ def _bound_row(spec: AttentionSpec, name: str, seconds: float) -> tuple[str, ...
 
 
 def pairs_of_head(spec: AttentionSpec) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Pairs of a query and a visible key."""
     square = min(spec.queries, spec.num_keys)
     if not spec.causal:
         return spec.queries * spec.num_keys
@@ -169,5 +168,5 @@ def pairs_of_head(spec: AttentionSpec) -> int:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three significant digits, trailing zeros among them."""
+    """Three significant digits with trailing zeros."""
     return f"{1e3 * seconds:#.3g}".rstrip(".")

@@ -1,7 +1,7 @@
-"""The tables of the fastest steps and of the 8b step on two GPUs, from records and walks of `steplab advise`.
+"""Tables of the fastest steps and the 8b step on two GPUs, from records and `steplab advise`.
 
-Typed in are the ceilings below. The steps of 8b are what eight_b_study.py recorded; its traces were imported by
-`steplab import-trace TRACE.json.gz --name ours`, and `steplab report` shows them.
+The peaks below are typed in. eight_b_study.py recorded the 8b steps; its traces were imported by `steplab import-trace
+TRACE.json.gz --name ours`, and `steplab report` shows them.
 """
 
 import json
@@ -25,15 +25,15 @@ from steplab.report.run.columns import list_document
 from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12
-"""What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
+"""Rate of a bf16 matmul of 8192³ on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.28e12
-"""What a copy on the device reaches, read and written (adamw_h200_202611.json)."""
+"""Rate of a device copy, read and written (adamw_h200_202611.json)."""
 ADAMW_BYTES = 28
-"""That an update reads and writes for each parameter (docs/cross_entropy.md)."""
+"""Bytes per parameter that an update moves (docs/cross_entropy.md)."""
 OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
-"""Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
+"""Kernels of `flash_triton` by their names until 2026-11-23, which have no category."""
 SAME_RUN = timedelta(minutes=10)
-"""Two records of one GPU that are no further apart are of one run."""
+"""Most distance between two records of one GPU in one run."""
 STEP = (
     *("model", "context", "precision", "attention", "loss", "block_ops", "compile", "cuda_graph", "optimizer"),
     *("step_time_s", "forward_s", "backward_s", "optimizer_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes"),
@@ -46,15 +46,16 @@ STEP_CAPTION = (
 
 
 def measured() -> tuple[list[Run], list[Advice]]:
-    """The measured training steps, each once, and the walks that ended with a step."""
+    """Measured training steps, each once, and the advice that ended with a step."""
     runs = [run for run in read(RESULTS / "fast_h200_202611.jsonl.gz", Run) if run.spec and run.samples_s]
     walks = read(RESULTS / "walk_h200_202611.jsonl.gz", Advice)
     return [run for run in runs if not run.failure], [walk for walk in walks if walk.spec and walk.best_s]
 
 
 def fast() -> Iterator[str | Table]:
-    """The page, piece by piece: each size beside others and by `advise`, its fastest step and the distance of that to
-    the roofline, all steps, and where the time of profiled ones goes."""
+    """The page in parts: each size against others and by `advise`, its fastest step and distance to the roofline, all
+    steps, and the profiled time.
+    """
     runs, walks = measured()
     order = sorted(runs, key=lambda run: (_parameters(run), run.spec.context if run.spec else 0, run.median_s))
     fastest = dict[tuple[str, int], Run]()
@@ -75,14 +76,14 @@ def _parameters(run: Run) -> int:
 
 
 def steps(runs: Sequence[Run]) -> Table:
-    """Step and phase times, MFU and memory of each run, as `steplab list --columns` has them."""
+    """Step and phase times, MFU and memory of each run, as in `steplab list --columns`."""
     [listed] = list_document([run_row(run) for run in runs], STEP).sections[0].blocks
     assert isinstance(listed, Table)
     return replace(listed, caption=STEP_CAPTION)
 
 
 def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
-    """The recipe's step of each size beside transformers' of the same run, and what a walk ended with."""
+    """The recipe's step of each size against transformers' of the same run, and `advise`'s last."""
     rows = []
     sizes = {(r.spec.model.name, r.spec.context): _parameters(r) for r in runs if r.spec and not _peer(r)}
     for size in sorted(sizes, key=lambda size: (sizes[size], size[1])):
@@ -133,7 +134,7 @@ def _is_the_recipe(run: Run, precision: str = "bf16_master") -> bool:
 
 
 def _peer(run: Run) -> tuple[str, int] | None:
-    """The size that transformers' model has; None: it is another model."""
+    """The size of transformers' model; None for other models."""
     assert run.spec is not None
     found = re.fullmatch(r"hf:.*llama-(.+)\.json", run.spec.model.name)
     return (found[1], run.spec.context) if found else None
@@ -146,7 +147,7 @@ def _in_one_run(a: Run, b: Run) -> bool:
 
 
 def shares(runs: Sequence[Run]) -> Table:
-    """Milliseconds of a profiled step by what binds them, and beside two of them the rate that they reach."""
+    """Milliseconds of a profiled step by bound, two of them with the rate reached."""
     rows = []
     for run in runs:
         assert run.spec is not None
@@ -182,7 +183,7 @@ def shares(runs: Sequence[Run]) -> Table:
 
 
 def floors(runs: Sequence[Run]) -> Table:
-    """What the GPU's stated figures take for what a step cannot leave out, beside the step."""
+    """Least time by the GPU's stated figures, against the step."""
     rows = []
     for run in runs:
         assert run.spec is not None
@@ -211,7 +212,7 @@ def floors(runs: Sequence[Run]) -> Table:
 
 
 def _flops_per_token(run: Run, context: int | None = None) -> float:
-    """FLOPs that a token needs, forward and backward, in another context; 0: those of the linear layers."""
+    """FLOPs per token, forward and backward, in another context; 0: linear layers only."""
     assert run.model is not None
     assert run.spec is not None
     flops = model_flops_per_token(
@@ -246,11 +247,10 @@ NAMES = {"ours": "examples/eight_b.py", "peer": "of torch's own parts"}
 
 
 def eight_b() -> Iterator[Table]:
-    """The runs of which each step's time is known; `steplab report` has the walk and the profiles.
+    """Runs with known step times; `steplab report` has the advice and the profiles.
 
-    The bound is by the FLOPs that a GPU needs for a step, a multiply-add being two: of products outside of attention,
-    forward and backward, of all parameters but the embedding's; of attention two products forward and five backward,
-    under the mask.
+    The bound counts a GPU's FLOPs per step, a multiply-add as two: products outside attention, forward and backward, of
+    all parameters except the embedding's; two attention products forward and five backward, under the mask.
     """
     linear = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * FF) + VOCABULARY * WIDTH
     needed, rows = 6.0 * CONTEXT * linear + 7.0 * WIDTH * CONTEXT**2 * LAYERS, []

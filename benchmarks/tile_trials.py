@@ -1,7 +1,6 @@
 """Checks and times one kernel of flash_triton with given tiles.
 
-Runs in the processes of `tune_attention`, one function for each kind of task; results that the tasks of a process
-share are cached between them.
+Runs in `tune_attention`'s processes, a function per kind of task; tasks of a process share cached results.
 """
 
 from collections.abc import Callable
@@ -24,13 +23,14 @@ from steplab.ops.attention.triton_tuning import Tiles
 from steplab.specs.attention import AttentionSpec
 
 MOST_ERROR = {16: 2.0, 32: 4.0}
-"""The largest error, as a multiple of plain attention's in the same number format, by the bits of that format. In 32
-bits both are rounding errors of sums, and plain attention's products are summed in parts, which is more accurate:
-2.2 to 2.4 times on an H200, for all tiles alike. A product in TF32 would be off by a thousand times as much."""
+"""Largest error as a multiple of plain attention's, by bits of the number format. In 32 bits both are rounding errors
+of sums. Plain attention sums products in parts, more accurately: 2.2 to 2.4 times on an H200, for all tiles. A TF32
+product would be off a thousand times as much.
+"""
 MOST_LSE_ERROR = {16: 1e-3, 32: 1e-5}
-"""The largest error of the log-sum-exp, a number near log(tokens), against that of the tiled reference, by the bits
-of the inputs. In 32 bits it is 20 units in the last place of a float32 between 4 and 8; each of the two is off by
-about two."""
+"""Largest error of the log-sum-exp, near log(tokens), against the tiled reference, by bits of the inputs. In 32 bits:
+20 units in the last place of a float32 between 4 and 8; both are off by about two.
+"""
 _MADE = {"forward": ("output",), "backward_kv": ("keys", "values"), "backward_q": ("queries",)}
 _WARMUP_S, _MEASURED_S = 0.02, 0.04
 _LEAST_REPEATS, _MOST_REPEATS = 5, 50
@@ -60,7 +60,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """A small problem with the results of the tiled reference, and the errors of plain attention against float64."""
+    """A small problem with the tiled reference's results, and plain attention's errors against float64."""
 
     problem: _Problem
     gradients: tuple[Tensor, Tensor, Tensor]
@@ -68,7 +68,7 @@ class _Solved:
 
 
 def check(task: CheckTask) -> str:
-    """What is wrong with a candidate; an empty text if nothing is. Raises if the device no longer answers."""
+    """The fault of a candidate, '' without one. Raises if the device stops answering."""
     device = _opened(task.device)
     try:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def check(task: CheckTask) -> str:
 
 
 def _opened(name: str) -> Device:
-    """The device, with IEEE products of float32 even if the environment asks for TF32."""
+    """The device, with IEEE float32 products even if the environment requests TF32."""
     torch.set_float32_matmul_precision("highest")
     return open_device(name)
 
@@ -112,7 +112,7 @@ def _wrong(task: CheckTask) -> str:
 
 
 def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
-    """The seconds of each repeat of each candidate, in turns and with a cold cache, as those of `steplab attention`."""
+    """Seconds per repeat of each candidate, alternating with a cold cache, as in `steplab attention`."""
     device = _opened(task.device)
     caches, problem = ColdCaches(device), _timed(task.device, task.shape)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
 
 
 def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that launches the candidate and returns its outputs: output and log-sum-exp, dK and dV, or dQ."""
+    """Launches the candidate and returns its outputs: output and log-sum-exp, dK and dV, or dQ."""
     q, k, v, do = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.do
     causal, scale = shape.causal, float(shape.dim**-0.5)
     if tiles.kernel == "forward":
@@ -164,8 +164,7 @@ def _solved(device: str, shape: AttentionSpec) -> _Solved:
 
 @lru_cache(maxsize=1)
 def _timed(device: str, shape: AttentionSpec) -> _Problem:
-    """A large problem for timing. The forward pass's log-sum-exp is estimated: log n + 1/2 for n normally
-    distributed scores."""
+    """A large problem for timing, with an estimated log-sum-exp: log n + 1/2 for n normally distributed scores."""
     inputs = make_inputs(shape, open_device(device), seed=0)
     seen = torch.arange(1, shape.queries + 1, device=inputs.q.device) if shape.causal else torch.tensor(shape.num_keys)
     lse = (seen.float().log() + 0.5).to(inputs.q.device).expand(shape.batch, shape.heads, shape.queries)

@@ -1,8 +1,7 @@
-"""Calls on a GPU, timed in turns in one process.
+"""Alternating timing of GPU calls in one process.
 
-A sample is the time by CUDA events of some calls without a pause between them, on sets of tensors of which the L2 cache
-holds none, after Python has got ahead of the GPU. The order of turns is drawn anew each time: at the limit of power, a
-kernel's clock depends on who ran before it.
+A sample is the time, by CUDA events, of consecutive calls on tensors outside the L2 cache, after Python got ahead of
+the GPU. Each round has a random order: at the power limit, a kernel's clock depends on its predecessor.
 """
 
 import random
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 CACHE_BYTES, SAMPLE_S, MOST_CALLS = 150e6, 0.03, 24
-"""Bytes of tensors beyond what an H200's L2 cache of 50 MB holds; seconds that a sample should last; and the calls of a
-sample, and sets of tensors, at most."""
+"""Bytes of tensors that exceed an H200's 50 MB L2 cache; target seconds of a sample; most calls and tensor sets of a
+sample.
+"""
 HEAD_START_CLOCKS = 4_000_000
 """About 2 ms, in which Python gets ahead of the GPU."""
 Call = Callable[[], object]
@@ -28,20 +28,19 @@ Constants = Mapping[str, int]
 class Case:
     name: str
     make: Callable[[], Call]
-    """Makes a set of tensors, and gives the call on them."""
+    """Builds a set of tensors and returns the call on them."""
     amount: float = 0.0
-    """FLOPs or bytes of a call; 0: not counted."""
+    """FLOPs or bytes per call; 0: not counted."""
     unit: str = "B"
-    """FLOP or B, of the amount."""
+    """FLOP or B."""
     set_bytes: float = CACHE_BYTES
-    """Bytes of a set."""
     module: Any = None
-    """Whose constants are set before each sample."""
+    """Module with the constants to set before each sample."""
     constants: Constants = field(default_factory=dict)
 
 
 def sample_s(calls: list[Call], flush: Tensor) -> tuple[float, float]:
-    """Seconds of a call by CUDA events around all of them, and what Python takes for one."""
+    """Seconds per call by CUDA events around all, and Python's seconds per call."""
     flush.zero_()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

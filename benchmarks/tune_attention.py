@@ -1,17 +1,15 @@
-"""Measures which tiles of flash_triton are fastest on this machine's GPU, and writes its rows of the table of tiles.
+"""Finds the fastest tiles of flash_triton on this machine's GPU, and writes its rows of the tiles table.
 
     python -m benchmarks.tune_attention > candidates.csv               (from the root of the checkout)
     python -m benchmarks.tune_attention --dim 32,64,128 --dtype fp32 > candidates.csv
 
-Changed is src/steplab/ops/attention/triton_tiles.toml, or the copy of it that `--table` names: the rows of this GPU for
-the kernels, boxes and bits that were tuned are replaced, and all others stay. Printed is one row per candidate and
-length of sequence. bf16's tiles serve fp16 too. `--portable` also tries the portable kernels on a GPU that has kernels
-of its own.
+It changes src/steplab/ops/attention/triton_tiles.toml, or the copy in `--table`: it replaces this GPU's rows for the
+tuned kernels, boxes and bits. It prints a row per candidate and sequence length. bf16's tiles also serve fp16.
+`--portable` also tries portable kernels on a Hopper GPU.
 
-A process of its own compiles each candidate and compares it with float64 (tile_trials), so that one that hangs or
-breaks the device costs no other. Compiling takes seconds of CPU time, so all cores share it; Triton stores compiled
-kernels on disk, where the process finds them that then times the candidates of a kernel in turns, with the GPU to
-itself.
+A separate process compiles each candidate and compares it with float64 (tile_trials), so a hang or a broken device
+costs no other. Compiling uses all cores. Triton caches compiled kernels on disk for the process that then times a
+kernel's candidates alternately, alone on the GPU.
 """
 
 import argparse
@@ -40,30 +38,30 @@ from steplab.specs.attention import AttentionSpec
 
 TABLE = Path(__file__).parents[1] / "src" / "steplab" / "ops" / "attention" / "triton_tiles.toml"
 KERNELS: tuple[Kernel, ...] = ("forward", "backward_kv", "backward_q")
-"""forward: the forward pass. backward_kv: the backward sweep that sums dK and dV. backward_q: the one that sums dQ."""
+"""forward: the forward pass. backward_kv: the backward sweep for dK and dV. backward_q: the sweep for dQ."""
 Dtype = Literal["bf16", "fp32"]
 LENGTHS: dict[Dtype, tuple[int, int]] = {"bf16": (1024, 8192), "fp32": (1024, 4096)}
-"""Lengths in tokens of the short and of the long sequences that are timed."""
+"""Tokens of the short and long sequences to time."""
 TOKENS_OF_ALL: dict[Dtype, int] = {"bf16": 65_536, "fp32": 8_192}
-"""Tokens in a batch; fewer for fp32, whose products do not use tensor cores and take about 100 times as long."""
+"""Tokens per batch; fewer for fp32, which lacks tensor cores and takes about 100 times as long."""
 HEADS = 4
-"""Heads per sequence; like most models' (12, 20, 25) no multiple of 16, for which the kernel would be specialised."""
+"""Heads per sequence; like most models' (12, 20, 25), not a multiple of 16, for which the kernel would be
+specialised.
+"""
 WIDEST = implementation("flash_triton").widest or 0
-"""Largest head dimension that these kernels support."""
+"""Largest head dimension of these kernels."""
 CHECKED = AttentionSpec(batch=4, heads=4, queries=720)
-"""The shape of the check: not a whole number of tiles and, like the timed shapes, a multiple of 16, for which
-kernels are compiled."""
+"""Shape of the check: not a whole number of tiles, but a multiple of 16, like the timed shapes."""
 SHORT_UP_TO = 2048
-"""Longest sequence in tokens that uses the choice for short sequences, where the two choices differ: about the
-geometric mean of the two timed lengths."""
+"""Longest sequence in tokens for the short choice, if choices differ: about the geometric mean of the timed lengths."""
 TOLERATED = 1.02
-"""Largest slowdown, at both lengths, of a candidate that is chosen for all lengths in place of two rows."""
+"""Largest slowdown, at both lengths, of a single choice for all lengths."""
 _MOST_PROCESSES = 16
-"""The most processes at a time: each has a context on the GPU, half a gigabyte."""
+"""Most processes at once; each has a GPU context of half a gigabyte."""
 _LIMIT_S = 120.0
-"""The time limit of a check and of a timing on one shape; what takes longer is taken to hang."""
+"""Seconds for a check or timing on one shape, after which it counts as hanging."""
 _PRODUCTS = {"forward": 2, "backward_kv": 4, "backward_q": 3}
-"""The number of products that a kernel computes, each a multiply-add for each score and column."""
+"""Products of a kernel, each a multiply-add per score and column."""
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Key = TypeVar("Key")
@@ -79,7 +77,7 @@ class Trial:
     tiles: Tiles
     shape: AttentionSpec
     device_s: tuple[float, ...]
-    """Seconds of each repeat of this kernel alone, in turns with the other candidates and with a cold cache."""
+    """Seconds per repeat of this kernel, alternating with other candidates, cold cache."""
 
     @property
     def time_s(self) -> float:
@@ -87,7 +85,7 @@ class Trial:
 
     @property
     def flops(self) -> float:
-        """FLOPs that the kernel executes, without masked scores in whole tiles."""
+        """FLOPs executed, without masked scores in whole tiles."""
         shape = self.shape
         flops = 2.0 * shape.batch * shape.heads * shape.queries * shape.num_keys * shape.dim
         return _PRODUCTS[self.tiles.kernel] * (flops / 2 if shape.causal else flops)
@@ -101,7 +99,7 @@ def box_of(head_dim: int) -> int:
 
 
 def timed_shapes(head_dim: int, dtype: Dtype = "bf16") -> tuple[AttentionSpec, ...]:
-    """The shapes to time: short and long sequences, with and without a causal mask."""
+    """Shapes to time: short and long sequences, with and without a causal mask."""
     return tuple(
         AttentionSpec(
             batch=TOKENS_OF_ALL[dtype] // tokens, heads=HEADS, queries=tokens, dim=head_dim, causal=causal, dtype=dtype
@@ -112,16 +110,15 @@ def timed_shapes(head_dim: int, dtype: Dtype = "bf16") -> tuple[AttentionSpec, .
 
 
 def candidates(gpu: str, box: int, *, bits: int = 16, hopper: bool, portable: bool) -> tuple[Tiles, ...]:
-    """The candidates for a tile width, as rows for a GPU.
+    """Candidates for a tile width, as rows for a GPU.
 
-    hopper: whether the GPU runs the Hopper kernels. portable: whether the portable kernels are tried even then.
-
-    The Hopper kernels take 16-bit numbers only. A candidate may need more shared memory than the GPU has.
+    `hopper`: the GPU runs Hopper kernels, which take only 16-bit numbers. `portable`: try portable kernels even then. A
+    candidate may exceed the GPU's shared memory.
     """
     if bits == 32:
         sizes = [*_of_32_bits(box)]
     else:
-        # Up to 128 columns the backward kernel for Hopper has one size, which its registers decide.
+        # Up to 128 columns the Hopper backward kernel has one size, set by its registers.
         served = ({"forward"} if box >= WIDEST else set(KERNELS)) if hopper else set()
         sizes = [*_of_hopper(box)] if hopper else []
         sizes += [size for size in _portable(box) if portable or size.kernel not in served]
@@ -129,7 +126,7 @@ def candidates(gpu: str, box: int, *, bits: int = 16, hopper: bool, portable: bo
 
 
 class _Size(NamedTuple):
-    """What one candidate does otherwise than another."""
+    """Settings that distinguish candidates."""
 
     kernel: Kernel
     variant: Variant
@@ -140,7 +137,7 @@ class _Size(NamedTuple):
 
 
 def _of_hopper(box: int) -> Iterator[_Size]:
-    for queries in (128, 192) if box <= 64 else (128,):  # three groups of warps have registers for narrow sums alone
+    for queries in (128, 192) if box <= 64 else (128,):  # three warp groups have registers only for narrow sums
         for stages in (2, 3, 4):
             for keys in (64, 128):
                 yield _Size("forward", "hopper", queries, keys, stages)
@@ -179,8 +176,9 @@ _SIZES_32: dict[Kernel, tuple[tuple[int, int, int], ...]] = {
 }
 """Queries, keys and warps of each candidate."""
 _MOST_OF_A_THREAD = {"forward": 2048, "backward_kv": 512, "backward_q": 512}
-"""Most multiply-adds per thread for one product of tiles. Without tensor cores each is an instruction of its own: with
-more of them a kernel takes tens of seconds to compile and spills most of its sums from registers to memory."""
+"""Most multiply-adds per thread for one product of tiles. Without tensor cores each is an instruction; beyond,
+compiling takes tens of seconds and sums spill to memory.
+"""
 
 
 def _of_32_bits(box: int) -> Iterator[_Size]:
@@ -196,11 +194,9 @@ def _of_32_bits(box: int) -> Iterator[_Size]:
 def in_processes(
     work: Callable[[Task], Result], groups: Sequence[Sequence[Task]], *, at_once: int, limit_s: float = _LIMIT_S
 ) -> list[list[Result] | Lost]:
-    """What `work`, a function at the top of a module, gives for the tasks of each group, each group in a process of its
-    own.
+    """Results of `work`, a top-level function, for the tasks of each group, in a process per group.
 
-    A group is lost if it takes longer than `limit_s` for each task, imports included, if a task raises, or if the
-    process dies.
+    A group is lost if it exceeds `limit_s` per task (with imports), a task raises, or the process dies.
     """
     outcomes = []
     with ThreadPoolExecutor(at_once) as threads:
@@ -234,13 +230,13 @@ try:
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
 """
-"""A process's part: its output is the results alone, whatever a compiler prints."""
+"""Code of a process: its output is only the results, whatever a compiler prints."""
 
 
 def tried(
     offered: Sequence[Tiles], head_dims: Sequence[int], dtype: Dtype, device: str
 ) -> tuple[list[Trial], dict[Tiles, str]]:
-    """The timings of the candidates that are right on every shape, and why each of the others is left out."""
+    """Timings of candidates that are right on every shape, and reasons for dropping the others."""
     checks = [
         [
             CheckTask(
@@ -268,7 +264,7 @@ def tried(
         if (right := tuple(t for t in offered if (t.kernel, t.box) == (kernel, box) and t not in dropped))
     ]
     trials, lost = _timed(times)
-    # If one of several has hung or broken the device, timing each by itself shows which one.
+    # If one of several broke the device or hung, timing each alone shows which.
     alone = [
         [dataclasses.replace(task, candidates=(tiles,)) for task in group]
         for group, _ in lost
@@ -279,7 +275,7 @@ def tried(
 
 
 def _fault(group: Sequence[CheckTask], outcome: list[str] | Lost) -> str:
-    """What is wrong with a candidate by its checks; an empty text if nothing is."""
+    """The fault of a candidate by its checks, '' without one."""
     if isinstance(outcome, Lost):
         return outcome.why
     for task, wrong in zip(group, outcome, strict=True):
@@ -289,7 +285,7 @@ def _fault(group: Sequence[CheckTask], outcome: list[str] | Lost) -> str:
 
 
 def _timed(groups: Sequence[Sequence[TimeTask]]) -> tuple[list[Trial], list[tuple[Sequence[TimeTask], str]]]:
-    """The trials, and the groups that were lost, with the reason."""
+    """Trials, and lost groups with reasons."""
     trials: list[Trial] = []
     lost: list[tuple[Sequence[TimeTask], str]] = []
     for group, outcome in zip(groups, in_processes(time_candidates, groups, at_once=1), strict=True):
@@ -312,7 +308,7 @@ def _grouped(trials: Iterable[Trial], key: Callable[[Trial], Key]) -> dict[Key, 
 
 
 def chosen_of(trials: Iterable[Trial]) -> list[Tiles]:
-    """The rows for the GPU: for each kernel and tile width one, or two if short sequences need other tiles."""
+    """Rows for the GPU: one per kernel and tile width, two if short sequences need other tiles."""
     of_kernels = _grouped(trials, lambda trial: (trial.tiles.kernel, trial.tiles.box))
     return [row for of_kernel in of_kernels.values() for row in _choice(of_kernel)]
 
@@ -331,7 +327,7 @@ def _choice(trials: Iterable[Trial]) -> Iterator[Tiles]:
 
 
 def slowdowns(trials: Iterable[Trial]) -> dict[Tiles, float]:
-    """Time of each candidate divided by that of the fastest, as the geometric mean over the shapes."""
+    """Each candidate's time over the fastest's, as a geometric mean over shapes."""
     of_shapes = _grouped(trials, lambda trial: trial.shape).values()
     ratios: dict[Tiles, list[float]] = {}
     for of_shape in of_shapes:
@@ -344,7 +340,7 @@ def slowdowns(trials: Iterable[Trial]) -> dict[Tiles, float]:
 def result_rows(
     trials: Sequence[Trial], dropped: Mapping[Tiles, str], chosen: Sequence[Tiles]
 ) -> Iterator[dict[str, object]]:
-    """One row per candidate and length, the fastest of each kernel and box first; then the dropped candidates.
+    """A row per candidate and length, fastest of each kernel and box first, then dropped candidates.
 
     Times and rates are geometric means over head dimensions, with and without the causal mask.
     """
@@ -368,14 +364,14 @@ def _of_what(tiles: Tiles) -> dict[str, object]:
 
 
 def _label(tiles: Tiles) -> str:
-    """Launch parameters in words, such as 'hopper 128×64, 3 stages'."""
+    """Such as 'hopper 128×64, 3 stages'."""
     stages = f"{tiles.stages} stage{'s' if tiles.stages > 1 else ''}"
     warps = f", {tiles.warps} warps" if tiles.variant == "portable" else ""
     return f"{tiles.variant} {tiles.queries}×{tiles.keys}, {stages}{warps}"
 
 
 def _is_chosen(tiles: Tiles, tokens: int, chosen: Iterable[Tiles]) -> bool:
-    """Whether the candidate was chosen for so many tokens."""
+    """True if the candidate was chosen for so many tokens."""
     same = [row for row in chosen if _of_what(row) == _of_what(tiles) and (row.tokens is None or tokens <= row.tokens)]
     serving = min(same, key=lambda row: row.tokens or math.inf)
     return dataclasses.replace(serving, tokens=None) == tiles
@@ -385,7 +381,7 @@ def _is_chosen(tiles: Tiles, tokens: int, chosen: Iterable[Tiles]) -> bool:
 
 
 def table_with(new: Sequence[Tiles], before: str) -> str:
-    """The table with the new rows in place of the rows for the same GPU, kernel, number size and tile width."""
+    """The table; new rows replace rows of the same GPU, kernel, bits and tile width."""
     tuned = [(row.gpu, _of_what(row)) for row in new]
     kept = [row for row in read_table(before) if (row.gpu, _of_what(row)) not in tuned]
     head = before.partition("[[tiles]]")[0]
@@ -393,7 +389,7 @@ def table_with(new: Sequence[Tiles], before: str) -> str:
 
 
 def _row_text(row: Tiles) -> str:
-    """A row in TOML, whose texts and numbers are written as in JSON; default values are left out."""
+    """A TOML row, with JSON's texts and numbers, without defaults."""
     fields = [(field.name, getattr(row, field.name), field.default) for field in dataclasses.fields(row)]
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value, usual in fields if value != usual]
     return "\n".join(["[[tiles]]", *lines, ""])

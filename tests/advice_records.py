@@ -1,5 +1,3 @@
-"""The record of a walk, by hand."""
-
 import dataclasses
 from typing import Any
 
@@ -18,7 +16,6 @@ def ratio(a: float, b: float, decision: Any) -> Ratio:
 
 
 def some_advice() -> Advice:
-    """One change that pays, one that does not, one that fails, and one that was not reached."""
     spec = resolve_step({"model": "small", "context": 512, "steps": 30})
     return Advice(
         id="aaaa00000000",

@@ -1,4 +1,4 @@
-"""Whether an attention that keeps no scores errs at most twice as much as plain attention, measured against float64."""
+"""Bounds for attention that keeps no scores: at most twice plain attention's error against float64."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from torch import Tensor
 from steplab.ops.attention.api import attention
 
 Results = dict[str, Tensor]
-"""Output, log-sum-exp and the gradients of q, k and v, by name."""
 
 
 def rms(x: Tensor) -> float:
@@ -34,9 +33,8 @@ def scores_of(
 def results_of_plain(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None, tf32: bool = False
 ) -> Results:
-    """Of attention as written, in the tensors' own type; with `tf32`, float32 with products as TF32 defines them.
-
-    (A GPU takes TF32 for a product only where its sizes suit it.)
+    """Attention as written, in the tensors' type; `tf32` rounds factors as TF32 does, since GPUs use TF32 only for some
+    sizes.
     """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     scores = scores_of(q, k, causal=causal, scale=scale, product=_tf32_product if tf32 else torch.matmul)
@@ -48,7 +46,7 @@ def results_of_plain(
 
 
 class _Tf32Product(torch.autograd.Function):
-    """Operands rounded to the nearest number with 10 bits behind the first, products and sums in float32."""
+    """Operands with 10 bits behind the leading one; products and sums in float32."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -72,7 +70,7 @@ def _tf32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _to_tf32(x: Tensor) -> Tensor:
-    """By adding and taking away a number 2^13 times as large (Dekker 1971), where that does not overflow."""
+    """Adds and subtracts a number 2^13 times as large (Dekker 1971), where that does not overflow."""
     large = x * (2.0**13 + 1)
     return large - (large - x)
 
@@ -80,7 +78,6 @@ def _to_tf32(x: Tensor) -> Tensor:
 def results_of(
     function: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None
 ) -> Results:
-    """Of FlashAttentionReference or FlashAttentionTriton."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     out = function.apply(q, k, v, causal, scale)
     return _named(out, out.grad_fn.saved_tensors[4], torch.autograd.grad(out, (q, k, v), do))
@@ -100,15 +97,14 @@ def least_errors(
     causal: bool,
     scale: float | None = None,
 ) -> dict[str, float]:
-    """What no kernel that keeps no scores can promise to fall below, by the name of the result.
+    """Errors below which no kernel without scores can go, by result.
 
-    Each result is rounded once. The log-sum-exp is of scores that were summed in float32. The gradients of q and k are
-    made of dS = P (dP - D) with D = rowsum(dO O), of an output that was rounded: an error d of about a unit in the last
-    place times the root of the sum of (dO O)², in all of a row alike; and dP and D are summed in float32 in different
-    orders, a rounding a term. It is in dq as d P K, and in dk as a sum over rows of P d Q of either sign; plain
-    attention has none where the weights are one and zero. And the weights are made of numbers in float32: a score of
-    5,000 is off by up to 5e-4, and so is its weight; and in backward the log-sum-exp, and so are all weights of the
-    row. Where two scores that large are nearly the same, all of the error comes from that row, in plain attention too.
+    Results are rounded once. The log-sum-exp sums float32 scores. dS = P (dP - D), D = rowsum(dO O), uses a rounded
+    output: an error d of a unit in the last place times the root of the sum of (dO O)², equal over a row; dP and D are
+    float32 sums in different orders, a rounding per term. It enters dq as d P K, and dk as a sum of P d Q of either
+    sign; plain attention has none where weights are one and zero. Weights come from float32 scores: a score of 5,000 is
+    off by up to 5e-4, as is its weight, and in backward the log-sum-exp and its whole row. Near-equal scores of that
+    size cause all of the error, in plain attention too.
     """
     eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.float32).eps
@@ -121,8 +117,7 @@ def least_errors(
     dweights = do @ v.mT
     dscores = weights * (dweights - (do * exact["output"]).sum(-1, keepdim=True)) * factor
 
-    # By how much weights are off, as parts of themselves: each for its own score, rounded when it is summed and when it
-    # is scaled, and all of a row alike.
+    # Relative errors of weights: each from its score, rounded in sum and scale, and one common to the row.
     own = eps_of_sums * torch.where(weights > 0, scores.abs(), 0.0)
     row = eps_of_sums / 2 * exact["log-sum-exp"].unsqueeze(-1).abs()
     rounded = eps * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt()
@@ -144,7 +139,7 @@ def least_errors(
 
 
 def _root(errors: Tensor, rows: Tensor, sharing: int = 1) -> float:
-    """The error of sums of rows, over the heads that share a result too, weighted with errors of either sign."""
+    """Error of sums of rows with weights and errors of either sign, also over heads that share a result."""
     squares = errors.square() @ rows.square()
     return rms(squares.unflatten(1, (-1, sharing)).sum(2).sqrt())
 
@@ -161,7 +156,7 @@ def assert_at_most_twice_the_error_of_plain(
     tf32: bool = False,
     case: object = "",
 ) -> None:
-    """Where plain attention happens to err less than rounding may cost, twice that cost is allowed."""
+    """Twice the rounding cost is allowed if plain attention happens to err less."""
     found = results_of(function, q, k, v, do, causal=causal, scale=scale)
     assert_results_at_most_twice_as_wrong(found, q, k, v, do, causal=causal, scale=scale, tf32=tf32, case=case)
 
@@ -178,7 +173,6 @@ def assert_results_at_most_twice_as_wrong(
     tf32: bool = False,
     case: object = "",
 ) -> None:
-    """The same of results, wherever they come from."""
     wide = (t.detach().double() for t in (q, k, v, do))
     exact = results_of_plain(*wide, causal=causal, scale=scale)
     plain = results_of_plain(q, k, v, do, causal=causal, scale=scale, tf32=tf32)

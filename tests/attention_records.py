@@ -1,5 +1,3 @@
-"""Synthetic benchmarks of attention: records as a measurement would have made them, from a simple model."""
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +12,10 @@ from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of, cel
 
 RATES = {"plain": 60e12, "sdpa_flash": 300e12, "flex": 400e12, "sdpa_cudnn": 500e12, "flash_triton": 450e12}
 LARGEST_PLAIN = 8 * 8192**2
-"""Scores (of all heads) that plain attention has room for."""
+"""Scores, over all heads, that plain attention has room for."""
 
 
 def make_cell(spec: AttentionSpec, **overrides: Any) -> AttentionCell:
-    """A cell that went well, or, plain and too large, ran out of memory in backward."""
     rng = random.Random(repr(spec))
     flops = attention_flops(spec)
     rate = RATES.get(spec.implementation, 100e12) * (2 if spec.compile != "off" else 1)
@@ -71,7 +68,6 @@ def make_cell(spec: AttentionSpec, **overrides: Any) -> AttentionCell:
 def make_benchmark(
     grid: str | None = None, lists: Mapping[str, Sequence[object]] | None = None, **overrides: Any
 ) -> AttentionRun:
-    """A benchmark of a named grid, or of the product of lists."""
     description = ""
     if grid:
         name, description, cells = cells_of_grid(grid, lists or {}, {"implementation": list(RATES)})

@@ -1,5 +1,3 @@
-"""Synthetic benchmarks of collectives: records as a measurement would have made them, from a line with noise."""
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +16,6 @@ REPEATS = 9
 
 
 def make_comm_cell(spec: CommSpec, **overrides: Any) -> CommCell:
-    """A cell that went well, rank 1 two per cent slower than the others."""
     rng = random.Random(repr(spec))
     wire = spec.message_bytes * bus_factor(spec.collective, spec.world_size)
     time_s = ALPHA_S[spec.backend] + wire / BANDWIDTH[spec.backend]
@@ -47,13 +44,11 @@ def make_comm_cell(spec: CommSpec, **overrides: Any) -> CommCell:
 
 
 def make_failure(spec: CommSpec) -> CommCell:
-    """A cell for which the memory did not suffice."""
     failure = Failure(kind="out_of_memory", message="rank 1 on node1: asked for 1.00 GiB more (buffers)", rank=1)
     return make_comm_cell(spec, ranks=(), check=None, failure=failure)
 
 
 def make_comm(lists: Mapping[str, Sequence[object]] | None = None, *, ranks: int = 4, **overrides: Any) -> CommRun:
-    """A benchmark on so many GPUs, or where a list of backends has no nccl, on the CPU."""
     on_gpus = "nccl" in (lists or {}).get("backend", ["nccl"])
     cells = comm_cells(lists or {}, num_processes=ranks, on_gpus=on_gpus)
     measured = tuple(make_comm_cell(cell) for cell in cells)
@@ -75,7 +70,6 @@ def make_comm(lists: Mapping[str, Sequence[object]] | None = None, *, ranks: int
 
 
 def failing() -> CommRun:
-    """Four cells, of which one failed."""
     lists: dict[str, Sequence[object]] = {
         "collective": ["all_reduce", "send_recv"],
         "size": ["1MB", "100MB"],
@@ -90,6 +84,5 @@ def failing() -> CommRun:
 
 
 def told_benchmarks() -> list[CommRun]:
-    """One of which a cell failed, and one over two numbers of ranks."""
     lists: dict[str, Sequence[object]] = {"collective": ["all_reduce"], "size": ["1MB", "10MB", "100MB"]}
     return [failing(), make_comm(lists | {"world_size": [2, 4]}, id="c0ffee000002")]

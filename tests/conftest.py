@@ -1,6 +1,5 @@
-"""Property tests draw the same examples everywhere, so that a run says something of the change it is for.
-
-To look for new ones: pytest --hypothesis-profile=search
+"""Property tests draw the same examples everywhere, so a failure belongs to the change. Search new ones by: pytest
+--hypothesis-profile=search
 """
 
 import gc
@@ -31,21 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the second of the parallel test processes import the test files in reverse order.
-
-    Each process imports all of them, so each finds half of them compiled by the other.
-    """
+    """Reverses the import order in the second test process: each compiles half of the files for the other."""
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
         config.args = sorted(map(str, Path(__file__).parent.rglob("test_*.py")), reverse=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They agree on the order of what they collected."""
     items.sort(key=lambda item: item.path)
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: no search for garbage during a test has to look at it again."""
+    """Freezes present objects, so later garbage searches skip them."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         prepare_the_language_once_a_launch(interpreter)
         cast_to_fp8_as_a_gpu_does(interpreter)

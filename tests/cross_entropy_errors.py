@@ -1,13 +1,12 @@
-"""The loss of a linear layer in float64, and how far from it a computation in another number format may be.
+"""A linear layer's loss in float64, and elementwise error bounds for other formats, from roundings alone.
 
-The bounds hold element by element, and follow from the roundings alone. With u the unit roundoff of the format and e
-that of float32, in which sums are made:
+With u the format's unit roundoff and e float32's (sums):
 
-    logits    off by u |x| (rounded once) + C e (|h| |W|^T) (a sum of C products)
-    lse       off by at most the largest error E of its row's logits, to which the exponentials and their sum add
-              e (4 (|x| + |lse|) + V), so that every softmax is off by a factor of exp(±2 E)
-    G         off by what follows from that, and rounded to the format once
-    d hidden  off by the error of G times |W|, a sum of V products and a rounding; d W likewise, rounded once a chunk
+    logits      off by u |x| (rounded once) + C e (|h| |W|^T) (a sum of C products)
+    lse         off by at most the row's largest logit error E; exponentials and their sum add e (4 (|x| + |lse|) + V),
+                so each softmax is off by a factor of exp(±2 E)
+    G           off by the consequence, and rounded to the format once
+    d hidden    off by G's error times |W|, a sum of V products and a rounding; d W likewise, rounded once a chunk
 """
 
 from dataclasses import dataclass
@@ -17,13 +16,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 Results = dict[str, Tensor]
-"""Loss and the gradients of hidden, weight and bias, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Inputs in the format under test, and what is asked of them."""
-
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -33,7 +29,6 @@ class Case:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     weights_of_losses: Tensor | None = None
-    """Gradient of the losses [N] if there is no reduction."""
 
 
 def make_case(
@@ -50,7 +45,6 @@ def make_case(
     z_loss: float = 0.0,
     seed: int = 0,
 ) -> Case:
-    """Random logits of a spread of about 1.5, and a share of ignored targets."""
     torch.manual_seed(seed)
     hidden = torch.randn(num_tokens, width, device=device)
     weight = torch.randn(num_entries, width, device=device) * 1.5 / width**0.5
@@ -76,10 +70,10 @@ def exact_and_bounds(
     gradient_of_weight: torch.dtype | None = None,
     truncated: bool = False,
 ) -> tuple[Results, Results]:
-    """What float64 gives, and by how much each element may be off for products in `dtype`.
+    """float64 results, and each element's allowed error for products in `dtype`.
 
-    gradient_of_weight: the format in which chunks of it are added up; None: `dtype`. truncated: whether G is cut off
-    and not rounded to its format, as Triton's interpreter does for bf16.
+    `gradient_of_weight`: format in which its chunks are summed; None: `dtype`. `truncated`: G is cut off instead of
+    rounded, as in Triton's interpreter for bf16.
     """
     h, w = case.hidden.double(), case.weight.double()
     if dtype != case.weight.dtype:  # rounded first, as under autocast
@@ -130,7 +124,6 @@ def exact_and_bounds(
 
 
 def assert_within(found: Results, exact: Results, bounds: Results) -> None:
-    """Every element of every result is as near to the exact one as it has to be."""
     for name, result in found.items():
         off = (result.double() - exact[name]).abs()
         worst = (off / bounds[name]).max() if off.numel() else 0.0

@@ -1,5 +1,3 @@
-"""Synthetic data-parallel studies: records as a measurement would have made them, from a simple model of a link."""
-
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -37,13 +35,11 @@ STATES = {"sharded": RANKS, "fsdp2": RANKS}
 
 
 def make_study(names: Sequence[str] = KINDS, **fields: Any) -> DdpStudy:
-    """xl on two GPUs."""
     step = resolve_step({"model": "xl", "context": 512, "precision": "bf16", "device": "cuda"})
     return DdpStudy(step=step, processes=RANKS, contenders=variants_of(names, (1.0, 10.0, 100.0, 1000.0)), **fields)
 
 
 def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **fields: Any) -> DdpRun:
-    """A study that went well, but for the kinds that are `broken`."""
     study = make_study(names)
     facts = DdpFacts(
         backend="nccl",
@@ -67,14 +63,12 @@ def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **
 
 
 def num_buckets(contender: Variant) -> int:
-    """How often a contender calls."""
     if contender.bucket_size_mb is None:
         return {"none": 0, "flat": 1}.get(contender.kind, TENSORS)
     return min(max(round(BYTES / 1e6 / contender.bucket_size_mb), 1), TENSORS)
 
 
 def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
-    """One contender, with the overhead that the model gives and a little noise."""
     if broken:
         failure = Failure(kind="out_of_memory", message="asked for 8.00 GiB more (rank 1)", phase="warmup")
         return DdpCell(contender=contender, failure=failure)
@@ -132,7 +126,6 @@ def _memory(contender: Variant) -> tuple[StateMemory, ...]:
 
 
 def _traced(alone_s: float, left_s: float) -> TracedSteps:
-    """Backward above messages that begin in its middle."""
     forward, backward = round(PHASES["forward"] * 1e9), round(PHASES["backward"] * 1e9)
     end = forward + backward
     sent = round(alone_s * 1e9)

@@ -1,11 +1,10 @@
-"""What Triton makes of the Hopper kernels for compute capability 9.0, without a GPU.
+"""Triton's output for the Hopper kernels at compute capability 9.0, without a GPU.
 
     python tests/hopper_modules.py [--table FILE]
 
-Prints a line of JSON for each of four modules, before instructions are chosen: its name, its products, and those of
-them that are asynchronous. With --table it compiles the kernels of every width instead, and writes registers, stack
-and shared memory of each, with this Triton, into the table. Not under TRITON_INTERPRET=1, where Triton's own functions
-are for its interpreter.
+Prints a line of JSON per module before instruction selection: name, products, and asynchronous products. --table
+compiles kernels of every width and writes registers, stack and shared memory for this Triton. Not under
+TRITON_INTERPRET=1.
 """
 
 import json
@@ -33,14 +32,12 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def in_tiles(dtype: str, *block: int) -> str:
-    """The type of a tensor that the copy engine takes in such tiles, as Triton's signatures spell it."""
     swizzle = min(128, 2 * block[-1]) if len(block) == 4 else 0
     layout = gl.NVMMASharedLayout(swizzle, 32 if dtype == "fp32" else 16, len(block))
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
 def source_of(kernel: Any, types: dict[str, str], options: dict[str, Any]) -> GluonASTSource:
-    """A kernel for arguments of these types, as Triton compiles it."""
     of_pointers = {"lse_ptr": "*fp32", "shared_ptr": "*fp32", "tasks_ptr": "*i32", "turns_ptr": "*i32"}
     types = types | of_pointers | dict.fromkeys(options, "constexpr")
     signature = {n: types.get(n, "fp32" if n.startswith("scale") else "i32") for n in kernel.arg_names}
@@ -49,7 +46,6 @@ def source_of(kernel: Any, types: dict[str, str], options: dict[str, Any]) -> Gl
 
 
 def lowered(source: GluonASTSource) -> str:
-    """The module before instructions are chosen."""
     backend = make_backend(TARGET)
     chosen = backend.parse_options({"num_warps": 4, "enable_fp_fusion": True})
     context = ir.context()
@@ -63,7 +59,7 @@ def lowered(source: GluonASTSource) -> str:
 
 
 def compiled(source: GluonASTSource) -> dict[str, int]:
-    """What the machine code takes; a stack is what registers did not hold."""
+    """Resources of the machine code; the stack holds spilled registers."""
     made = triton.compile(source, target=TARGET, options={"num_warps": 4, "enable_fp_fusion": True})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
@@ -75,7 +71,6 @@ def compiled(source: GluonASTSource) -> dict[str, int]:
 
 
 def in_two_parts(names: Sequence[str], rows: int, main: int, rest: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """The types of tiles that come in two parts, and what stands for those of the rest where there is none."""
     rests = [f"{name}_rest_tiles" for name in names]
     types = {f"{name}_tiles": in_tiles("bf16", 1, 1, rows, main) for name in names}
     if rest:
@@ -110,7 +105,6 @@ def backward(head_dim: int, num_slots: int, *, grouped: bool, in_a_row: int = 1)
 
 
 def every_kernel() -> Iterator[tuple[str, int, GluonASTSource]]:
-    """Name, head dimension and kernel: those that short and long sequences get, for each division of the columns."""
     for head_dim in (16, 32, 64, 80, 96, 128, 144, 160, 192, 256):
         rows = [
             triton_tuning._found(kernel, "a Hopper GPU", (9, 0), True, 16, head_dim, tokens)
@@ -127,7 +121,6 @@ def every_kernel() -> Iterator[tuple[str, int, GluonASTSource]]:
 
 
 def write_table(path: Path) -> None:
-    """Rows of this Triton in place of its earlier ones."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     rows = [row for row in rows if row["triton"] != triton.__version__]
     for kernel, head_dim, source in every_kernel():
@@ -137,8 +130,7 @@ def write_table(path: Path) -> None:
 
 
 def main() -> None:
-    """Three consumers forward, and two for tiles in two parts; backward one turn a round, where heads share keys, and
-    two: all that there is."""
+    """Three consumers forward, two for tiles in two parts; backward one turn a round with shared keys, and two."""
     if sys.argv[1:2] == ["--table"]:
         write_table(Path(sys.argv[2]))
         return

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quicker (a third of the time of tests that run kernels on a CPU), and exact in fp8."""
+"""Triton's interpreter, made faster (a third of the time of CPU kernel tests) and exact in fp8."""
 
 from types import FunctionType
 from typing import Any
@@ -7,8 +7,9 @@ import torch
 
 
 def prepare_the_language_once_a_launch(interpreter: Any) -> None:
-    """interpreter: the module triton.runtime.interpreter, which puts its own functions in place of the language's at a
-    launch, and again at every call of one function by another, where it looks at each name and finds nothing to do."""
+    """`interpreter` is triton.runtime.interpreter. It replaces the language's functions at each launch, and again,
+    without effect, at each call between functions.
+    """
     prepare, prepared = interpreter._patch_lang, set[int]()
     languages = {id(interpreter.tl), id(interpreter.tl.core)}
 
@@ -32,9 +33,8 @@ def prepare_the_language_once_a_launch(interpreter: Any) -> None:
 
 
 def cast_to_fp8_as_a_gpu_does(interpreter: Any) -> None:
-    """Round to the nearest, ties to even, where the interpreter rounds ties up and carries nothing into the exponent.
-
-    Operators of torch take its place, which give the bits of a GPU's instruction for numbers within the format and NaN.
+    """Round to nearest, ties to even; the interpreter rounds ties up without carrying into the exponent. torch's
+    operators give a GPU's bits for numbers within the format and NaN.
     """
     convert = interpreter._convert_float
     formats = {interpreter.tl.float8e4nv: torch.float8_e4m3fn, interpreter.tl.float8e5: torch.float8_e5m2}

@@ -1,4 +1,4 @@
-"""What the memory recorder wrote, read the slow and simple way, without steplab's own reading."""
+"""The memory recorder's files, read simply and without steplab's reader."""
 
 import pickle
 from collections import Counter
@@ -13,25 +13,19 @@ from steplab.records.memory_marks import Marks
 
 @dataclass
 class Block:
-    """A block, from its allocation to its release."""
-
     number: int
-    """Which allocation it was, from 1; 0: older than the history."""
     address: int
     size: int
     frames: list[dict[str, Any]]
     released_at: float = float("inf")
-    """How many allocations there were when it was released."""
     category: str = ""
-    """Of its owner, where the marks name one."""
+    """Number of allocations at its release."""
 
     def alive(self, position: int) -> bool:
         return self.number <= position <= self.released_at
 
 
 class WatchedFiles:
-    """A snapshot of one CPU step, replayed."""
-
     def __init__(self, snapshot: Path, marks: Path) -> None:
         self.marks = msgspec.json.decode(marks.read_bytes(), type=Marks)
         content = pickle.loads(snapshot.read_bytes())
@@ -72,11 +66,9 @@ class WatchedFiles:
         return sum(event["action"] == "alloc" for event in self.trace)
 
     def sizes(self) -> list[int]:
-        """What was allocated and, negative, released, in order."""
         return [event["size"] * (1 if event["action"] == "alloc" else -1) for event in self.trace]
 
     def owned(self) -> dict[str, int]:
-        """Bytes by owner, each block once, over the whole step."""
         sums: Counter[str] = Counter()
         for block in self.blocks:
             sums[block.category] += block.size
@@ -91,11 +83,9 @@ class WatchedFiles:
         return highest
 
     def end_of(self, phase: str) -> int:
-        """Position at which a phase ends."""
         (found,) = [marked for marked in self.marks.phases if marked.name == phase]
         return found.end
 
     def alive(self, position: int, category: str | None = None) -> list[Block]:
-        """The blocks alive when so many allocations were made; with a category, its own alone."""
         found = [block for block in self.blocks if block.number <= position < block.released_at]
         return found if category is None else [block for block in found if block.category == category]

@@ -1,5 +1,3 @@
-"""The record of an audit, by hand, and the same step timed in each precision."""
-
 import dataclasses
 
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, steady
@@ -125,7 +123,6 @@ RUNS.append(out_of_memory({"context": 128, "precision": "bf16_pure"}))
 
 
 def told_records() -> list[Record]:
-    """Audits with and without autocast, one that failed, sums alone, and the runs of their study."""
     study = "5e5e5e5e5e5e"
     runs = [dataclasses.replace(steady(run, number, ""), study=study) for number, run in enumerate(RUNS, start=1)]
     alone = record(spec=None, audit=None, id="5" * 12)

@@ -1,7 +1,5 @@
-"""Synthetic profiles: a small simulation of a host that launches kernels and a device that runs them, summed up.
-
-The sums are made here from the list of kernels, in the plainest way, so that what a report shows can be checked
-against them.
+"""Synthetic profiles: a small simulation of a launching host and a device. Sums are made plainly from the kernel list,
+to check reports.
 """
 
 import itertools
@@ -34,8 +32,6 @@ BANDWIDTH, PEAK = 4.8e12, 67e12
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A kernel to be launched."""
-
     name: str
     category: str
     phase: str
@@ -51,8 +47,6 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel that ran: where on the timeline, and whether the device had waited for the host before it."""
-
     job: Job
     step: int
     start_ns: int
@@ -61,7 +55,6 @@ class Kernel:
 
 
 def simulate(steps: Sequence[Sequence[Job]], *, launch_ns: int, gap_ns: int = 900) -> list[Kernel]:
-    """Run the jobs: the host launches one each `launch_ns`, a stream runs one after the other."""
     host = 0
     free: dict[int, int] = defaultdict(int)
     kernels = []
@@ -75,7 +68,6 @@ def simulate(steps: Sequence[Sequence[Job]], *, launch_ns: int, gap_ns: int = 90
 
 
 def total_up(kernels: Sequence[Kernel], **fields: Any) -> Profile:
-    """The Profile of these kernels; `fields` are put in place of what was summed."""
     num_steps = 1 + max(k.step for k in kernels)
     phases = _phases(kernels)
     values: dict[str, Any] = {
@@ -141,7 +133,6 @@ def _op_stats(kernels: Iterable[Kernel]) -> tuple[OpStats, ...]:
 
 
 def _phases(kernels: Sequence[Kernel]) -> tuple[PhaseTime, ...]:
-    """Cut the timeline at every start and end, and give each piece to whoever ran in it."""
     cuts = sorted({t for k in kernels for t in (k.start_ns, k.end_ns)} | {k.launched_ns for k in kernels})
     cuts = [t for t in cuts if t >= kernels[0].start_ns]
     begin: dict[int, list[Kernel]] = defaultdict(list)
@@ -183,7 +174,6 @@ def _phases(kernels: Sequence[Kernel]) -> tuple[PhaseTime, ...]:
 
 
 def _communication(kernels: Sequence[Kernel]) -> Communication | None:
-    """Nanosecond by nanosecond would be exact; at every start and end is as well."""
     talk = [k for k in kernels if k.job.category == "communication"]
     if not talk:
         return None
@@ -270,8 +260,6 @@ def _gemm(tile: str) -> str:
 
 
 class Shape:
-    """Sizes from which the jobs' FLOPs and bytes follow, and a generator of plausible durations."""
-
     def __init__(self, spec: StepSpec, seed: int = 0) -> None:
         shape = spec.model.shape
         assert shape is not None
@@ -282,14 +270,12 @@ class Shape:
         self.random = random.Random(seed)
 
     def timed(self, job: Job) -> Job:
-        """The job with the time the roofline gives it, at a plausible efficiency."""
         compute_s = (job.flops or 0) / PEAK / 0.78
         memory_s = (job.moved_bytes or 0) / BANDWIDTH / 0.72
         seconds = (max(compute_s, memory_s) + 1.8e-6) * (1 + abs(self.random.gauss(0, 0.01)))
         return replace(job, duration_ns=round(seconds * 1e9))
 
     def matmul(self, phase: str, where: str, m: int, k: int, n: int, tile: str, times: int = 1) -> Job:
-        """A product of [times, m, k] and [times, k, n]."""
         batched = times > 1
         shapes = (f"[{times}, {m}, {k}]", f"[{times}, {k}, {n}]") if batched else (f"[{m}, {k}]", f"[{k}, {n}]")
         return Job(
@@ -304,7 +290,6 @@ class Shape:
         )
 
     def pointwise(self, phase: str, where: str, name: str, category: str, op: str, size: int, tensors: int) -> Job:
-        """One FLOP an element, `tensors` tensors read or written."""
         return Job(
             name=name,
             category=category,
@@ -369,7 +354,6 @@ def _feed_forward_jobs(s: Shape, phase: str, hidden: int, scores: int) -> Iterat
 
 
 def _backward(s: Shape) -> Iterator[Job]:
-    """Each forward job in reverse: two products for one, and two passes over memory for one."""
     for job in reversed(list(_forward(s))):
         back = replace(job, phase="backward")
         if job.category == "matmul":
@@ -400,14 +384,12 @@ def _optimizer(s: Shape) -> Iterator[Job]:
 
 @cache
 def training_jobs(spec: StepSpec, seed: int) -> tuple[Job, ...]:
-    """A step of plain, eager training."""
     shape = Shape(spec, seed)
     makers: tuple[Callable[[Shape], Iterator[Job]], ...] = (_forward, _backward, _optimizer)
     return tuple(shape.timed(job) for make in makers for job in make(shape))
 
 
 def training_kernels(spec: StepSpec, *, launch_ns: int, num_steps: int) -> list[Kernel]:
-    """Some steps of it, as they ran."""
     return simulate([training_jobs(spec, seed) for seed in range(num_steps)], launch_ns=launch_ns)
 
 
@@ -417,7 +399,6 @@ def training_kernels(spec: StepSpec, *, launch_ns: int, num_steps: int) -> list[
 def profiled_run(
     fields: dict[str, object] | None = None, *, launch_ns: int = 4_500, num_steps: int = 3, **overrides: Any
 ) -> Run:
-    """A run on an H200 with a profile, and with a timing that agrees with it where the device was kept busy."""
     fields = {"model": "large", "context": 1024, "precision": "fp32"} | (fields or {})
     run = make_run(fields)
     assert run.spec is not None
@@ -436,12 +417,10 @@ def profiled_run(
 
 @cache
 def _profile_of_training(spec: StepSpec, launch_ns: int, num_steps: int) -> Profile:
-    """Made once: many tests ask for the same, which takes a good part of a second."""
     return total_up(training_kernels(spec, launch_ns=launch_ns, num_steps=num_steps))
 
 
 def agreeing_timing(profile: Profile, factor: float = 1.004) -> Timing:
-    """Unprofiled samples: busy and idle time of each phase, and part of its waiting, which the profiler lengthened."""
     named = [p for p in profile.phases if p.phase != "outside"]
     times = {p.phase: (p.busy_s + p.idle_s + 0.6 * p.host_bound_s) / profile.num_steps * factor for p in named}
     times["step"] = sum(times.values())
@@ -454,12 +433,10 @@ def agreeing_timing(profile: Profile, factor: float = 1.004) -> Timing:
 
 
 def launch_bound_run(**overrides: Any) -> Run:
-    """A small model whose kernels end before the next is launched."""
     return profiled_run({"model": "small", "context": 128}, launch_ns=20_000, **overrides)
 
 
 def cpu_run(**overrides: Any) -> Run:
-    """The same on a processor no catalogue knows: operators instead of kernels, one thread, no device to wait for."""
     run = profiled_run({"model": "small", "context": 128, "device": "cpu"}, num_steps=2)
     assert run.spec is not None
     steps = []
@@ -474,7 +451,6 @@ def cpu_run(**overrides: Any) -> Run:
 
 
 def imported_kernels() -> list[Kernel]:
-    """Products and elementwise kernels on one stream, collectives on another; the last one nobody works beside."""
     jobs: list[Job] = []
     rng = random.Random(5)
     for index in range(400):
@@ -505,12 +481,11 @@ def imported_kernels() -> list[Kernel]:
 
 
 def imported_run(**overrides: Any) -> Run:
-    """A trace someone else made: no phases, no timing, no word of the device."""
     profile = total_up(
         imported_kernels(),
         source="kineto",
         file="rank0.json.gz",
-        notes=("the trace marks no steps: all of it counts as one",),
+        notes=("the trace marks no steps: it counts as one step",),
     )
     values: dict[str, Any] = {
         "id": "1a0000000001",
@@ -524,7 +499,6 @@ def imported_run(**overrides: Any) -> Run:
 
 
 def told_runs() -> list[Run]:
-    """A step whose host is late, one on a CPU, and a trace of someone else's, in a store of their own."""
     made = {"late": launch_bound_run(), "cpu": cpu_run(), "trace": imported_run()}
     return [
         replace(run, id=f"{number:02d}" * 6, name=name, created_utc=f"2026-11-21T07:{number:02d}:00Z", utilizations=())

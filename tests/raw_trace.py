@@ -1,4 +1,4 @@
-"""A Kineto trace as json.load gives it: an independent look at what a profiler wrote."""
+"""A Kineto trace by json.load: an independent view of a profiler's output."""
 
 import gzip
 import json
@@ -9,8 +9,6 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Event:
-    """A range or an operator, with those directly inside it, in the order of start."""
-
     name: str
     kind: str
     start_us: float
@@ -19,15 +17,12 @@ class Event:
     inside: list["Event"] = field(default_factory=list)
 
     def all(self) -> "list[Event]":
-        """It and everything inside it."""
         return [self, *(event for child in self.inside for event in child.all())]
 
     def named(self, name: str) -> "list[Event]":
-        """Those of that name, itself or inside."""
         return [event for event in self.all() if event.name == name]
 
     def ranges(self) -> dict[str, Any]:
-        """Names of the ranges inside it, nested; those that torch's optimizers add are left out."""
         found: dict[str, Any] = {}
         for child in self.inside:
             if child.kind == "user_annotation" and not child.name.startswith("Optimizer."):
@@ -37,7 +32,6 @@ class Event:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Ranges and operators of the trace by thread, each list of them nested by time."""
     content = path.read_bytes()
     document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
     by_thread: dict[object, list[Event]] = {}
@@ -55,7 +49,6 @@ def read_events(path: Path) -> list[Event]:
 
 
 def top_ranges(path: Path, name: str) -> list[Event]:
-    """The ranges of that name that lie in no other."""
     return [event for event in read_events(path) if event.kind == "user_annotation" and event.name == name]
 
 

@@ -1,5 +1,3 @@
-"""Runs and rows as text, in the formats that commands write; and what holds of every page."""
-
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -15,12 +13,10 @@ from steplab.report.runs import REPORT
 
 
 def rows_text(rows: Sequence[Row], format: str = "table", *, width: int | None = None, color: bool = False) -> str:
-    """A table of runs or of studies."""
     return render(rows_document(rows), format, width=width, color=color)
 
 
 def sheet_of(rows: Sequence[Row]) -> Sheet:
-    """What people read of a table of runs or of studies."""
     return sheet(rows_table(rows))
 
 
@@ -32,14 +28,11 @@ def run_text(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """One run in full."""
     (document,) = REPORT.documents([run], Context(references=references))
     return render(document, format, width=width, color=color)
 
 
 class _Balance(HTMLParser):
-    """Every element that is opened is closed, in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -56,7 +49,6 @@ class _Balance(HTMLParser):
 
 
 def assert_whole(page: str) -> None:
-    """Fail unless a page is well formed, needs nothing from elsewhere, runs nothing and shows no None."""
     balance = _Balance()
     balance.feed(page)
     assert balance.open == []

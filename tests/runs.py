@@ -1,5 +1,3 @@
-"""Synthetic runs: records as a measurement would have made them, from a seeded and simple model."""
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +39,6 @@ ENVIRONMENT = Environment(
 
 
 def make_run(fields: Mapping[str, object] | None = None, *, seed: int = 0, **overrides: Any) -> Run:
-    """A successful run of the step that `fields` describe, `overrides` put in place of its own values."""
     spec = resolve_step({"model": "small", **(fields or {})})
     rng = random.Random(repr((spec, seed)))
     facts = _facts(spec)
@@ -64,7 +61,6 @@ def make_run(fields: Mapping[str, object] | None = None, *, seed: int = 0, **ove
 
 
 def out_of_memory(fields: Mapping[str, object] | None = None, **overrides: Any) -> Run:
-    """A cell that did not fit."""
     failure = Failure(
         kind="out_of_memory",
         message="out of memory: asked 8.00 GiB",
@@ -78,7 +74,6 @@ def out_of_memory(fields: Mapping[str, object] | None = None, **overrides: Any) 
 
 
 def recorder_run(**overrides: Any) -> Run:
-    """A user's own training loop: no spec, phases with names of its own, no idea of its FLOPs."""
     rng = random.Random(1)
     step = tuple(rng.gauss(0.21, 0.004) for _ in range(20))
     phases = (
@@ -100,7 +95,6 @@ def recorder_run(**overrides: Any) -> Run:
 
 
 def grid(axes: Mapping[str, list[object]], memory_bytes: float = 110e9) -> list[Run]:
-    """A run a cell of the product of `axes`; the cells that need more than `memory_bytes` fail."""
     runs = []
     for spec in study_from_grids("test", "", [axes]).cells:
         fields = {"model": spec.model.name, "batch": spec.batch, "context": spec.context} | {
@@ -199,7 +193,6 @@ def _utilizations(spec: StepSpec, timing: Timing, flops: float) -> tuple[Utiliza
 
 
 def steady(run: Run, number: int, name: str) -> Run:
-    """The run under an id, a day and times that follow from nothing else, for what is approved word for word."""
     samples = tuple(0.01 * number + 1e-4 * step for step in range(10))
     timing = run.timing and Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))
     created = f"2026-11-21T07:{number:02d}:00Z"

@@ -1,17 +1,13 @@
-"""Every part that the plain Transformer can be made of, alone and together, for tests that go through all of them."""
-
 from hypothesis import strategies as st
 
 from steplab.specs.model import SIZE_FIELDS
 
 _NUMBERS: dict[str, tuple[int, ...]] = {"model.num_kv_heads": (1, 2), "model.learned_positions": (1024,)}
-"""Values for a model of four heads and a context of at most 1024."""
 PARTS: dict[str, tuple[object, ...]] = {
     field.key: tuple(value for value in field.choices if value != field.default) or _NUMBERS[field.key]
     for field in SIZE_FIELDS
     if field.choices or field.key in _NUMBERS
 }
-"""The fields that change what a model is made of, each with the values that are not the default."""
 GPT_2: dict[str, object] = {
     "model.learned_positions": 1024,
     "model.norm": "layernorm",
@@ -27,14 +23,11 @@ VARIANTS: list[dict[str, object]] = [
     {"model.num_kv_heads": 2, "model.norm": "layernorm", "model.feed_forward": "gelu", "model.biases": "all"},
     {"model.num_kv_heads": 2, "model.biases": "qkv", "model.head": "tied"},
 ]
-"""None of them, each alone, those of GPT-2, StarCoder2 and Qwen2."""
 
 
 def draw_parts() -> st.SearchStrategy[dict[str, object]]:
-    """Any of them together."""
     return st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in PARTS.items()})
 
 
 def named(variant: dict[str, object]) -> str:
-    """For the name of a test."""
     return " ".join(f"{key.removeprefix('model.')}={value}" for key, value in variant.items()) or "default"

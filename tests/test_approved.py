@@ -1,8 +1,8 @@
-"""The commands that read records, word for word: what they print is in tests/approved.
+"""Output of commands that read records, word for word, in tests/approved.
 
-Where a change of words or figures is wanted, `pytest tests/test_approved.py --approve` writes the files anew; commit
-them with the reason. A case is a store of a few records, and a file of it holds all that is printed in one format:
-`table` for a terminal of 80 and of 160 columns, md, json, csv; of records made by the tests md alone.
+If a change is intended, `pytest tests/test_approved.py --approve` rewrites the files; commit them with the reason. A
+case is a store of a few records. Its files hold all output in one format: terminals of 80 and 160 columns, md, json,
+csv; records made by tests only have md.
 """
 
 import difflib
@@ -33,21 +33,16 @@ APPROVED = Path(__file__).parent / "approved"
 GOLDEN, RESULTS = "tests/golden", "benchmarks/results"
 FORMATS = ("80", "160", "md", "json", "csv")
 MOST_LINES = 40
-"""Lines of a difference that a failure shows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Records and the commands that are given them, beside `list` and `report` of recorded ones."""
+    """Most lines of a difference in a failure."""
 
     ids: dict[str, str]
-    """Beginnings of the ids of the records, by the file that they are in."""
     commands: tuple[str, ...] = ()
     num_shown: int = 2
-    """How many of the records, from the first, `show` is given."""
     made: Callable[[], Sequence[Record]] = tuple
-    """Records made by the tests, for what no recorded one has: of them only `commands` are run, and md, which leaves
-    nothing out, is all that is approved."""
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -135,7 +130,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
-    """The program, with a store for each case, at a time and a place that are always the same."""
     files = {file: _lines(REPOSITORY / file) for case in CASES.values() for file in case.ids}
     made = {}
     for name, case in CASES.items():
@@ -191,7 +185,6 @@ def _path(name: str, format: str) -> Path:
 
 
 def _commands(case: Case, format: str) -> list[str]:
-    """What is run; `explain` and `show` fit 80 columns, and are written there."""
     ids = [one for some in case.ids.values() for one in some.split()]
     every = ["list", *(f"show {one}" for one in ids[: case.num_shown]), "report"] if ids else []
     words = [*every, *case.commands]
@@ -199,7 +192,6 @@ def _commands(case: Case, format: str) -> list[str]:
 
 
 def _printed(program: Program, words: list[str], format: str) -> str:
-    """A command and all that it wrote."""
     program.environment["COLUMNS"] = format if format.isdigit() else "80"
     result = program.here(*words, *(() if format.isdigit() else ("--format", format)))
     out = (
@@ -212,7 +204,6 @@ def _printed(program: Program, words: list[str], format: str) -> str:
 
 
 def _without_the_record(text: str, id: str, program: Program) -> str:
-    """What `show` adds to a record: the samples and the rest are those of the stored record, which are compared."""
     shown: dict[str, Any] = json.loads(text)
     added = {"summary": shown.pop("summary", None)}
     exported: dict[str, Any] = json.loads(program.here("export", id).stdout)
@@ -221,7 +212,6 @@ def _without_the_record(text: str, id: str, program: Program) -> str:
 
 
 def _lines(path: Path) -> dict[str, bytes]:
-    """The lines of a file of records, by id."""
     open_: Any = gzip.open if path.suffix == ".gz" else lzma.open
     with open_(path, "rb") as file:
         return {json.loads(line)["id"]: line for line in file}

@@ -1,5 +1,3 @@
-"""The shape of the package: arrows that point one way, no torch where none is needed, nothing too long."""
-
 import ast
 import importlib
 import json
@@ -58,7 +56,7 @@ ARROWS = {
     "__main__": {"cli"},
     "__init__": {"views", "lab", "store", "records", "specs", "errors"},
 }
-"""Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
+"""Part -> parts that it may import, besides itself, also for type checking."""
 
 FACTS = (
     "steplab.ops.attention.implementations",
@@ -70,11 +68,12 @@ FACTS = (
     "steplab.parallel.errors",
     "steplab.ops.errors",
 )
-"""Tables and arithmetic that import nothing but each other, so that they can be lifted with the code they are about,
-and read by whoever asks for facts of it. All may import them, as they may `errors`."""
+"""Tables and arithmetic that import only each other, so that they can be copied and read without the rest. All may
+import them, like `errors`.
+"""
 
 PROGRESS = {"steplab.measurement.progress.Progress", "steplab.measurement.progress.OnProgress"}
-"""What the command line and its views may use of measurement: they tell how far one is, and start none."""
+"""Measurement modules that the command line and views may use: they report progress and start nothing."""
 
 TORCH_FREE = [
     "errors",
@@ -105,24 +104,17 @@ TORCH_FREE = [
 
 
 def part_of(path: Path) -> str:
-    """The folder, or the file beside the folders, that a module belongs to."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
 class Facts(NamedTuple):
-    """What the tests ask of a file."""
-
     imports: list[tuple[int, str]]
-    """Line and full dotted name of everything of steplab's that it imports, wherever in the file."""
     functions: list[tuple[str, int]]
-    """Name and number of lines of each function."""
     begins_early: bool
-    """Whether it runs as a program before its end."""
 
 
 @cache
 def facts_of(path: Path) -> Facts:
-    """Parsed once: to parse all files takes two seconds."""
     module = ast.parse(path.read_text(encoding="utf-8"))
     nodes = list(ast.walk(module))
     functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -137,7 +129,6 @@ def facts_of(path: Path) -> Facts:
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
-    """Line and full dotted name of everything of steplab's that a file imports, wherever in the file."""
     return facts_of(path).imports
 
 
@@ -199,7 +190,7 @@ WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "profile": STUDY,
     "step_job": STUDY | {"memory", "profile"},
 }
-"""Folder or file of measurement -> those that it may import. No study imports another."""
+"""Folder or file of measurement -> those that it may import. Studies do not import each other."""
 
 
 @pytest.mark.parametrize("part", sorted(WITHIN_MEASUREMENT))
@@ -214,7 +205,7 @@ def test_imports_within_measurement_point_downwards(part: str) -> None:
 
 @pytest.mark.parametrize("study", ["comm", "ddp"])
 def test_few_files_know_a_study_by_its_name(study: str) -> None:
-    """A new study has files of its own and an entry in each of these; `steplab study` includes it by another."""
+    """A new study has its own files and an entry in each of these; `steplab study` needs another."""
     parts = tuple(f"steplab.{part}.{study}." for part in ("records", "measurement", "report", "lab", "cli.commands"))
     own = {path for path in FILES if study in path.with_suffix("").relative_to(SOURCE).parts}
     own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
@@ -294,7 +285,6 @@ sys.meta_path.insert(0, NoTorch())
 
 
 def in_a_fresh_process(code: str, *arguments: str) -> str:
-    """What the code prints, with steplab on the path; it must end well."""
     finished = subprocess.run(
         [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(SOURCE.parent)!r})\n{code}", *arguments],
         capture_output=True,
@@ -336,7 +326,6 @@ print(json.dumps(said))
 
 
 def said_without_torch(*commands: list[str]) -> list[str]:
-    """What each of the commands prints in one process that cannot import torch; each must end well."""
     said: list[str] = json.loads(in_a_fresh_process(COMMANDS, json.dumps(commands)))
     return said
 
@@ -367,7 +356,6 @@ def test_help_is_given_and_steps_are_planned_without_torch() -> None:
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    """Nor anything else from outside the standard library."""
     code = "before = set(sys.modules)\nimport steplab\nprint(*sorted(set(sys.modules) - before))"
     loaded = {name.partition(".")[0] for name in in_a_fresh_process(code).split()}
     assert loaded - set(sys.stdlib_module_names) == {"steplab"}

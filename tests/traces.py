@@ -1,5 +1,3 @@
-"""Small traces written by hand, for tests of what is made of them."""
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,12 +5,9 @@ import numpy as np
 from steplab.reading.traces.trace import NONE, Column, DeviceWork, HostCalls, Inputs, Ops, Ranges, Trace
 
 MAIN, AUTOGRAD, OTHER_PROCESS = 0, 1, 2
-"""Threads, the last of a second process."""
 
 
 class HandTrace:
-    """Events added one by one, times in microseconds, in any order."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
         self.inputs: list[Inputs] = []
@@ -37,7 +32,6 @@ class HandTrace:
         call: str = "cudaLaunchKernel",
         device: int = 0,
     ) -> None:
-        """A kernel, and the call that launched it (None: the trace lost it)."""
         correlation = len(self.work) + 1
         self.work.append((self.name(name), ns(start), ns(end) - ns(start), device, stream, correlation))
         if launch:
@@ -83,7 +77,6 @@ def ns(microseconds: float) -> int:
 
 
 def table(kind: type, rows: Sequence[tuple[int, ...]]) -> dict[str, Column]:
-    """Columns in the order of start, an outer interval before its inner ones."""
     fields: list[str] = list(kind.__dataclass_fields__)  # type: ignore[attr-defined]
     ordered = sorted(rows, key=lambda row: (row[1], -row[2]))
     return {field: np.array([row[i] for row in ordered], dtype=np.int64) for i, field in enumerate(fields)}

@@ -2,14 +2,14 @@
 
 A spec goes in, a record comes out, everything else reads records:
 
-    run = steplab.measure("tiny", context=64)  # measures, stores and gives a record
+    run = steplab.measure("tiny", context=64)  # measures, stores and returns a record
     run.median_s, run.interval_s, run.mfu
-    steplab.show(run)  # at a prompt its report, in a notebook its page
+    steplab.show(run)  # its report at a prompt, its page in a notebook
 
-Every verb of the command line is a function of the same name: measure (`steplab run`), sweep, study, profile, memory,
-precision, attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note.
-docs/python.md has examples, and `help(steplab.StepSpec)` describes the fields of a step. Importing this package imports
-neither torch nor anything heavy; each name is loaded when it is first used.
+Every command is a function of the same name: measure (`steplab run`), sweep, study, profile, memory, precision,
+attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note. docs/python.md
+has examples; `help(steplab.StepSpec)` describes the fields of a step. Names load on first use, so importing steplab is
+light and does not import torch.
 """
 
 import sys
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # `as` tells type checkers that the name is public
+if TYPE_CHECKING:  # `as` marks names as public for type checkers
     from steplab.errors import SteplabError as SteplabError
     from steplab.errors import Unsupported as Unsupported
     from steplab.errors import UserError as UserError
@@ -114,9 +114,9 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """This package, in which a function keeps its name beside a folder of that name.
+    """This package, in which a function keeps its name despite a folder of that name.
 
-    Importing steplab.explain.api would else put the folder where steplab.explain, the function, is looked for.
+    Importing steplab.explain.api would otherwise replace the function steplab.explain by the folder.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -139,11 +139,11 @@ def __getattr__(name: str) -> Any:
 
 
 _WITH_FIELDS = ("Run", "StepSpec", "ModelSpec", "StudySpec")
-"""The dataclasses whose help lists their fields."""
+"""Dataclasses whose help lists their fields."""
 
 
 def _html_of(record: "Record") -> str:
-    """How notebooks show a record; loaded when one is shown."""
+    """A record in a notebook; loaded when one is shown."""
     from steplab.views.showing import in_short
 
     return in_short(record)

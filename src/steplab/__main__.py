@@ -1,4 +1,4 @@
-"""The program: `python -m steplab` is `steplab`."""
+"""`python -m steplab` is `steplab`."""
 
 import sys
 
@@ -6,7 +6,6 @@ from steplab.cli.ending import Ending
 
 
 def console() -> None:
-    """Entry point of the installed program."""
     ending = Ending()
     ending.listen()
     try:

@@ -1,7 +1,7 @@
-"""The errors that users see, and the exit code of each.
+"""User errors with their exit codes.
 
-Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted.
-Every error that a user can cause is a `SteplabError`: one line that says what is wrong and how to fix it.
+Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted. Every error that users
+can cause is a `SteplabError`: one line with the fault and the fix.
 """
 
 import sys
@@ -14,69 +14,68 @@ from steplab.parallel.errors import UserError as ParallelError
 
 
 class SteplabError(Exception):
-    """Steplab could not do what was asked; the message is one line for the user."""
+    """A failure; the message is one line for the user."""
 
     exit_code = 1
 
 
 class UserError(SteplabError):
-    """The request itself is wrong; the message says what to type instead."""
+    """A wrong request; the message names the fix."""
 
     exit_code = 2
 
 
 class Inconclusive(SteplabError):
-    """Two measurements cannot be compared; the message says in what they differ."""
+    """Two measurements that cannot be compared; the message names the differences."""
 
     exit_code = 3
 
 
 class Remark(UserWarning):
-    """Something that the user should know while the work continues; the message is one line.
+    """A one-line message during continuing work.
 
-    A Python warning, so that a caller of any layer may turn it off or into an error. The command line prints it.
+    It is a Python warning, so callers may silence it or make it an error. The command line prints it.
     """
 
 
 class LeftOut(Remark):
-    """One record was skipped and the work continues."""
+    """A skipped record; work continues."""
 
     def __init__(self, message: str, error: Exception) -> None:
         super().__init__(message)
         self.error = error
-        """The error for which it could not be read or drawn."""
+        """Its error in reading or drawing."""
 
 
 def warn_caller(warning: Warning) -> None:
-    """Issue a warning as of the line that called steplab, whichever layers lie between: Python prints that line."""
+    """Issue a warning for the line that called steplab, which Python prints, through any layers between."""
     frame, depth, level = sys._getframe().f_back, 1, 1
     while frame is not None:
         depth += 1
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
-            level = depth  # of the outermost frame of steplab; between two of them may be contextlib's
+            level = depth  # steplab's outermost frame; contextlib may be between
         elif frame.f_globals.get("__name__") == "contextlib" and level == depth - 1:
-            level = depth  # it leaves a context of steplab's for the caller
+            level = depth  # leaves a context of steplab for the caller
         frame = frame.f_back
     warnings.warn(warning, stacklevel=level + 1)
 
 
 class Unsupported(UserError):
-    """A valid request that this device, build or model does not support; steplab never falls back silently."""
+    """A valid request that this device, build or model does not support; there is never a silent fallback."""
 
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(f"{what} is not supported: {why}; {instead}")
         self.why = why
-        """The reason, without the request and the alternative."""
+        """The reason alone."""
 
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Errors whose message is for the user: steplab's, and those of the two folders that know nothing of it, so that they
-can be copied into another project."""
+"""Errors with user messages: steplab's, and two folders' own, which stay independent of steplab for copying."""
 
 
 def own_error(error: Exception) -> SteplabError:
-    """One of `ERRORS` as steplab's, which has an exit code."""
+    """An error of `ERRORS` as steplab's, with an exit code."""
     if isinstance(error, SteplabError):
         return error
     return Unsupported(*error.args) if isinstance(error, UNSUPPORTED) else UserError(*error.args)

@@ -1,7 +1,7 @@
-"""Asks git about the repository around the working folder, which may be anyone's: none of its settings runs anything.
+"""Runs git on the repository around the working folder, which may be anyone's, without running its settings.
 
-A repository can name programs for git to run: a monitor of files, hooks, filters of contents, a way to fetch what it
-lacks. Those of the user's own settings and of the system's are left as they are, where git knows the difference.
+A repository can name programs: file monitors, hooks, content filters, fetchers. The user's and system's settings stay,
+where git knows the difference.
 """
 
 import os
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
 _VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-"""Nothing is fetched, also by a git that does not know the second, and status writes nothing."""
+"""Fetches nothing, even with a git that ignores the second; status writes nothing."""
 _NO_SUCH_SETTING = 1
-"""The exit code of `git config` where it finds none."""
+"""Exit code of `git config` without a match."""
 
 
 def git(*arguments: str, timeout_s: float | None = 5.0) -> str:
-    """Git's output. Raises OSError if it cannot be started, and subprocess.SubprocessError if it fails."""
+    """Git's output. Raises OSError if git cannot start, subprocess.SubprocessError if it fails."""
     filters = _run(["config", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\."], timeout_s)
     if filters.returncode != _NO_SUCH_SETTING:
         filters.check_returncode()
     scoped = (line.partition("\t") for line in filters.stdout.splitlines())
     emptied = [f"{name}=" for scope, _, name in scoped if scope in ("local", "worktree")]
-    if any(name.index("=") < len(name) - 1 for name in emptied):  # git would take the rest for the value
+    if any(name.index("=") < len(name) - 1 for name in emptied):  # git would cut such a name
         raise subprocess.CalledProcessError(1, "git", stderr="a filter of the repository has a name with '='")
     done = _run(arguments, timeout_s, emptied)
     done.check_returncode()

@@ -1,7 +1,6 @@
-"""The limits on what is read of one file from outside, so that no file takes the machine's memory or hours of time.
+"""Limits on reading one outside file, so that none takes the machine's memory or hours.
 
-A limit is far above what the programs that write such files put into one. `docs/reliability.md` says what the limits
-mean for memory and time.
+They are far above what programs write. `docs/reliability.md` explains them.
 """
 
 import dataclasses
@@ -12,34 +11,34 @@ from steplab.errors import UserError
 from steplab.units import GIB, MIB
 
 OPTION = "--raise-limits"
-"""The option of every command that reads such files."""
+"""Option of every command that reads such files."""
 _MOST = 10_000.0
 
 
 class LimitReached(Exception):
-    """A file has more than is read of one; the message completes a line that begins with the file's name."""
+    """A file exceeds a limit; the message follows the file's name."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; if the file is right, {OPTION} 4 allows up to four times as much")
+        super().__init__(f"{what}; if you trust the file, {OPTION} 4 allows four times as much")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The most that reading one file may take."""
+    """Limits for reading one file."""
 
     memory_bytes: int = 8 * GIB
-    """Memory of the process that reads a trace or a snapshot; the operating system refuses it more."""
+    """Memory of the reading process, enforced by the operating system."""
     processor_s: int = 300
-    """Processor time of that process, in seconds; the operating system ends it then."""
+    """Processor seconds of that process, after which the operating system ends it."""
     import_bytes: int = GIB
-    """Bytes of records that one import reads; they are held in memory until all of them were checked."""
+    """Bytes of records per import; all stay in memory until checked."""
     record_bytes: int = 64 * MIB
-    """Bytes of one record."""
+    """Largest JSON of a record."""
     num_lines: int = 2_000_000
-    """Lines of a file of records."""
+    """Most lines of a records file."""
 
     def times(self, factor: float) -> Self:
-        """All limits raised by a factor. Raises UserError unless it is 1 to 10,000."""
+        """All limits times a factor. Raises UserError unless it is 1 to 10,000."""
         if not 1 <= factor <= _MOST:
             raise UserError(f"{OPTION} must be from 1 to {_MOST:.0f}, not {factor:g}")
         raised = {field.name: int(getattr(self, field.name) * factor) for field in dataclasses.fields(self)}

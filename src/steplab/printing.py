@@ -1,9 +1,8 @@
-"""Text from outside without what steers its reader: whatever leaves goes through `leaving` or `plain`.
+"""Removes what could steer the reader of outside text: everything printed passes `leaving` or `plain`.
 
-Records, traces, snapshots and names of files may hold escape sequences, which a terminal would obey, marks of writing
-direction, which turn a line around in an editor, and other control characters. `leaving` stands where text leaves, the
-command line's output (`cli.output`) and Python's views (`views.view`), whatever the format; `plain` where errors and
-remarks are printed, and where texts are fitted into columns.
+Records, traces, snapshots and file names may hold escape sequences, which terminals obey, writing-direction marks,
+which reorder lines in editors, and other control characters. `leaving` is for outputs of any format (`cli.output`,
+`views.view`); `plain` is for errors, remarks and text in columns.
 """
 
 import os
@@ -11,38 +10,40 @@ import re
 import sys
 
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
-"""Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
-separators, marks of annotations, and halves of surrogate pairs, in the syntax of a regular expression's set."""
+"""Control characters (C0 without tab and line feed, DEL, C1), writing-direction marks, line and paragraph separators,
+annotation marks and surrogate halves, as a regular expression's set.
+"""
 MARK = "written by steplab"
-"""The mark of a file that steplab wrote, near its beginning. It may be replaced (lab.files)."""
+"""Mark near the beginning of steplab's files, which allows replacing them (lab.files)."""
 _LONGEST = 1500
-"""Characters of an error or a remark: one may quote a whole argument or a line of a file."""
+"""Most characters of a message, which may quote a whole argument or line."""
 _JSON = ("json", "jsonl", "perfetto")
-"""The formats that are JSON, in which control characters are written as JSON's escapes."""
+"""Formats that are JSON, where control characters become JSON's escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
-"""Characters that no text of one line has."""
+"""Characters absent from one-line text."""
 _CONTROL = re.compile(f"[{_STEERING}]")
 _SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\\\|\x9c)")
-"""Escape sequences that terminals obey: control sequences (colours, the cursor) and commands (setting the title). None
-holds the beginning of another, so that a text of beginnings alone is read once and not once for each."""
+"""Escape sequences obeyed by terminals: control sequences (colours, cursor) and commands (title). None contains
+another's beginning, so repeated beginnings are read once.
+"""
 _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
 
 
 def leaving(text: str, format: str, *, colored: bool = False) -> str:
-    """The text of an output of this format as it may leave; `colored`: with steplab's own colours."""
+    """Safe text of an output in this format; `colored`: with steplab's colours."""
     if format in _JSON:
         return plain_json(text)
     return plain_with_colors(text) if colored else plain(text)
 
 
 def remark(text: str) -> str:
-    """The text of an error or a remark as it is printed: plain, and its middle left out where it is very long."""
+    """Plain text for a message, shortened in the middle if very long."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
 
 
 def text_of(value: object) -> str:
-    """The text of anything; of a value that has none (a long int, an object of a user's that fails), its class."""
+    """str(value); for a value without one (a long int, a failing object), its class."""
     try:
         return str(value)
     except Exception:
@@ -50,38 +51,38 @@ def text_of(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal.
+    """Print a message on stderr, unable to steer the terminal.
 
-    No work ends because its remarks cannot be written: their reader may be gone (`2>&1 | head -1`), the disk of their
-    file full.
+    Failures to write never end work: the reader may be gone (`2>&1 | head -1`), or the disk full.
     """
     try:
         print(remark(text), file=sys.stderr, flush=True)
     except OSError:
-        # What is left in the buffer would fail once more when Python ends, with an exit code of its own.
+        # The buffer's rest would fail again at Python's exit, with another exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def plain(text: str) -> str:
-    r"""The text without escape sequences, and with other control characters in writing: \x07, \u202e."""
+    r"""Text without escape sequences, other control characters spelled out: \x07, \u202e."""
     if text.isprintable():
         return text
     return _CONTROL.sub(_written, _SEQUENCE.sub("", text))
 
 
 def plain_with_colors(text: str) -> str:
-    """The text as `plain` makes it, but with the colours and weights that steplab itself sets."""
+    """As `plain`, but keeping steplab's colours and weights."""
     return _COLORED.sub(lambda found: found[1] or (_written(found) if len(found[0]) == 1 else ""), text)
 
 
 def plain_json(text: str) -> str:
-    """The same JSON, with control characters in its texts as JSON's own escapes."""
+    """The same JSON with control characters as JSON's escapes."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def approximated(error: UnicodeError) -> tuple[str | bytes, int]:
-    """A handler of errors for `codecs.register_error`: what steplab writes of signs beyond ASCII, where an encoding has
-    none of them, as an ASCII character each, so that columns stay columns; other characters as Python's escapes."""
+    """Error handler for `codecs.register_error`: steplab's non-ASCII signs become one ASCII character each, so columns
+    stay aligned; other characters become Python's escapes.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end]

@@ -1,4 +1,4 @@
-"""How a process of steplab's own is started: it imports nothing that lies in the working folder."""
+"""Starts steplab's own processes, which import nothing from the working folder."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ _CODE = "import sys; sys.path.append(sys.argv.pop(1)); from {} import main; main
 
 
 def python_running(module: str, *arguments: str) -> list[str]:
-    """The words that start Python with `main` of a module of steplab's, and these arguments.
+    """Command line for `main` of a steplab module with these arguments.
 
-    `-P` keeps the working folder, where a user's `types.py` may lie, out of `sys.path`. Steplab is found where it lies
-    now, unless a PYTHONPATH names another one.
+    `-P` keeps the working folder, with a user's `types.py` maybe, out of `sys.path`. PYTHONPATH may name another
+    steplab.
     """
     return [sys.executable, "-P", "-c", _CODE.format(module), str(Path(__file__).parents[1]), *arguments]

@@ -1,8 +1,8 @@
-"""Units for people: formats and parses times, sizes, rates and shares.
+"""Formats and parses times, sizes, rates and shares.
 
-Inside steplab every time is in seconds, every size in bytes, every rate in units per second; names carry the
-unit (`_s`, `_bytes`, `_flops`). Only this module scales them, for text shown to people. Memory is shown in binary units
-(GiB), bandwidth and message sizes in decimal ones (GB = 1e9), as vendors and nccl-tests do.
+Inside steplab, times are seconds, sizes bytes, rates per second; names carry the unit (`_s`, `_bytes`, `_flops`). Only
+this module scales them, for people. Memory is binary (GiB); bandwidth and messages are decimal (GB = 1e9), as vendors
+and nccl-tests do.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ _SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
 }
 _LARGEST_SIZE = 2**63
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-_ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage says enough
-_SMALLEST_SHARE = 1e-6  # share below which digits would only be zeros
+_ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage suffices
+_SMALLEST_SHARE = 1e-6  # share below which all digits are zeros
 _COUNT_SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 _TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def three_digits(value: float) -> str:
-    """A number with at least three significant digits and its whole integer part: 1234, 123, 12.3, 1.23, 0.120."""
+    """At least three significant digits and the whole integer part: 1234, 123, 12.3, 1.23, 0.120."""
     if value == 0:
         return "0"
     magnitude = abs(value)
@@ -38,7 +38,7 @@ def three_digits(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time such as 12.3 ms, in the unit that makes the number lie between 1 and 1000."""
+    """A time in the unit that gives 1 to 1000, such as 12.3 ms."""
     for unit, scale in _TIME:
         if abs(seconds) >= scale:
             return f"{three_digits(seconds / scale)} {unit}"
@@ -46,14 +46,14 @@ def format_time(seconds: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Elapsed time for a progress line: 0:07, 12:30, 1:02:03."""
+    """Elapsed time: 0:07, 12:30, 1:02:03."""
     minutes, s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A size in binary units, such as 1.50 GiB."""
+    """Binary units, such as 1.50 GiB."""
     for unit, scale in _BINARY:
         if abs(size_bytes) >= scale:
             return f"{three_digits(size_bytes / scale)} {unit}" if scale > 1 else f"{size_bytes:.0f} B"
@@ -61,7 +61,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(per_s: float, unit: str) -> str:
-    """A decimal rate: format_rate(9.9e14, 'FLOP/s') -> '990 TFLOP/s'; with ' tokens/s' '12.3 k tokens/s'."""
+    """Decimal: format_rate(9.9e14, 'FLOP/s') -> '990 TFLOP/s'; with ' tokens/s' '12.3 k tokens/s'."""
     for prefix, scale in _DECIMAL:
         if abs(per_s) >= scale:
             return f"{three_digits(per_s / scale)} {prefix}{unit}"
@@ -69,7 +69,7 @@ def format_rate(per_s: float, unit: str) -> str:
 
 
 def format_count(count: float) -> str:
-    """A decimal count: 3.41 G, 950."""
+    """Decimal: 3.41 G, 950."""
     for prefix, scale in _DECIMAL:
         if abs(count) >= scale:
             return f"{three_digits(count / scale)} {prefix}"
@@ -77,7 +77,7 @@ def format_count(count: float) -> str:
 
 
 def format_message(size_bytes: float) -> str:
-    """The size of a message in decimal units, without trailing zeros: 1 MB, 2.5 kB, 640 B."""
+    """Decimal units without trailing zeros: 1 MB, 2.5 kB, 640 B."""
     for prefix, scale in _DECIMAL:
         if abs(size_bytes) >= scale:
             digits = three_digits(size_bytes / scale)
@@ -86,37 +86,34 @@ def format_message(size_bytes: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A percentage with one decimal: 0.4312 -> '43.1 %'."""
+    """0.4312 -> '43.1 %'."""
     return f"{100 * share:.1f} %"
 
 
 def format_limit(share: float) -> str:
-    """A percentage as it was chosen, such as that of a threshold: 0.02 -> '2 %', 0.025 -> '2.5 %'."""
+    """A percentage as chosen, such as a threshold: 0.02 -> '2 %', 0.025 -> '2.5 %'."""
     return f"{100 * share:g} %"
 
 
 def format_change(share: float) -> str:
-    """A relative change with its sign and one decimal: 0.123 -> '+12.3 %'."""
+    """0.123 -> '+12.3 %'."""
     return f"{100 * share:+.1f} %"
 
 
 def signed(value: float, write: Callable[[float], str]) -> str:
-    """A difference with its sign: signed(-0.012, format_time) -> '-12.0 ms'; nothing before zero."""
+    """signed(-0.012, format_time) -> '-12.0 ms'; zero has no sign."""
     return f"{'+' if value > 0 else '-' if value < 0 else ''}{write(abs(value))}"
 
 
 def format_share(share: float) -> str:
-    """A percentage that never rounds to zero: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %'.
-
-    A share below a ten-thousandth of a per cent is shown as '<0.0001 %'.
-    """
+    """Never rounds to zero: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %', tiny -> '<0.0001 %'."""
     if 0 < share < _SMALLEST_SHARE:
         return f"<{100 * _SMALLEST_SHARE:.4f} %"
     return format_percent(share) if share == 0 or abs(share) >= _ONE_DECIMAL_FROM else f"{100 * share:.2g} %"
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from '90', '90s', '5min' or '2h'."""
+    """Seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
     cleaned = text.strip()
     for suffix in sorted(_TIME_SUFFIXES, key=len, reverse=True):
         if cleaned.endswith(suffix):
@@ -134,7 +131,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """A share of one from '3%', '3 %' or '0.03'."""
+    """A share of one from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
     cleaned = text.strip()
     try:
         share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
@@ -146,7 +143,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """A number of tokens from '300B', '15T', '1.5e12': B is a thousand millions, as models are named."""
+    """Tokens from '300B', '15T', '1.5e12' (B is 1e9, as in models' names). Raises UserError for other texts."""
     cleaned = text.strip()
     scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
     try:
@@ -159,7 +156,7 @@ def parse_count(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary)."""
+    """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary). Raises UserError for other texts."""
     size_bytes = parse_size(text)
     if size_bytes != int(size_bytes):
         raise _no_size(text)
@@ -167,13 +164,13 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> Decimal:
-    """The same, which need not be whole: 12.3GiB."""
+    """As parse_bytes, for sizes that need not be whole: 12.3GiB."""
     cleaned = text.strip().lower()
     number = cleaned.rstrip("kmgtpeib ")
     suffix = cleaned[len(number) :].strip()
     scale = 1 if suffix in ("", "b") else _SIZES.get(suffix, 0)
     try:
-        size_bytes = Decimal(number) * scale  # of floats 1.001 kB is no whole number
+        size_bytes = Decimal(number) * scale  # as a float, 1.001 kB is not whole
     except ArithmeticError:
         raise _no_size(text) from None
     if not size_bytes.is_finite() or not 0 < size_bytes < _LARGEST_SIZE:
@@ -186,23 +183,23 @@ def _no_size(text: str) -> UserError:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 cell, 2 cells."""
+    """1 cell, 2 cells."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names, or other texts, in a sentence: a, b and c."""
+    """a, b and c."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def counted_results(number: int, noun: str, num_failed: int) -> str:
-    """The number of results and how many failed: '28 cells, all measured', '28 cells, of which 2 failed'."""
+    """'28 cells, all measured', '28 cells, 2 failed'."""
     ended = "all measured" if number and not num_failed else "all failed" if num_failed == number else ""
-    return f"{counted(number, noun)}, {ended or f'of which {num_failed} failed'}" if number else f"no {noun}s"
+    return f"{counted(number, noun)}, {ended or f'{num_failed} failed'}" if number else f"no {noun}s"
 
 
 def format_figure(number: float) -> str:
-    """Whole numbers below 10^6 in full, others with three digits or fewer behind the first: 16,384, 4.6e14, 319.4."""
+    """Whole numbers below 10^6 in full, others with at most four digits: 16,384, 4.6e14, 319.4."""
     if float(number).is_integer() and abs(number) < 1e6:
         return f"{int(number):,}"
     if 1e-3 <= abs(number) < 1e6:
@@ -212,7 +209,7 @@ def format_figure(number: float) -> str:
 
 
 def figure_in_latex(number: float) -> str:
-    """The same for LaTeX: 4.6 \\cdot 10^{14}, 16{,}384."""
+    r"""As format_figure, for LaTeX: 4.6 \cdot 10^{14}, 16{,}384."""
     mantissa, e, exponent = format_figure(number).partition("e")
     written = mantissa.replace(",", "{,}")
     return rf"{written} \cdot 10^{{{exponent}}}" if e else written

@@ -1,4 +1,4 @@
-"""The bytes of a file, plain or compressed by gzip or xz, recognised by its content."""
+"""Reads files that are plain, gzip or xz, recognised by their content."""
 
 import errno
 import io
@@ -12,24 +12,24 @@ from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes read of the file, and its size."""
+"""Called with bytes read of the file, and its size."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 _SMALL_BYTES = 64 * MIB
-"""The most bytes of a file that is read as a whole."""
+"""Most bytes of a file read as a whole."""
 _UNPACKER_BYTES = 256 * MIB
-"""The most memory for unpacking: an xz file says how large a dictionary it needs."""
+"""Most memory for unpacking; an xz file states its dictionary's size."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:
-    """The progress of reading is ignored."""
+    """Ignores progress."""
 
 
 class Unpacked(io.RawIOBase):
-    """A raw stream of what a file contains, up to its end or to the first damage.
+    """Raw stream of a file's content, up to its end or first damage.
 
-    Reading raises LimitReached where more than `most_bytes` come out, and OSError as the file itself does.
+    Reading raises LimitReached beyond `most_bytes`, and OSError as the file does.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Unpacked(io.RawIOBase):
         size_bytes: int = 0,
         most_bytes: int | None = None,
     ) -> None:
-        """`file` is read from where it stands; it is not closed here."""
+        """`file` is read from its position and stays open."""
         super().__init__()
         self.damage: str | None = None
-        """Why a compressed stream ended early, in words; None if it did not."""
+        """Reason for an early end of a compressed stream; None without one."""
         self._file, self._most_bytes = file, most_bytes
         self._on_progress, self._size_bytes = on_progress, size_bytes
         self._num_in = self._num_out = 0
         head = file.read(len(XZ_MAGIC))
         while 0 < len(head) < len(XZ_MAGIC) and (more := file.read(len(XZ_MAGIC) - len(head))):
-            head += more  # a pipe gives what it has
+            head += more  # pipes may give less
         self._input = head
         self._num_in += len(head)
         self._packing = next((known for known in (_Gzip, _Xz) if head.startswith(known.magic)), None)
@@ -60,7 +60,7 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill `buffer` from the left; returns the number of bytes, 0 only at the end."""
+        """Fill `buffer` from the left; returns the bytes read, 0 only at the end."""
         view = memoryview(buffer).cast("B")
         count = self._copy(view) if self._packing is None else self._unpack(view)
         self._num_out += count
@@ -70,7 +70,6 @@ class Unpacked(io.RawIOBase):
         return count
 
     def _copy(self, view: memoryview) -> int:
-        """Bytes of a plain file."""
         if self._input:
             count = min(len(self._input), len(view))
             view[:count], self._input = self._input[:count], self._input[count:]
@@ -90,7 +89,7 @@ class Unpacked(io.RawIOBase):
     def _some(self, most: int) -> bytes:
         assert self._packing is not None
         if self._member is None or self._member.eof:
-            # A member is followed by another one or by padding; what else follows is ignored.
+            # Another member or padding follows a member; the rest is ignored.
             rest = self._member.rest if self._member else self._input
             self._input = (rest or self._more()).lstrip(b"\0")
             if not self._input.startswith(self._packing.magic[: len(self._input) or 1]):
@@ -122,9 +121,9 @@ class Unpacked(io.RawIOBase):
 
 
 def small_file(path: Path) -> bytes:
-    """The content, unpacked, of a file that is read as a whole: a study, a grid, a configuration, a table, marks.
+    """Unpacked content of a file read as a whole: a study, grid, configuration, table or marks.
 
-    Raises OSError as any file does, and for one that is damaged or has more than 64 MiB, which is no such file.
+    Raises OSError as files do, also for damage or more than 64 MiB.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -140,7 +139,7 @@ def small_file(path: Path) -> bytes:
 
 
 class _Member(Protocol):
-    """One of the streams that a compressed file consists of."""
+    """One stream of a compressed file."""
 
     name: str
     magic: bytes
@@ -150,13 +149,13 @@ class _Member(Protocol):
 
     @property
     def rest(self) -> bytes:
-        """What follows the end of the stream."""
+        """Input behind the end of the stream."""
 
     @property
     def needs_input(self) -> bool: ...
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        """At most `most` bytes, and what is left of the input."""
+        """At most `most` bytes, and the remaining input."""
 
 
 class _Gzip:
@@ -198,4 +197,4 @@ class _Xz:
         return self._stream.needs_input
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        return self._stream.decompress(data, most), b""  # it keeps what is left of the input
+        return self._stream.decompress(data, most), b""  # it keeps the remaining input

@@ -1,7 +1,4 @@
-"""A headless Chromium that the tests share, driven over a pipe by the DevTools protocol.
-
-https://chromedevtools.github.io/devtools-protocol/ describes the commands and the events.
-"""
+"""Drives a headless Chromium, shared by tests, over a pipe by https://chromedevtools.github.io/devtools-protocol/."""
 
 import base64
 import json
@@ -36,8 +33,6 @@ Scheme = Literal["light", "dark"]
 
 
 class Chromium:
-    """A browser process with a fresh profile."""
-
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
         words = [PROGRAM, *_FLAGS, f"--user-data-dir={profile}"]
@@ -50,10 +45,8 @@ class Chromium:
         self._calls = 0
         self._read = b""
         self.events: list[dict[str, Any]] = []
-        """The events that the browser has reported of the open page, in their order."""
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its result; raises RuntimeError with what the browser says is wrong."""
         assert self._process.stdin is not None
         self._calls += 1
         asked = {"id": self._calls, "method": method, "params": parameters}
@@ -69,7 +62,6 @@ class Chromium:
         return result
 
     def wait_for(self, event: str) -> None:
-        """Wait until the browser has reported such an event of the open page."""
         while not any(said["method"] == event for said in self.events):
             self.events.append(self._message())
 
@@ -86,7 +78,6 @@ class Chromium:
 
     @contextmanager
     def page(self, file: Path, *, width: int = 1200, height: int = 1000, scheme: Scheme = "light") -> "Iterator[Page]":
-        """A page, loaded in a window of that size in CSS pixels."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         try:
@@ -105,19 +96,16 @@ class Chromium:
             self.call("Target.closeTarget", targetId=target)
 
     def close(self) -> None:
-        """End the process."""
         with self._process:
             self._process.kill()
 
 
 class Page:
-    """A page that is open."""
-
     def __init__(self, browser: Chromium, session: str) -> None:
         self._browser, self._session = browser, session
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, of a promise when it is kept; the page's policy does not bind it."""
+        """The value of a JavaScript expression or promise; the page's policy does not apply."""
         given = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         answer = self._browser.call("Runtime.evaluate", self._session, **given)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
@@ -125,16 +113,13 @@ class Page:
 
     @property
     def dom(self) -> str:
-        """The document as the browser has it."""
         html: str = self.evaluate("document.documentElement.outerHTML")
         return html
 
     @property
     def complaints(self) -> list[dict[str, Any]]:
-        """What stands in its console."""
-        self.evaluate("0")  # what was told before has come by then
+        self.evaluate("0")  # earlier events have arrived by then
         return [said for said in self._browser.events if said["method"] in _COMPLAINTS]
 
     def screenshot(self) -> bytes:
-        """The window's content, as PNG."""
         return base64.b64decode(self._browser.call("Page.captureScreenshot", self._session)["data"])

@@ -1,5 +1,3 @@
-"""The page in a real browser: it renders, follows the colour scheme, and fits a phone."""
-
 import io
 import re
 from collections.abc import Iterator
@@ -36,7 +34,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 def studies() -> dict[str, list[Run]]:
-    """A small study, a large one with failures, a run that has no spec, and runs with profiles."""
     sizes: dict[str, list[object]] = {
         "model": ["small", "medium", "large", "xl", "2.7b"],
         "context": [128, 256, 512, 1024],
@@ -67,7 +64,6 @@ def pages() -> dict[str, str]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where a test writes its page."""
     return tmp_path / "page.html"
 
 
@@ -121,7 +117,6 @@ LOOSE = [
     recorder_run(name="own loop", id="2"),
     recorder_run(name="a_name_without_any_blank_" * 6, id="3"),
 ]
-"""Runs of no study, whose names are of all lengths."""
 
 FIT = """(() => {
   const told = [];
@@ -181,7 +176,6 @@ def test_no_label_is_cut_or_runs_into_another(browser: Chromium, file: Path, nam
 
 @pytest.fixture(scope="module")
 def every_kind() -> str:
-    """A page of records of every kind."""
     runs = [profiled_run(), watched_run({"context": 256}), make_run({"model": "xl"}), out_of_memory()]
     others: list[Record] = [
         make_benchmark(),
@@ -204,7 +198,7 @@ ACCESSIBLE = """(async () => {
   const told = found.violations.map(one => `${one.id} (${one.impact}): ${one.nodes.map(node => node.html).join(' ')}`);
   return told.join('; ') || `${found.passes.length} rules passed`;
 })()"""
-"""Shapes that two pictures share have one name, and are the same."""
+"""Equal shapes of two pictures share a name."""
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
@@ -227,7 +221,6 @@ def test_the_browser_has_nothing_to_complain_of(browser: Chromium, pages: dict[s
 
 
 def labels_seen(browser: Chromium, page: str, file: Path, width: int) -> str:
-    """Labels that are cut or collide in the page's pictures, and how many each has, as a browser lays them out."""
     file.write_text(page, encoding="utf-8")
     with browser.page(file, width=width, height=900) as opened:
         told: str = opened.evaluate(FIT)

@@ -1,5 +1,3 @@
-"""The program under test, and measurements that many tests look at but one makes."""
-
 import shlex
 import shutil
 import sys
@@ -12,7 +10,6 @@ from tests.cli.program import REPOSITORY, Program, Result, keep_result, kept_res
 
 @pytest.fixture
 def steplab(tmp_path: Path) -> Iterator[Program]:
-    """The program, with an empty store of its own."""
     program = Program(tmp_path)
     yield program
     program.end_all()
@@ -20,8 +17,6 @@ def steplab(tmp_path: Path) -> Iterator[Program]:
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of one run called "first" and a sweep of two cells, and what the commands said."""
-
     def measure(folder: Path) -> None:
         program = Program(folder)
         run = program("run", *tiny(), "--name", "first", "--format", "json")
@@ -34,21 +29,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def first_run(measured: Path) -> Result:
-    """What `steplab run --format json` gave."""
     return kept_result(measured / "run.json")
 
 
 @pytest.fixture
 def filled(steplab: Program, measured: Path) -> Program:
-    """The program, with a copy of the measured store."""
     shutil.copy(measured / "store" / "store.db", steplab.store)
     return steplab
 
 
 @pytest.fixture
 def reader(steplab: Program) -> Program:
-    """The program for someone who types: beside the examples and the records, `steplab` and `python` on PATH; and
-    who is in a hurry, by a file of defaults above the folder."""
     few = "warmup = 1\nsteps = 3\n"
     defaults = "".join(f"[{command}]\n{few}" for command in ("run", "profile", "memory", "sweep", "study", "ddp"))
     (steplab.folder / "steplab.toml").write_text(defaults, encoding="utf-8")

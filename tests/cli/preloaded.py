@@ -1,11 +1,9 @@
-"""`steplab` by forking a process that has imported everything already: importing torch is most of what a command takes.
+"""Runs `steplab` by forking a process that has imported everything, since importing torch dominates a command.
 
-Run as a program, with the descriptor of a socket that listens: for each request on a connection to it, this process
-forks, and the fork is a command with the folder, variables and streams that come along. On a socket that comes along
-too it answers with the number of the command and then its exit code. The parallel test processes share it, and it ends
-when all of them have closed their connections. Measuring processes are forked in turn, by the command and with a
-session of their own, as `steplab.measurement.processes.started` starts them; so are the commands that torchrun starts.
-The ranks on which tests call functions (tests.distributed.ranks) are forked from it as well.
+As a program it listens on an inherited socket. For each request it forks a command with the given folder, variables and
+streams, and answers on a given socket with process number and exit code. Parallel test processes share it; it ends with
+their last connection. Measuring processes (as in `steplab.measurement.processes.started`), torchrun's commands and
+ranks of tests.distributed.ranks are forked too.
 """
 
 import atexit
@@ -39,16 +37,13 @@ _MAINS = {
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.processes.child": "steplab.measurement.processes.child:main",
 }
-"""The function that is called of each module that is started by forking."""
 _OWN = re.compile(r"from (\S+) import main; main\(\)$")
-"""How the code ends with which steplab starts a process of its own (steplab.python)."""
+"""End of the code of steplab's own processes (steplab.python)."""
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-"""Where torch's launcher, by which ranks are started, has a Popen by its own name."""
+"""torch's launcher imports Popen by name."""
 
 
 class Started(psutil.Process):  # type: ignore[misc]
-    """A command under way, or ended, whose output is captured."""
-
     def __init__(self, answers: socket.socket, out: IO[bytes], errors: IO[bytes]) -> None:
         super().__init__(int(answers.recv(100)))
         answers.send(b"seen")  # until then the number is not given to another process
@@ -56,7 +51,6 @@ class Started(psutil.Process):  # type: ignore[misc]
         self._answers, self._files, self._outputs = answers, (out, errors), (b"", b"")
 
     def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
-        """As that of `subprocess.Popen`."""
         if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
@@ -74,10 +68,7 @@ class Started(psutil.Process):  # type: ignore[misc]
 
 
 class Preloaded:
-    """The one that asks."""
-
     def __init__(self, place: Path, environment: dict[str, str]) -> None:
-        """Connect to the process that listens at this place; the first of those that share it starts it."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server: subprocess.Popen[bytes] | None = None
         self._place = place
@@ -98,7 +89,6 @@ class Preloaded:
             )
 
     def close(self) -> None:
-        """Let the other process end, once nobody else asks it."""
         self._socket.close()
         if self._server is not None:
             self._server.wait()
@@ -114,10 +104,10 @@ class Preloaded:
         environment: dict[str, str],
         stdin: bytes | socket.socket,
     ) -> Started:
-        """Start `python -m module` as a shell's foreground job: in a process group of its own, open to Ctrl-C.
+        """Start `python -m module` as a shell's foreground job: its own process group, open to Ctrl-C.
 
-        The module `python` is the interpreter itself, with a file or `-c` and code. `stdin`: what it can read there, or
-        a connection to it.
+        The module `python` is the interpreter, with a file or `-c` and code. `stdin` is readable content, or a
+        connection.
         """
         request = {"module": module, "arguments": arguments, "cwd": cwd, "environment": environment}
         data = json.dumps(request).encode()
@@ -134,8 +124,6 @@ class Preloaded:
 
 
 class ForkingPopen(subprocess.Popen[bytes]):
-    """Starts what the process has imported by forking; whatever else, as ever."""
-
     def _execute_child(self, args: list[str], *others: Any) -> None:
         words = [word for word in args[1:] if word != "-u"]  # which torchrun adds
         own = _OWN.search(words[2]) if words[:2] == ["-P", "-c"] else None
@@ -172,12 +160,11 @@ class ForkingPopen(subprocess.Popen[bytes]):
 
 
 def _take(streams: tuple[int, ...], keep: tuple[int, ...] = ()) -> None:
-    """Make these descriptors the standard streams, and keep no others."""
     for number, descriptor in enumerate([os.dup(stream) for stream in streams]):
         os.dup2(descriptor, number)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/dev/fd")):
-        if descriptor > 2 and descriptor not in (*keep, nothing):  # closed, it would be closed again by what is left
+        if descriptor > 2 and descriptor not in (*keep, nothing):  # a closed one would be closed twice
             os.dup2(nothing, descriptor, inheritable=False)
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdin = open(0, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
@@ -186,7 +173,6 @@ def _take(streams: tuple[int, ...], keep: tuple[int, ...] = ()) -> None:
 
 
 def _run(main: Callable[[], object], argv: list[str]) -> NoReturn:
-    """Become a program, to its end."""
     sys.argv, code = argv, 1
     try:
         main()
@@ -222,7 +208,7 @@ def _import_everything() -> None:
     for file in ranks_tests.glob("test_*.py"):
         importlib.import_module(file.stem)
     del sys.path[0]
-    sys.dont_write_bytecode = True  # commands shall leave none beside the models they import
+    sys.dont_write_bytecode = True  # commands leave no bytecode next to the models
     tempfile.tempdir = None  # to be found by the variables of each
     gc.collect()
     gc.freeze()
@@ -245,7 +231,6 @@ def _command(
 
 
 def _python() -> None:
-    """What `python -c CODE` and `python FILE` do."""
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "-c":
         exec(compile(sys.argv[1], "<string>", "exec"), {"__name__": "__main__"})
@@ -254,16 +239,12 @@ def _python() -> None:
 
 
 class _Server:
-    """Starts commands, and tells those who asked for them how they ended."""
-
     def __init__(self, listener: socket.socket) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, partial(self._connect, listener))
         self._num_connections = -1
-        """Connections that are open; -1 until there was one."""
 
     def serve(self) -> None:
-        """Do what is asked until nobody is connected and every command has ended."""
         while self._num_connections or len(self._selector.get_map()) > 1:
             for key, _ in self._selector.select():
                 key.data()
@@ -274,7 +255,6 @@ class _Server:
         self._num_connections = max(self._num_connections, 0) + 1
 
     def _start(self, connection: socket.socket) -> None:
-        """Start a command and tell its number."""
         data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST_BYTES, 4)
         if not data:
             self._selector.unregister(connection)
@@ -294,7 +274,6 @@ class _Server:
         _tell(answers, number)
 
     def _collect(self, ended: int, number: int, answers: socket.socket) -> None:
-        """Tell the exit code of a command that has ended."""
         self._selector.unregister(ended)
         os.close(ended)
         with answers:

@@ -1,9 +1,8 @@
-"""The program as users run it, with a store and a home of its own.
+"""The program as users run it, with its own store and home.
 
-Commands that measure are forked from a process that has imported everything (preloaded.py): importing is most of their
-time. Those that only read and write records, explain them or plan, and texts of help, run in the test's own process,
-unless they are given other variables or standard input. What is run under another program is started as from a shell,
-and so are some that are interrupted.
+Measuring commands are forked from a process that has imported everything (preloaded.py). Commands that only read and
+write records, explain, plan or print help run in the test's process, unless given variables or stdin. Commands under
+another program, and some interrupted ones, start as from a shell.
 """
 
 import atexit
@@ -47,24 +46,18 @@ OF_EVERY_COMMAND = {
 _OF_RECORDS = frozenset(
     ("list", "show", "report", "export", "import", "compare", "history", "rm", "tag", "note", "schema", "store")
 )
-"""Commands that start no process and import nothing of the user's."""
 _OF_MODELS = frozenset(("explain", "plan"))
-"""Commands that do so with a model of the user's alone, or where they are asked to try."""
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a command left."""
-
     code: int
     stdout: str
     stderr: str
-    """What was said there, progress aside: a line a stage, 'measuring …'."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Standard output of `--format json`."""
         rows = json.loads(self.stdout)
         assert isinstance(rows, list)
         return rows
@@ -72,8 +65,6 @@ class Result:
 
 @dataclass
 class Program:
-    """`steplab` with its own store, home and working folder under `folder`."""
-
     folder: Path
     started: list[psutil.Process] = field(default_factory=list)
 
@@ -106,7 +97,6 @@ class Program:
         variables: Mapping[str, str] | None = None,
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> Result:
-        """Run a command to its end."""
         if _starts_nothing([str(argument) for argument in arguments]) and not (prefix or stdin or variables):
             return self.here(*arguments)
         environment = self.environment | dict(variables or {})
@@ -129,7 +119,6 @@ class Program:
             raise
 
     def here(self, *arguments: str | Path) -> Result:
-        """Run a command in this process, which is quicker: for one that is refused, or starts no process."""
         out, errors = io.StringIO(), io.StringIO()
         streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors)
         with patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.cwd), streams[0], streams[1]:
@@ -137,7 +126,6 @@ class Program:
         return Result(code=code, stdout=out.getvalue(), stderr=remarks(errors.getvalue()))
 
     def start(self, *arguments: str | Path, module: str = "steplab") -> Started:
-        """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
         process = self._forked(module, arguments, self.environment)
         self.started.append(process)
         return process
@@ -149,7 +137,6 @@ class Program:
         return preloaded().start(module, words, cwd=str(self.cwd), environment=environment, stdin=stdin)
 
     def start_from_shell(self, *arguments: str | Path) -> psutil.Popen:
-        """As `start`, with nothing imported beforehand: as users have it, and seconds slower."""
         process = psutil.Popen(
             command(arguments),
             stdin=subprocess.DEVNULL,
@@ -165,18 +152,15 @@ class Program:
         return process
 
     def write(self, name: str, text: str) -> Path:
-        """A file in the working folder."""
         path = self.cwd / name
         path.write_text(text, encoding="utf-8")
         return path
 
     def rows(self) -> list[dict[str, Any]]:
-        """The stored runs, newest first; none while there is no store yet."""
         listed = self("list", "--format", "json")
         return listed.rows() if listed.code == 0 else []
 
     def end_all(self) -> None:
-        """Leave no process behind."""
         for process in self.started:
             for victim in [*children(process), process]:
                 kill(victim)
@@ -185,7 +169,6 @@ class Program:
 
 @cache
 def preloaded() -> Preloaded:
-    """The process that commands are forked from, one for all parallel test processes."""
     whose = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
     place = Path(tempfile.gettempdir()) / f"steplab-tests-{whose}.socket"
     made = Preloaded(place, dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
@@ -202,18 +185,15 @@ def _starts_nothing(words: Sequence[str]) -> bool:
 
 
 def tiny(**changes: str) -> tuple[str, ...]:
-    """Options of the least that is a measurement, some of them changed."""
     options = {"device": "cpu", "batch": "1", "context": "8", "warmup": "1", "steps": "3"} | changes
     return tuple(word for name, value in options.items() for word in (f"--{name}", value))
 
 
 def command(arguments: Sequence[str | Path]) -> list[str]:
-    """The command line that a user types as `steplab ...`."""
     return [sys.executable, "-m", "steplab", *map(str, arguments)]
 
 
 def finish(process: psutil.Process, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
-    """Wait for a started command."""
     stdout, stderr = process.communicate(timeout=timeout_s)
     return _result(process.returncode, stdout, stderr)
 
@@ -223,12 +203,10 @@ def _result(code: int, stdout: bytes, stderr: bytes) -> Result:
 
 
 def remarks(text: str) -> str:
-    """Standard error without its lines of progress."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.endswith(" …\n"))
 
 
 def kill(process: psutil.Process) -> None:
-    """As `kill -9`; a process that is gone already is fine."""
     try:
         process.kill()
     except psutil.NoSuchProcess:
@@ -236,7 +214,6 @@ def kill(process: psutil.Process) -> None:
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
-    """Those that it started and theirs; none of a process that is gone."""
     try:
         return [] if is_gone(process) else list(process.children(recursive=True))
     except psutil.NoSuchProcess:
@@ -244,7 +221,7 @@ def children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether it has ended; a zombie has, even if nobody collects it."""
+    """True if it has ended, also as an uncollected zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -252,7 +229,6 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
-    """Poll until the condition holds; fail, saying what did not happen, after the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -261,18 +237,15 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 6
 
 
 def read_process(path: Path, what: str) -> psutil.Process:
-    """The process whose id a file will hold."""
     wait_until(lambda: path.exists() and path.read_text().endswith("\n"), what)
     return psutil.Process(int(path.read_text()))
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The files of a folder, by their content."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir() if file.is_file()}
 
 
 def complaint(result: Result, code: int) -> str:
-    """The message of a command that failed as one should: one line, no data, no traceback."""
     assert "Traceback" not in result.stderr
     assert result.code == code, result
     lines = result.stderr.splitlines()
@@ -284,7 +257,7 @@ def complaint(result: Result, code: int) -> str:
 
 
 def without_privileges() -> list[str]:
-    """Words before a command that make file permissions hold for root too."""
+    """Prefix that makes file permissions apply to root too."""
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")
@@ -294,7 +267,6 @@ def without_privileges() -> list[str]:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that `make` fills once, whichever of the parallel test processes comes first."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -310,10 +282,8 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def keep_result(result: Result, path: Path) -> None:
-    """Write a command's result down, for the other test processes."""
     path.write_text(json.dumps(vars(result)), encoding="utf-8")
 
 
 def kept_result(path: Path) -> Result:
-    """A result written by `keep_result`."""
     return Result(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,5 +1,3 @@
-"""steplab ab, as users type it: planted differences, another revision, and what is refused."""
-
 import dataclasses
 import subprocess
 from pathlib import Path
@@ -25,7 +23,6 @@ def slow():
 
 
 def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> None:
-    """A step that sleeps 10 ms, one that sleeps 15, and the first again; the threshold is far from both."""
     steplab.write("planted.py", STEP.format(plain=0.010, slow=0.015))
     options = ("--device", "cpu", "--warmup", "1", "--format", "json", "--threshold", "20%", "--starts", "1")
     sides = ("--model planted:plain", "--model planted:slow", "--model planted:plain")
@@ -62,7 +59,6 @@ def test_the_exit_code_is_that_of_compare(
     threshold: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As docs/compare.md has it: 0 nothing is worse by more than the threshold, 3 not decided, 4 worse."""
     ratios = tuple(decision and ratio(0.020, 0.019, decision) for decision in decisions)
     runs = tuple(
         dataclasses.replace(make_run(), id=label * 4, turns=Turns(label=label, session="s"))
@@ -80,8 +76,6 @@ def test_the_exit_code_is_that_of_compare(
 
 @pytest.fixture
 def repository(steplab: Program) -> Program:
-    """A repository whose step sleeps 20 ms in its only commit, and 30 ms in the working tree."""
-
     def git(*words: str) -> None:
         as_someone = ("-c", "user.name=a", "-c", "user.email=a@example.org")
         subprocess.run(["git", *as_someone, *words], cwd=steplab.cwd, check=True, capture_output=True)

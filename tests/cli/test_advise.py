@@ -1,11 +1,9 @@
-"""steplab advise, as users type it: one real walk on this machine's CPU."""
-
 import json
 
 from tests.cli.program import Program, complaint, tiny
 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-"""torch.compile then gives back what it is given, so that the walk is short."""
+"""torch.compile returns its argument, which shortens the search."""
 
 
 def test_a_walk_tries_what_applies_stores_each_run_and_ends_with_what_to_type(steplab: Program) -> None:

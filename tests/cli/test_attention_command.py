@@ -1,5 +1,3 @@
-"""steplab attention, as users type it."""
-
 import os
 import signal
 import time
@@ -121,7 +119,6 @@ def test_what_had_ended_before_an_interruption_is_kept(
 
 @pytest.fixture
 def peers(tmp_path: Path) -> tuple[AttentionRun, list[str]]:
-    """A stored benchmark, and the option that names its store."""
     record, path = make_benchmark("peers"), tmp_path / "store.db"
     with Store.open(path, write=True) as store:
         store.add(record)

@@ -1,5 +1,3 @@
-"""A file that the user names and that is not what it should be is a wrong request, whichever command reads it."""
-
 import gzip
 import json
 import os
@@ -20,7 +18,6 @@ READERS = {
     "plan": ("config.json", ("plan", "memory", "--model", "hf:{}")),
     "run": ("config.json", ("run", "--model", "hf:{}")),
 }
-"""A command that reads a file, and the name of one that it takes for its own."""
 
 
 def _folder(path: Path) -> None:
@@ -72,6 +69,4 @@ def test_a_record_that_is_given_twice_is_reported_and_exported_once(filled: Prog
 
 def test_a_trace_in_a_pipe_is_refused_with_the_remedy(steplab: Program) -> None:
     os.mkfifo(steplab.cwd / "pipe")
-    assert "pipe is no regular file, and another process is to read it; write it to a file" in complaint(
-        steplab.here("import-trace", "pipe"), 2
-    )
+    assert "pipe is not a regular file; save it to a file" in complaint(steplab.here("import-trace", "pipe"), 2)

@@ -1,5 +1,3 @@
-"""What cannot be done is refused in one line, with the right exit code, and leaves the store as it was."""
-
 import gzip
 import json
 import sqlite3
@@ -49,7 +47,6 @@ not_callable = 3
 
 @pytest.fixture
 def guarded(filled: Program) -> Iterator[Program]:
-    """The program with a measured store, which must be the same after the test, byte for byte."""
     before = digests(filled.store.parent)
     yield filled
     assert digests(filled.store.parent) == before
@@ -83,8 +80,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an endless peak": (("plan", "time", "--peak", "bf16=inf"), ("positive number",)),
     "more than 64 bits": (("list", "--limit", "9" * 20), ("--limit must be below 2^63",)),
     "no ranks of a study": (("ddp", "--processes", "0"), ("--processes must be at least 1",)),
-    "standard input where a file is read": (("import-trace", "-"), ("`steplab import -` alone reads standard input",)),
-    "standard output by a hyphen": (("export", "--output", "-"), ("without --output data go to stdout",)),
+    "standard input where a file is read": (("import-trace", "-"), ("only `steplab import -` reads stdin",)),
+    "standard output by a hyphen": (("export", "--output", "-"), ("omit --output to write to stdout",)),
     "nothing to compare with": (("compare", "", "last"), ("'' stands for no record",)),
     "records and a study": (("report", "last", "--study", "x"), ("records and a study were given",)),
     "ids and a study": (("export", "last", "--study", "x"), ("ids and a study were given",)),
@@ -108,8 +105,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "the doctor's bad duration": (("doctor", "--timeout", "nan"), ("nan",)),
     "a sweep of nothing": (("sweep",), ("study quick", "--context")),
     "a study in a sweep": (("sweep", "quick"), ("unexpected argument 'quick'",)),
-    "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("give --layout dp=2 --device cpu",)),
-    "a sweep's GPUs": (("sweep", *tiny(), "--gpus", "4"), ("give --layout dp=4",)),
+    "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("use --layout dp=2 --device cpu",)),
+    "a sweep's GPUs": (("sweep", *tiny(), "--gpus", "4"), ("use --layout dp=4",)),
     "a sweep with a bad cell": (("sweep", "--context", "8,x"), ("context", "'x'")),
     "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),
     "unknown study": (("study", "everything"), ("everything", "quick", "TOML")),
@@ -356,7 +353,6 @@ def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program
 
 @pytest.fixture
 def lines(filled: Program) -> list[str]:
-    """Three exported records, of which the program's store now holds the first alone."""
     exported = filled("export").stdout.splitlines()
     filled.store.unlink()
     assert filled("import", _file(filled, "first.jsonl", exported[:1])).code == 0

@@ -1,5 +1,3 @@
-"""Whatever lies in the working folder, no command runs it: modules with the names of Python's, settings of git."""
-
 import json
 import os
 import subprocess
@@ -15,7 +13,6 @@ import steplab.cli.commands
 from steplab.records.codec import encode
 
 MISSING = ("triton", "flash_attn", "pynvml", "transformers", "wandb", "mlflow", "sitecustomize", "usercustomize")
-"""Modules that may be imported where they are installed."""
 DRIVER = """
 import io, json, sys
 from steplab.cli.app import main
@@ -43,12 +40,10 @@ READING: tuple[tuple[str, ...], ...] = (
     ("rm", "last", "--yes"),
 )
 MEASURING = ("ab", "advise", "attention", "comm", "ddp", "doctor", "memory", "precision", "profile", "run", "study")
-"""They measure in processes that one function starts, of one file; `run` and `comm` are tried."""
 
 
 @pytest.fixture
 def trap(steplab: Program) -> Path:
-    """A file that says what ran, of a folder full of canaries."""
     ran = steplab.folder / "ran"
     canary = f"open({str(ran)!r}, 'a').write(__name__ + chr(10))\nraise ImportError('a canary')\n"
     installed = {"steplab", "torch", "numpy", "msgspec", "cyclopts", "rich", "psutil", "matplotlib", "jinja2"}

@@ -1,5 +1,3 @@
-"""steplab comm, as users type it."""
-
 import json
 import os
 import signal

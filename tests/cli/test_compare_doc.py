@@ -1,5 +1,3 @@
-"""Every command of docs/compare.md works, and the jobs in examples/ci are ones that would."""
-
 import dataclasses
 import os
 import re
@@ -25,7 +23,6 @@ UNDECIDED, REGRESSION = 3, 4
 
 @pytest.fixture
 def stored(reader: Program) -> Program:
-    """The program for someone who types, with two equal runs."""
     again = dataclasses.replace(RUN, id="bbbb00000000", created_utc="2026-11-22T08:00:00Z")
     (reader.cwd / "runs.jsonl").write_bytes(b"\n".join(map(encode, (RUN, again))))
     assert reader("import", "runs.jsonl").code == 0
@@ -41,7 +38,6 @@ def test_every_command_of_the_chapter_works(stored: Program) -> None:
 
 
 def scripts(name: str) -> str:
-    """The shell script of a job, with the baseline's comparison."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     job = yaml.safe_load((JOBS / name).read_text(encoding="utf-8"))
     if name == "github.yml":
@@ -51,7 +47,6 @@ def scripts(name: str) -> str:
 
 
 def ended_job(stored: Program, name: str, measured: Run) -> subprocess.CompletedProcess[str]:
-    """The job as it stands, but that it finds the run that it would measure."""
     script = "\n".join(line for line in scripts(name).splitlines() if not line.startswith("steplab run"))
     assert stored("export", "bbbb", "--output", "baseline.jsonl").code == 0
     measured = dataclasses.replace(measured, id="cccc00000000", created_utc="2026-11-23T08:00:00Z")
@@ -81,7 +76,7 @@ def test_a_job_whose_baseline_is_of_another_step_fails(stored: Program, name: st
     other = dataclasses.replace(RUN, spec=dataclasses.replace(RUN.spec, context=2 * RUN.spec.context))
     ended = ended_job(stored, name, other)
     assert ended.returncode not in (0, REGRESSION)
-    assert "not alike" in ended.stderr
+    assert "do not match" in ended.stderr
     assert (name, ended.returncode) != ("gitlab.yml", UNDECIDED)  # which it would let pass
 
 

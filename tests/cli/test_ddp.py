@@ -1,5 +1,3 @@
-"""steplab ddp, as users type it."""
-
 from pathlib import Path
 
 import pytest

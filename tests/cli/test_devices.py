@@ -1,5 +1,3 @@
-"""A device that is not known, or not there, is refused by every command and by Python, and is never the CPU instead."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +94,7 @@ def test_the_recorder_refuses_a_device_that_is_not_there(tmp_path: Path) -> None
 
 
 def test_a_benchmark_of_an_unknown_device_is_read_but_not_measured(tmp_path: Path) -> None:
-    """Such records were made when an unknown device was taken for the CPU."""
+    """Older versions stored these, taking an unknown device for the CPU."""
     before = encode(make_benchmark()).replace(b'"device":"auto"', b'"device":"gpu"', 1)
     old: Any = decode(before)
     assert old.study.device == "gpu"

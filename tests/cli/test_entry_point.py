@@ -1,5 +1,3 @@
-"""The installed program is the one that listens to signals."""
-
 import pkgutil
 import tomllib
 

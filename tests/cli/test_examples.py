@@ -1,5 +1,3 @@
-"""The examples, and models that are not steplab's, by the commands users type."""
-
 import json
 import shutil
 
@@ -15,7 +13,6 @@ from steplab.specs.resolve import resolve_step
 
 @pytest.fixture
 def beside_examples(steplab: Program) -> Program:
-    """The program, started in a folder with a copy of the examples."""
     shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
     return steplab
 

@@ -1,5 +1,3 @@
-"""steplab explain, as users type it: of stored records, and with the changes tried on this machine's CPU."""
-
 import dataclasses
 import json
 from pathlib import Path
@@ -24,7 +22,6 @@ PROFILED = own({"model": "small", "precision": "bf16"}, profile(CHAIN), timing(3
 
 @pytest.fixture
 def stored(steplab: Program) -> Program:
-    """The program with a profiled run, an imported trace, and a timed and a failed run newer than both."""
     runs = [
         dataclasses.replace(PROFILED, id="aaaa00000000", created_utc="2026-11-21T08:00:00Z"),
         foreign(profile(CHAIN), id="bbbb00000000", created_utc="2026-11-21T07:00:00Z"),
@@ -103,14 +100,12 @@ def test_a_store_without_a_profile_says_how_to_make_one(filled: Program) -> None
 
 # --- --try ------------------------------------------------------------------------------------------------
 
-# On a CPU whose bandwidth nobody measured: the optimizer's gain is not predicted, and still tried.
+# On a CPU without measured bandwidth, the optimizer's gain is not predicted but still tried.
 STEP = tiny(optimizer="adamw_loop", context="16")
 
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the store of a step that was explained and whose changes were tried, and what was said."""
-
     def make(folder: Path) -> None:
         program = Program(folder)
         assert program("run", *STEP).code == 0
@@ -146,6 +141,6 @@ def test_nothing_to_try_is_said_and_measures_nothing(steplab: Program) -> None:
     assert steplab("import", "run.jsonl").code == 0
     result = steplab("explain", "eeee", "--try", "--format", "json")
     assert result.code == 0
-    assert "there is nothing to try" in result.stderr
+    assert "nothing to try" in result.stderr
     assert json.loads(result.stdout)["findings"] == []
     assert len(steplab.rows()) == 1

@@ -1,5 +1,3 @@
-"""steplab history: a figure over commits, as users type it."""
-
 import dataclasses
 
 import pytest
@@ -20,7 +18,6 @@ def of_commit(number: int, factor: float) -> Run:
 
 @pytest.fixture
 def stored(steplab: Program) -> Program:
-    """Twelve commits, of which the last six are slower by 6 %, and a run of another step."""
     runs = [of_commit(number, 1.0 if number < 6 else 1.06) for number in range(12)]
     runs.append(make_run({"batch": "8"}, id="f" * 12))
     (steplab.cwd / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))

@@ -1,5 +1,3 @@
-"""steplab import-snapshot: anyone's pickle becomes a record, a table, rows and a page; a hostile one becomes a line."""
-
 import gzip
 import json
 import os
@@ -18,7 +16,6 @@ PAGE_BYTES = 3_000_000
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of its own, and nothing of the caller's terminal."""
     monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
     monkeypatch.chdir(tmp_path)
     for name in ("NO_COLOR", "FORCE_COLOR", "CI"):
@@ -98,9 +95,9 @@ def test_a_hostile_pickle_is_refused_in_one_line_and_leaves_no_trace(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (pickle.dumps({"segments": [], "device_traces": []}), "holds no allocation"),
-        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save writes"),
-        (b"<html>", "no pickle of protocol 2 or later"),
+        (pickle.dumps({"segments": [], "device_traces": []}), "contains no allocations"),
+        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save's"),
+        (b"<html>", "not a pickle of protocol 2 or later"),
     ],
 )
 def test_what_holds_no_memory_is_refused_with_its_reason(

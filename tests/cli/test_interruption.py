@@ -1,5 +1,3 @@
-"""Whatever is killed, whenever: no process stays behind, and no finished cell is lost."""
-
 import os
 import signal
 import subprocess
@@ -71,14 +69,12 @@ LONGEST_HANG_S = 20.0
 
 @pytest.fixture
 def held(steplab: Program) -> Program:
-    """The program beside a model whose cell of context 2 hangs for as long as there is a file `hold`."""
     steplab.write("held.py", MODEL)
     steplab.write("hold", "")
     return steplab
 
 
 def start_until_second_cell(held: Program) -> tuple[Started, psutil.Process]:
-    """A sweep whose first cell is stored and whose second is under way: its process, and the measuring one."""
     sweep = held.start(*SWEEP)
     measuring = read_process(held.cwd / "measuring.pid", "the second cell is under way")
     assert len(held.rows()) == 1, "the first cell is stored before the second begins"
@@ -87,7 +83,6 @@ def start_until_second_cell(held: Program) -> tuple[Started, psutil.Process]:
 
 
 def resume(held: Program) -> list[str]:
-    """Let the second cell go, resume the sweep, and give the progress lines."""
     (held.cwd / "hold").unlink()
     resumed = held(*SWEEP, "--resume", "--format", "json")
     assert resumed.code == 0, resumed.stderr
@@ -164,7 +159,7 @@ def test_a_sweep_that_is_asked_to_end_does_so_as_after_ctrl_c(held: Program, num
     result = finish(sweep)
     assert result.code == 128 + number
     assert is_gone(measuring)
-    assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; the finished measurements")
+    assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; finished measurements")
     assert [row["context"] for row in held.rows()] == [1]
 
 
@@ -205,7 +200,7 @@ finally:
 
 
 def test_a_signal_in_a_finalizer_ends_the_program_all_the_same(steplab: Program) -> None:
-    """Python drops what is raised there."""
+    """Python drops exceptions in finalizers."""
     steplab.write(
         "finalizing.py",
         """
@@ -266,7 +261,7 @@ def test_two_sweeps_share_a_store(steplab: Program) -> None:
     assert [study["num_ok"] for study in studies] == [2, 2]
 
 
-# What the measuring process has started itself
+# The measuring process's own children
 
 
 @pytest.fixture

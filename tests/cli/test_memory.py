@@ -1,5 +1,3 @@
-"""steplab memory, as users type it."""
-
 import json
 import pickle
 from pathlib import Path
@@ -36,8 +34,6 @@ def build():
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of one watched run, its snapshot, and what the command said."""
-
     def make(folder: Path) -> None:
         program = Program(folder)
         watched = program(
@@ -50,7 +46,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def watched(seen: Path) -> Result:
-    """What `steplab memory --predict --format json` gave."""
     return kept_result(seen / "memory.json")
 
 
@@ -163,6 +158,6 @@ def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> No
     result = steplab("memory", "--model", "mine:build", *sizes, "--predict", "--format", "json")
     assert result.code == 0
     why = "at mine.py:10 it computes with values of tensors"
-    assert result.stderr.startswith(f"steplab: the step is measured without a prediction: {why}")
+    assert result.stderr.startswith(f"steplab: measuring without a prediction: {why}")
     assert sum(row["bytes"] for row in result.rows()) == stored(steplab)["memory_profile"]["peak_bytes"]
     assert not any("predicted_bytes" in row for row in result.rows())

@@ -1,5 +1,3 @@
-"""No file that a command writes takes the place of the store, or of what steplab did not write."""
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,19 +32,16 @@ EVERY = MEASURING | READING
 
 @pytest.fixture
 def guarded(filled: Program) -> Iterator[Program]:
-    """The program with a measured store, which must be the same after the test, byte for byte."""
     before = digests(filled.store.parent)
     yield filled
     assert digests(filled.store.parent) == before
 
 
 def _format(command: str) -> tuple[str, ...]:
-    """One that the command writes."""
     return ("--format", "md" if command.startswith("explain") else "csv")
 
 
 def _link(program: Program, name: str) -> Path:
-    """Another name of the store, in the working folder."""
     (program.cwd / name).symlink_to(program.store)
     return program.cwd / name
 
@@ -69,7 +64,6 @@ def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program
 
 
 def _traces(program: Program) -> tuple[str, ...]:
-    """The store under the name of a trace that the study writes."""
     study = DdpStudy(step=resolve_step({}), processes=2, contenders=variants_of(["flat"], [1.0], ["collectives"]))
     (program.cwd / "traces").mkdir()
     _link(program, f"traces/{study.trace_name(1)}")

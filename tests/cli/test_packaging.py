@@ -1,5 +1,3 @@
-"""The wheel and the sdist: what is in them, what they say of themselves, and that a clean environment runs them."""
-
 import os
 import re
 import subprocess
@@ -22,7 +20,6 @@ SOURCE = REPOSITORY / "src"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both, built from this checkout."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
@@ -80,7 +77,7 @@ def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
 def test_a_clean_environment_runs_it(built: Path, tmp_path: Path, pattern: str) -> None:
-    """Without the checkout; what steplab depends on is that of this environment, for torch alone is gigabytes."""
+    """Without the checkout, but with this environment's dependencies: torch is gigabytes."""
     home = tmp_path / "env"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"

@@ -1,5 +1,3 @@
-"""steplab precision, as users type it."""
-
 import json
 
 import pytest
@@ -14,7 +12,7 @@ from tests.cli.program import Program, complaint, tiny
             "precision 'int4' is not known; choose one of fp32, tf32, bf16, fp16, bf16_master, bf16_pure",
         ),
         (("--only", "weights"), 'Invalid value "weights" for --only'),
-        (("--format", "csv"), "--format csv holds one table; choose it with --only"),
+        (("--format", "csv"), "--format csv holds one table; set --only"),
         (("--model", "toy,tiny"), "--model takes a single value here"),
         (("--model", "nowhere"), "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
     ],

@@ -1,5 +1,3 @@
-"""steplab profile and import-trace, as users type them."""
-
 import gzip
 import json
 import os
@@ -60,8 +58,6 @@ def hopeless():
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of one profiled run, its trace, and what the command said."""
-
     def make(folder: Path) -> None:
         program = Program(folder)
         profiled = program(
@@ -75,13 +71,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def profiled(seen: Path) -> Result:
-    """What `steplab profile --format json` gave."""
     return kept_result(seen / "profile.json")
 
 
 @pytest.fixture
 def guarded(steplab: Program, seen: Path) -> Iterator[Program]:
-    """The program with that store, which must be the same after the test, and with its trace in the folder."""
     shutil.copy(seen / "store" / "store.db", steplab.store)
     shutil.copy(seen / "work" / "kept.json.gz", steplab.cwd)
     before = digests(steplab.store.parent)
@@ -90,7 +84,6 @@ def guarded(steplab: Program, seen: Path) -> Iterator[Program]:
 
 
 def stored(program: Program) -> dict[str, Any]:
-    """The newest record in the store."""
     newest = program.rows()[0]["id"]
     record = json.loads(program("show", newest, "--format", "json").stdout)
     assert isinstance(record, dict)
@@ -276,7 +269,6 @@ connection.send_bytes(json.dumps({{"kind": "result", "value": record}}).encode()
 
 @pytest.fixture
 def nsys(steplab: Program, seen: Path) -> dict[str, str]:
-    """Variables that put the player on the PATH; it answers with a run that was measured before."""
     folder = steplab.folder / "bin"
     folder.mkdir()
     script = folder / "nsys"
@@ -288,7 +280,7 @@ def nsys(steplab: Program, seen: Path) -> dict[str, str]:
 
 
 def write_export(path: Path) -> None:
-    """Two steps of a forward pass with two kernels each, a microsecond apart, as nsys exports them."""
+    """Two steps of a forward pass with two kernels each, a microsecond apart, in nsys' export format."""
     names = ["gemm", "softmax_kernel", "cudaLaunchKernel"]
     with sqlite3.connect(path) as file:
         file.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")
@@ -369,7 +361,6 @@ def test_without_nsys_the_flag_is_refused(guarded: Program) -> None:
 
 
 def test_nsys_for_a_step_on_the_cpu_is_refused(guarded: Program) -> None:
-    """This player is an honest one: it runs what it is given."""
     folder = guarded.folder / "bin"
     folder.mkdir()
     script = folder / "nsys"

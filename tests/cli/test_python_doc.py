@@ -1,5 +1,3 @@
-"""Every command and every piece of Python in docs/python.md works as it is written, one after the other."""
-
 import contextlib
 import re
 import shlex
@@ -13,7 +11,6 @@ from tests.cli.test_readme import Piece, blocks, commands
 TEXT = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
 FOUND = list(blocks(TEXT))
 OPTIONAL = ("pandas", "polars", "IPython")
-"""Libraries that steplab does not need; a piece that imports one is left out where it is not installed."""
 
 
 def installed(piece: Piece) -> bool:
@@ -26,7 +23,6 @@ def installed(piece: Piece) -> bool:
 
 
 def test_every_command_works(filled: Program) -> None:
-    """With a store of a few measurements; what is piped to jq gives something there."""
     if not shutil.which("jq"):
         pytest.skip("jq is not installed")
     pieces = [line for block in FOUND if block.language == "sh" for line in commands(block)]
@@ -43,7 +39,6 @@ def test_every_command_works(filled: Program) -> None:
 
 
 def test_every_piece_of_python_works(filled: Program) -> None:
-    """As one program, as all pieces of a notebook share their names; the lines are those of the page."""
     pieces = [block for block in FOUND if block.language == "python" and installed(block)]
     assert len(pieces) >= 2
     lines: list[str] = []

@@ -1,5 +1,3 @@
-"""Every command and every piece of Python in README.md works as it is written."""
-
 import re
 import shlex
 import subprocess
@@ -14,9 +12,7 @@ README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
 NOT_RUN = ("# needs a GPU", "# takes minutes")
 FOR_A_SHELL = frozenset("|&;<>$`*?~\\")
-"""What a command line has a shell for; without any of these, its words are its arguments."""
 SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
-"""What installs or tests steplab, rather than uses it."""
 COMMAND_TIMEOUT_S = 240.0
 
 pytestmark = [
@@ -27,13 +23,10 @@ pytestmark = [
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A command line, or a block of Python, and where it stands."""
-
     line: int
     language: str
     text: str
     answer: str = ""
-    """What the page shows of a command's output."""
 
     @property
     def is_run(self) -> bool:
@@ -44,7 +37,6 @@ class Piece:
 
 
 def blocks(markdown: str) -> Iterator[Piece]:
-    """The fenced blocks, with the line on which their text begins."""
     fence = re.compile(r"^( *)(`{3,}|~{3,})([\w+-]*)[^\n]*\n(.*?)^ *\2 *$", re.MULTILINE | re.DOTALL)
     for found in fence.finditer(markdown):
         indent = len(found[1])
@@ -53,8 +45,6 @@ def blocks(markdown: str) -> Iterator[Piece]:
 
 
 def commands(block: Piece) -> Iterator[Piece]:
-    """The command lines of a shell block, continued ones joined; in a console block, those after a prompt, with what
-    is shown of their output."""
     pending, started, found = "", block.line, list[Piece]()
     for number, line in enumerate(block.text.splitlines(), start=block.line):
         if not pending:
@@ -73,7 +63,6 @@ def commands(block: Piece) -> Iterator[Piece]:
 
 
 def pieces() -> list[Piece]:
-    """All commands and all Python, in their order."""
     found: list[Piece] = []
     for block in blocks(README.read_text(encoding="utf-8")):
         if block.language in SHELLS:
@@ -84,7 +73,6 @@ def pieces() -> list[Piece]:
 
 
 def is_ours(piece: Piece) -> bool:
-    """A command that uses steplab; others install it, or change folders."""
     return (
         piece.language == "sh" and bool(re.match(r"(steplab|python3?)\s", piece.text)) and not SET_UP.match(piece.text)
     )
@@ -97,8 +85,7 @@ def newest_id(program: Program) -> str:
 
 
 def says(output: str, answer: str) -> bool:
-    """Whether an output has the words of an answer, with figures within 5 %: predictions shift a little whenever what
-    they are made of is fitted again."""
+    """True if an output has an answer's words, with figures within 5 %: refitting shifts predictions slightly."""
     number = r"\d+(?:\.\d+)?"
     words = [re.escape(part) for part in re.split(number, " ".join(answer.split()))]
     found = re.search(f"({number})".join(words), " ".join(output.split()))
@@ -109,7 +96,6 @@ def says(output: str, answer: str) -> bool:
 
 
 def run_piece(program: Program, piece: Piece) -> None:
-    """Run it as it is written."""
     if piece.language == "sh":
         text = re.sub(r"(?<![\w-])ID(?![\w=])", lambda _: newest_id(program), piece.text)
         command, *words = shlex.split(text, comments=True)
@@ -136,7 +122,6 @@ def run_piece(program: Program, piece: Piece) -> None:
 
 
 def check_without_running(program: Program, piece: Piece) -> None:
-    """That a command for a GPU is one: its options are understood, its files exist."""
     words = shlex.split(piece.text, comments=True)
     if words[0] != "steplab":
         scripts = [word for word in words[1:] if word.endswith(".py")]
@@ -153,7 +138,7 @@ def check_without_running(program: Program, piece: Piece) -> None:
             app.parse_args(words[1:], exit_on_error=False, print_error=False)
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
-        if words[1] == "run":  # a run's fields are those of a sweep of one cell
+        if words[1] == "run":  # a run has the fields of a one-cell sweep
             fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
             if "--gpus" in words and "--layout" not in words:  # what run takes from --gpus
                 fields += ["--layout", f"dp={words[words.index('--gpus') + 1]}"]
@@ -162,7 +147,6 @@ def check_without_running(program: Program, piece: Piece) -> None:
 
 
 def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
-    """The words less these options and their values; at least the default model is named."""
     kept: list[str] = []
     skip_next = False
     for word in words:

@@ -1,5 +1,3 @@
-"""Measuring one step, and everything that reads the record afterwards."""
-
 import csv
 import gzip
 import io

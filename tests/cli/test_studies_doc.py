@@ -1,5 +1,3 @@
-"""Every command of docs/studies.md is one that the program understands, and its studies are those there are."""
-
 import re
 import shlex
 

@@ -1,5 +1,3 @@
-"""A whole study as one job: every kind of measurement in one record each, a page of all, and what could not be made."""
-
 from pathlib import Path
 
 import pytest
@@ -37,8 +35,6 @@ gpus = 1000
 
 @pytest.fixture(scope="session")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store and the page of a study."""
-
     def measure(folder: Path) -> None:
         program = Program(folder)
         program.write("little.toml", STUDY)
@@ -65,7 +61,7 @@ def test_one_command_measures_all_and_writes_the_page(studied: Path) -> None:
 def test_it_resumes_with_what_is_missing_alone(studied: Path) -> None:
     program = Program(studied)
     again = program("study", "little.toml", "--resume")
-    assert "3 measurements made already, 1 to go" in again.stderr
+    assert "3 measurements already made, 1 to go" in again.stderr
     kinds = [row["kind"] for row in program("list", "--study", "little", "--format", "json").rows()]
     assert sorted(kinds) == ["attention", "memory", "run"]
 

@@ -1,5 +1,3 @@
-"""Every command of the tutorials works as it is written, in its order."""
-
 from tests.cli.program import REPOSITORY, Program
 from tests.cli.test_readme import SHELLS, blocks, check_without_running, commands, run_piece
 

@@ -1,5 +1,3 @@
-"""Models for `package.module:function`, with which one rank of several comes to grief in its third step."""
-
 import os
 import signal
 import time
@@ -14,8 +12,6 @@ FAULTY_STEP = 3
 
 
 class _Faulty(nn.Module):
-    """A little linear model that calls `fault` on one rank."""
-
     def __init__(self, fault: Callable[[], object]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -34,7 +30,7 @@ def _built(fault: Callable[[], object], device: torch.device) -> tuple[nn.Module
 
 
 def out_of_memory(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """More than any GPU has; on a CPU the error that a GPU would raise, for the kernel may grant what is not there."""
+    """The model raises a GPU's error on a CPU, whose kernel may overcommit."""
 
     def fault() -> None:
         if device.type == "cuda":
@@ -60,7 +56,7 @@ def hangs(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def held(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Goes on once the working folder has no file `hold` any more; tells by a file `reached` that it waits."""
+    """Waits while the working folder has a file `hold`; it writes a file `reached`."""
 
     def fault() -> None:
         Path("reached").touch()

@@ -1,8 +1,7 @@
-"""What ranks do in the tests of layouts: each function runs on every rank of a world at once.
+"""Cases of layout tests, run on every rank at once.
 
-The truth is one process that trains on the whole batch in float64. A layout may be four times as far from it as one
-process that computes in float32, as the layout does, and further by some of float32's own steps at the size of a
-weight: sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL where there are GPUs.
+The truth is one process on the whole batch in float64. A layout may err four times as much as one float32 process, plus
+some float32 steps of a weight, since ranks sum in another order. gloo on the CPU, NCCL on GPUs.
 """
 
 from dataclasses import replace
@@ -31,18 +30,16 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
 VOCABULARY, WIDTH, FF, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 52, 32, 72, 2, 4, 16, 8, 2
-"""Sizes that split unevenly over four ranks where only fsdp splits them; BATCH: of all ranks together."""
+"""Sizes that split unevenly over four ranks if only fsdp splits them; BATCH is over all ranks."""
 LEARNING_RATE = 0.5
 
 
 def here() -> Device:
-    """This rank's device: the current GPU where there is NCCL, else the CPU."""
     on_gpus = "nccl" in str(dist.get_backend_config())
     return open_device(f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
 
 
 def spec_of(layout: str, **fields: object) -> StepSpec:
-    """A tiny model whose batch of BATCH sequences is spread as the layout says."""
     sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_ff": FF, "num_layers": LAYERS, "num_heads": HEADS}
     given = {f"model.{name}": size for name, size in sizes.items()}
     ranks = parse_layout(layout).data_ranks
@@ -58,7 +55,6 @@ def spec_of(layout: str, **fields: object) -> StepSpec:
 
 
 def world() -> World:
-    """The ranks of the harness as a world."""
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -70,21 +66,18 @@ def world() -> World:
 
 
 def laid_out(spec: StepSpec) -> ModelStep:
-    """The step of this rank."""
     joined = world()
     device = joined.device.torch_device
     return ModelStep(build_workload(spec, device), spec, device, joined)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """What all ranks see together, by step; the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (STEPS, 2, BATCH, CONTEXT), generator=generator)
     return [(step[0], step[1]) for step in tokens.to(here().torch_device)]
 
 
 def alone(dtype: torch.dtype, spec: StepSpec) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses by step, and weights after them, of one process that has the whole batch, with the spec's model."""
     single = replace(spec_of("dp=1"), model=spec.model, attention=spec.attention)
     model = build_workload(single, here().torch_device).module
     assert model is not None
@@ -103,7 +96,6 @@ def alone(dtype: torch.dtype, spec: StepSpec) -> tuple[list[float], dict[str, Te
 
 
 def train(step: ModelStep, spec: StepSpec) -> list[float]:
-    """Losses of the whole batch by step, on every rank."""
     assert step.optimizer is not None
     for group in step.optimizer.param_groups:
         group["lr"] = LEARNING_RATE
@@ -127,19 +119,16 @@ def train(step: ModelStep, spec: StepSpec) -> list[float]:
 
 
 def whole(parameter: nn.Parameter) -> Tensor:
-    """The parameter as no rank may have it, in float64; a collective call."""
     value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return value.detach().double()
 
 
 def named(step: ModelStep) -> dict[str, nn.Parameter]:
-    """A rank's parameters by the names they have in the whole model."""
     parts = list(step.module) if isinstance(step.module, nn.ModuleList) else [step.module]
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank has of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -152,8 +141,6 @@ def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
 
 
 class Foreign(nn.Module):
-    """A model as one's own may be: blocks in a list, and a head that is tied to the embedding."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -177,7 +164,6 @@ def foreign() -> tuple[nn.Module, Any]:
 
 
 def case_foreign_trains_alike(layout: str, fields: dict[str, object]) -> None:
-    """Each rank keeps its part of every parameter, and FSDP2 gathers the blocks one by one."""
     ranks = parse_layout(layout).data_ranks
     common = {"optimizer": "sgd", "context": CONTEXT, "device": here().torch_device.type, "layout": layout}
     micro_steps = int(str(fields.get("accumulation", 1)))
@@ -191,7 +177,6 @@ def case_foreign_trains_alike(layout: str, fields: dict[str, object]) -> None:
 
 
 def check_training(spec: StepSpec) -> ModelStep:
-    """Train, and hold losses and weights to those of one process; gives the step of this rank."""
     step = laid_out(spec)
     expected_losses, expected = alone(torch.float64, spec)
     close_losses, close = alone(torch.float32, spec)
@@ -211,7 +196,7 @@ def check_training(spec: StepSpec) -> ModelStep:
 
 
 def case_compiled_trains_alike(layout: str, fields: dict[str, object]) -> None:
-    """By torch's own compiler on a GPU; on the CPU without code generation, which takes longer than all the rest."""
+    """Uses torch's compiler on a GPU; on the CPU without code generation, which would dominate."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     backend = "inductor" if here().torch_device.type == "cuda" else "aot_eager"
@@ -222,13 +207,12 @@ def case_compiled_trains_alike(layout: str, fields: dict[str, object]) -> None:
 
 
 def rows(total: int, parts: int, index: int) -> int:
-    """How many of so many rows the part with that index has: the first parts are full."""
     each = -(-total // parts)
     return max(0, min(each, total - index * each))
 
 
 def parameter_elements(spec: StepSpec, rank: int) -> int:
-    """The formula of docs/layout.md for one rank."""
+    """Formula of docs/layout.md for one rank."""
     layout = spec.layout
     tp, fsdp = layout.tp, layout.fsdp
     part = rank // tp % fsdp
@@ -243,7 +227,7 @@ def parameter_elements(spec: StepSpec, rank: int) -> int:
     outputs = [WIDTH, shape.kv_width, shape.kv_width, *[FF] * (len(shape.feed_forward_layers) - 1)]
     norm = kept(WIDTH, 1) * (2 if shape.has_norm_biases else 1)
     block = sum(kept(width // tp, WIDTH) for width in outputs) + kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)
-    if shape.biases == "all":  # those of what is split by its inputs are whole on each rank of tp
+    if shape.biases == "all":  # biases of input-split layers are whole on each rank of tp
         block += sum(kept(width // tp, 1) for width in outputs) + 2 * kept(WIDTH, 1)
     table, positions = kept(VOCABULARY // tp, WIDTH), kept(shape.learned_positions // tp, WIDTH)
     heads = 0 if shape.head == "tied" else table
@@ -251,7 +235,6 @@ def parameter_elements(spec: StepSpec, rank: int) -> int:
 
 
 def check_bytes(step: ModelStep, spec: StepSpec) -> None:
-    """Parameters of a rank, and the moments that AdamW makes of them in a step, have the bytes of the formula."""
     step.optimizer = torch.optim.AdamW(step.module.parameters(), fused=True)
     for phase in step.phases:
         phase.run()
@@ -262,7 +245,6 @@ def check_bytes(step: ModelStep, spec: StepSpec) -> None:
 
 
 def counted(step: ModelStep) -> list[dict[str, int]]:
-    """For each phase of a step, which collectives it starts how often."""
     found = []
     for phase in step.phases:
         with CommDebugMode() as mode:
@@ -294,7 +276,6 @@ def case_batches_are_shared_where_they_have_to_be() -> None:
 
 
 def case_bf16_is_autocast_over_fp32_weights(layout: str) -> None:
-    """The losses of a layout in bf16 differ from those of one process in bf16 by what bf16 itself does to them."""
     spec = spec_of(layout, precision="bf16")
     step = laid_out(spec)
     losses = train(step, spec)

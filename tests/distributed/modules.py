@@ -1,5 +1,3 @@
-"""Small modules in float64, each with something that data parallelism could get wrong."""
-
 import random
 import time
 from collections.abc import Callable
@@ -12,19 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 def plain() -> nn.Sequential:
-    """Four parameters, and two of a norm."""
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).double()
 
 
 def in_channels_last(module: nn.Module) -> nn.Module:
-    """With the weights of convolutions laid out so; torch's annotations do not know the argument."""
     convert: Any = module.to
     return convert(memory_format=torch.channels_last)
 
 
 class Awkward(nn.Module):
-    """Tied, frozen, never used, used on some ranks only, and of two dtypes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8).double()
@@ -46,8 +40,6 @@ class Awkward(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters that are not contiguous, and one whose gradient is an expanded scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.randn(6, 8, dtype=torch.float64).t())
@@ -62,8 +54,6 @@ class Strided(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """One block, used twice, whose activations are computed again in backward."""
-
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.entry, self.block, self.reentrant = nn.Linear(8, 8).double(), plain(), reentrant
@@ -76,8 +66,6 @@ class Checkpointed(nn.Module):
 
 
 class TwoWays(nn.Module):
-    """Two layers that can be used in either order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
@@ -88,7 +76,7 @@ class TwoWays(nn.Module):
 
 
 class Added(nn.Module):
-    """A parameter added as a view, whose gradient autograd leaves in memory that the layer's backward reads, later."""
+    """A parameter added as a view; autograd leaves its gradient in memory that the layer's backward reads later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +90,10 @@ class Added(nn.Module):
 
 
 def square(width: int, bias: bool = True) -> nn.Linear:
-    """A layer that can be put anywhere."""
     return nn.Linear(width, width, bias=bias)
 
 
 class RandomGraph(nn.Module):
-    """Layers of random kinds, chained, added and left out at random; what is used depends on a number as well."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         chance = random.Random(seed)

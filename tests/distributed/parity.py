@@ -1,5 +1,3 @@
-"""Training on several ranks set beside training of the whole batch in one process."""
-
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,19 +13,16 @@ from steplab.parallel import DataParallel
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed")
 TINY_MB = 0.001
-"""Some parameters of these tests' modules to a bucket, others alone."""
+"""MB that hold some parameters of these modules; others are alone in a bucket."""
 
 Loss = Callable[[nn.Module, Tensor, int], Tensor]
-"""Module, a rank's batch and that rank -> the rank's loss."""
 
 
 def mean_square(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
-    """A loss for modules of one input."""
     return module(batch).square().mean()
 
 
 def batches(steps: int, passes: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same on every rank: by step, backward pass and rank, what that rank sees."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(steps, passes, dist.get_world_size(), *shape, generator=generator, dtype=dtype)
 
@@ -44,18 +39,11 @@ def assert_trains_alike(
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
     **options: Any,
 ) -> DataParallel:
-    """Weights after each step equal those of one process, and gradients are equal bit for bit over ranks.
+    """Weights after each step equal one process's; gradients are equal bit for bit over ranks.
 
-    Args:
-        module: equal on all ranks.
-        loss: of one rank's batch.
-        shape: of one rank's batch.
-        steps: optimizer steps.
-        silent_passes: for each backward pass of a step, whether it is within `no_sync`.
-        set_to_none: how gradients are cleared.
-        tolerance: relative and absolute, of weights.
-        wrap: what is done to the inner module before DataParallel has it.
-        options: of DataParallel.
+    `loss` and `shape` are of one rank's batch. `silent_passes`: for each backward pass of a step, if it is within
+    `no_sync`. `tolerance`: relative and absolute, of weights. `wrap` changes the module before DataParallel; `options`
+    are DataParallel's.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = copy.deepcopy(module)
@@ -82,22 +70,17 @@ def assert_trains_alike(
 
 @torch.no_grad()
 def descend(module: nn.Module) -> None:
-    """A step of plain gradient descent."""
     for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.sub_(0.1 * parameter.grad)
 
 
 def assert_gradients_are_equal_over_ranks(module: nn.Module) -> None:
-    """Bit for bit."""
     assert_equal_over_ranks(parameter.grad for parameter in module.parameters())
 
 
 def assert_equal_over_ranks(tensors: Iterable[Tensor | None]) -> None:
-    """Each tensor is the same on all ranks, bit for bit, or there on none.
-
-    Ranks exchange digests: to pickle the tensors took a third of these tests' time.
-    """
+    """Bit for bit, or absent on all ranks. Ranks exchange digests: pickled tensors took a third of the tests' time."""
     digests = b"".join(bytes(32) if tensor is None else hashlib.sha256(_bits(tensor)).digest() for tensor in tensors)
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, 32)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -112,8 +95,6 @@ def _bits(tensor: Tensor) -> bytes:
 
 
 def assert_recovers(model: DataParallel) -> None:
-    """What a backward pass leaves that raises half-way is dropped by finishing it and zeroing; model is a TwoWays."""
-
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
@@ -137,7 +118,6 @@ def assert_recovers(model: DataParallel) -> None:
 def assert_updates_in_parts_are_those_afterwards(
     module: nn.Module, *, loss: Loss = mean_square, shape: Sequence[int] = (3, 8), **options: Any
 ) -> None:
-    """Weights and AdamW's state, bit for bit, of steps that update each part as soon as its gradients arrived."""
     rank, steps = dist.get_rank(), 3
     found: list[Any] = []
     for in_parts in (False, True):

@@ -1,8 +1,7 @@
-"""Runs functions on several ranks at once, in processes that talk by gloo, and reports what went wrong on any.
+"""Runs functions on several ranks at once, in processes joined by gloo, and reports failures of any.
 
-The ranks of a world stay for the next function: they are forked from the process that has imported everything
-(tests.cli.preloaded), and joined once. After a failure, or when a function does not end, the world is given up and the
-next function gets a new one, since its ranks no longer agree on what comes next.
+Ranks stay for the next function: they are forked from tests.cli.preloaded and joined once. After a failure or hang the
+world is dropped, since its ranks disagree about the next call.
 """
 
 import atexit
@@ -24,16 +23,16 @@ from tests.cli.preloaded import Started
 from tests.cli.program import REPOSITORY, preloaded
 
 TIMEOUT_S = 60
-"""Longest for one function on all ranks, these being many on few cores."""
+"""Seconds for one function on all ranks, which are many for few cores."""
 COLLECTIVE_TIMEOUT_S = 30
 GRACE_S = 3
-"""How long other ranks have, once one failed, to say how they fare."""
+"""Seconds for other ranks to report after a failure."""
 
 
 def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> None:
-    """Call the function on each of so many ranks; raises AssertionError with every failing rank's traceback.
+    """Call the function on each of `size` ranks; raises AssertionError with every failing rank's traceback.
 
-    The function and what it is given are pickled, so it stands in a module by its name.
+    Function and arguments are pickled, so the function must be importable.
     """
     world = _worlds.get(size) or World(size)
     _worlds[size] = world
@@ -45,9 +44,8 @@ def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> No
 
 
 class Cases:
-    """The cases of one test file: functions without arguments, marked with this, that every rank calls.
-
-    A test hands them to pytest with `cases.run(size, subtests)`.
+    """Cases of a test file: functions without arguments for every rank. A test passes them on by `cases.run(size,
+    subtests)`.
     """
 
     def __init__(self) -> None:
@@ -59,12 +57,10 @@ class Cases:
         return function
 
     def in_a_small_world(self, function: Callable[[], None]) -> Callable[[], None]:
-        """For a case that has little to do with how many ranks there are: it runs on two alone."""
         self.small.add(function)
         return self(function)
 
     def run(self, size: int, subtests: pytest.Subtests) -> None:
-        """All cases on that many ranks; each that fails anywhere fails as a subtest of its name."""
         for function in self.functions:
             if size == 2 or function not in self.small:
                 with subtests.test(msg=function.__name__):
@@ -72,8 +68,6 @@ class Cases:
 
 
 class World:
-    """So many processes in one process group, waiting for something to do."""
-
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -89,7 +83,6 @@ class World:
         atexit.register(self.close)  # before the process that they are forked from, which waits for them
 
     def run(self, function: Callable[..., None], arguments: Sequence[object]) -> str:
-        """What went wrong, rank by rank; empty if nothing did."""
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # it has ended, and what it said before is read below
                 pipe.send((function, arguments))
@@ -111,7 +104,6 @@ class World:
         return "\n".join(failures)
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
         atexit.unregister(self.close)
         for process in self._ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -128,7 +120,6 @@ def _received(pipe: Connection) -> str:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    """One rank: join the others, then do what comes through the pipe, and answer with what went wrong."""
     try:
         _join(rank, size, folder)
         while True:
@@ -137,7 +128,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             pipe.send("")
     except BaseException:
         pipe.send(traceback.format_exc())
-        time.sleep(GRACE_S)  # the others shall fail by what they did, and not because this one is gone
+        time.sleep(GRACE_S)  # the others must fail by their own faults, not by this one's absence
 
 
 def _join(rank: int, size: int, folder: str) -> None:

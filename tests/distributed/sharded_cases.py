@@ -1,5 +1,3 @@
-"""What ranks do in the tests of the sharded optimizer: each function runs on every rank of a world at once."""
-
 import random
 from collections.abc import Callable
 from itertools import count
@@ -30,7 +28,6 @@ from steplab.parallel.flat_parameters import Exchange
 
 
 def case_parity(name: str, exchange: Exchange) -> None:
-    """Weights and gathered state are those of the unsharded optimizer, bit by bit, and nobody has state of others."""
     optimizer_cls, options = OPTIMIZERS[name]
     model, reference = tiny(), tiny()
     sharded = ShardedOptimizer(trained(model, name), optimizer_cls, exchange=exchange, **options)
@@ -47,7 +44,6 @@ def case_parity(name: str, exchange: Exchange) -> None:
 
 
 def case_several_groups_with_a_schedule() -> None:
-    """The scheduler writes into the groups of the sharded optimizer, and the update reads them there."""
     model, reference = tiny(), tiny()
     sharded = ShardedOptimizer(groups(model), torch.optim.Adam, lr=0.01, weight_decay=0.1)
     plain = torch.optim.Adam(once(groups(reference)), lr=0.01, weight_decay=0.1)
@@ -62,7 +58,6 @@ def case_several_groups_with_a_schedule() -> None:
 
 
 def case_a_group_added_later() -> None:
-    """Also one whose parameters were frozen, and are thawed some steps later."""
     model, reference = tiny(), tiny()
     nets = []
     for net, sharded in (model, True), (reference, False):
@@ -117,7 +112,6 @@ def case_more_ranks_than_parameters() -> None:
 
 
 def case_random_delays(exchange: Exchange) -> None:
-    """With buckets that arrive late and modules that wait for them, and with a rank that is late to each call."""
     model, reference = tiny(), tiny()
     recorder = Recorder(GroupCollectives(), random.Random(dist.get_rank()))
     sharded = ShardedOptimizer(
@@ -148,7 +142,6 @@ def fit(model: nn.Module, step: Callable[[], object], seed: int) -> None:
 
 
 def case_with_torch_ddp(optimizer_first: bool) -> None:
-    """Each rank has its own batch; the sharded optimizer takes the place of one on every rank, bit by bit."""
     model, reference = layers(), layers()
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-3}
     if optimizer_first:
@@ -164,7 +157,6 @@ def case_with_torch_ddp(optimizer_first: bool) -> None:
 
 
 def case_with_compiled_layers(in_place: bool) -> None:
-    """A layer that was compiled, either way, waits for its parameters as others do."""
     model, reference = layers(), layers()
     if in_place:
         for layer in model:
@@ -183,7 +175,6 @@ def case_with_compiled_layers(in_place: bool) -> None:
 
 
 def case_with_a_gradient_scaler() -> None:
-    """A step with an infinite gradient is left out on every rank, and the weights stay equal."""
     model, reference = layers(), layers()
     for net, optimizer in (
         (model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, fused=True)),

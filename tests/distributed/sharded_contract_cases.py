@@ -1,5 +1,3 @@
-"""What ranks do in the tests of the sharded optimizer's calls, memory, files and refusals."""
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +25,6 @@ from steplab.parallel.flat_parameters import Exchange
 
 
 def case_calls_and_bytes(exchange: Exchange) -> None:
-    """Of each dtype one all-gather, padding included, or one broadcast an owner; nothing for what is frozen."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 64).bfloat16())
     model.append(nn.Linear(64, 64).requires_grad_(False))
     recorder = Recorder(GroupCollectives())
@@ -55,7 +52,6 @@ def case_calls_and_bytes(exchange: Exchange) -> None:
 
 
 def case_buckets_arrive_before_they_are_used() -> None:
-    """A bucket for each `size` layers, all begun by `step`, which waits for the last; a layer waits for its own."""
     size = dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3 * size)))
     recorder = Recorder(GroupCollectives())
@@ -91,7 +87,7 @@ def case_buckets_arrive_before_they_are_used() -> None:
 
 
 def case_state_memory(sizes: list[int]) -> None:
-    """Elements of state on each rank: two a parameter that it owns, at most 2 · (total + (N − 1) · largest) / N."""
+    """Elements of state on each rank: two per owned parameter, at most 2 · (total + (N − 1) · largest) / N."""
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     sharded = ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
     give_gradients(params, 0)
@@ -104,7 +100,6 @@ def case_state_memory(sizes: list[int]) -> None:
 
 
 def case_parameters_stay_what_they_were() -> None:
-    """The same objects with the same values, strides and gradients; moved out and back in between, still exchanged."""
     model, reference = tiny(), tiny()
     turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
     other = nn.Parameter(turned.detach().clone())
@@ -128,7 +123,7 @@ def case_parameters_stay_what_they_were() -> None:
 
 
 def case_parameters_that_are_given_memory_with_gaps_stay_apart() -> None:
-    """They are moved back without their gaps, into which their neighbours' elements would have come."""
+    """They are moved back without their gaps, which would contain neighbours' elements."""
     first, second = (nn.Parameter(torch.zeros(64)) for _ in range(2))
     sharded = ShardedOptimizer([first, second], torch.optim.SGD, lr=0.5)
     first.data = torch.ones(128)[::2]
@@ -143,7 +138,6 @@ def case_parameters_that_are_given_memory_with_gaps_stay_apart() -> None:
 
 
 def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
-    """The module waits for what was its own and the optimizer's when it was named."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     ranks = Recorder(GroupCollectives())
     sharded = ShardedOptimizer(list(model[0].parameters()), torch.optim.SGD, ranks, bucket_size_mb=1.0, lr=0.1)
@@ -157,7 +151,6 @@ def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
 
 
 def case_a_group_that_is_refused_leaves_no_trace() -> None:
-    """By the sharding, or by the optimizer inside: on all ranks, or on the one that owns the parameter."""
     with_gaps, half = nn.Parameter(torch.ones(4, 8)[:, ::2]), nn.Parameter(torch.ones(4).half())
     for refused, options in ((with_gaps, {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0}), (half, {})):
         model, reference = tiny(), tiny()
@@ -171,8 +164,6 @@ def case_a_group_that_is_refused_leaves_no_trace() -> None:
 
 
 class Picky(torch.optim.SGD):
-    """Looks at the options and the parameters of each group that is added."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("lr", 1.0) < 0:
             raise ValueError("a negative learning rate")
@@ -188,7 +179,6 @@ def case_a_group_without_parameters() -> None:
 
 
 def case_an_old_graph_is_refused() -> None:
-    """Backward through weights that a step has changed since fails on every rank, not on the owners alone."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     loss = model(torch.ones(2, 3)).sum()
@@ -201,7 +191,6 @@ def case_an_old_graph_is_refused() -> None:
 
 
 def case_save(folder: str) -> None:
-    """Leaves the shard of each rank, and the gathered state and weights of rank 0, in the folder."""
     model = tiny()
     sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.01, amsgrad=True)
     train(model, sharded, range(STEPS))
@@ -214,7 +203,6 @@ def case_save(folder: str) -> None:
 
 
 def case_restore(folder: str, of: int) -> None:
-    """From the files of a world of another size: training goes on as it does unsharded from the same files."""
     full = torch.load(f"{folder}/full.pt")
     shards = [torch.load(f"{folder}/shard{rank}.pt") for rank in range(of)]
     merged = merge_shards(shards)
@@ -245,7 +233,6 @@ def case_restore(folder: str, of: int) -> None:
 
 
 def raised(call: Callable[[], object]) -> str:
-    """What the call raises, as text; an AssertionError if it does not."""
     try:
         call()
     except Exception as error:
@@ -281,14 +268,12 @@ def case_refusals() -> None:
 
 
 def case_ranks_that_differ_are_told() -> None:
-    """Each rank says which two differ and from where on, instead of waiting for the others."""
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 + (dist.get_rank() == 1)))]
     said = raised(lambda: ShardedOptimizer(params, torch.optim.SGD, lr=0.1))
     assert "from number 1 on (2 and 2 in all)" in said
 
 
 def case_a_group_of_some_ranks() -> None:
-    """Owners and sources are ranks of the group, which are other numbers than those in the world."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(list(range(size - 1, size // 2 - 1, -1)))
     params = [nn.Parameter(torch.zeros(40 + n)) for n in range(3)]

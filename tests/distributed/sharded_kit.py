@@ -1,5 +1,3 @@
-"""Models, optimizers, counted and delayed collectives, and comparisons for the tests of the sharded optimizer."""
-
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +19,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    # its default of eps is that of the dtype that stands first in a group, which is another one on another rank
+    # its default eps depends on a group's first dtype, which differs between ranks
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1, "eps": (1e-7, 1e-3)}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
     "Muon": (torch.optim.Muon, {"lr": 0.01}),
@@ -32,8 +30,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Tiny(nn.Module):
-    """A tied embedding, a frozen layer, a scalar, a parameter no step uses, one in bfloat16, one of no elements."""
-
     def __init__(self, width: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width)
@@ -53,8 +49,6 @@ class Tiny(nn.Module):
 
 
 class Recorder(transports.Recorder):
-    """Counts what the sharded optimizer asks for; with delays, calls begin late, and show what came when waited for."""
-
     def __init__(self, inner: Collectives, delays: random.Random | None = None) -> None:
         super().__init__(inner)
         self.delays = delays
@@ -78,8 +72,6 @@ class Recorder(transports.Recorder):
 
 
 class Late:
-    """Shows what is received some time after it came."""
-
     def __init__(self, inner: Pending, seconds: float, arrive: Callable[[], object]) -> None:
         self.inner, self.seconds, self.arrive = inner, seconds, arrive
 
@@ -95,7 +87,6 @@ def tiny(seed: int = 0) -> Tiny:
 
 
 def trained(model: Tiny, name: str) -> list[nn.Parameter]:
-    """What an optimizer can train: Muon takes matrices alone, SparseAdam what has sparse gradients."""
     if name == "SparseAdam":
         model.embedding.sparse = True
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -104,7 +95,6 @@ def trained(model: Tiny, name: str) -> list[nn.Parameter]:
 
 
 def give_gradients(params: Iterable[nn.Parameter], seed: int) -> None:
-    """The same on every rank, as after averaging; none where none is wanted."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         if param.requires_grad:
@@ -120,7 +110,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 
 
 def groups(model: Tiny) -> list[dict[str, Any]]:
-    """Three groups with options of their own; the tied weight twice in one of them."""
     return [
         {"params": [model.embedding.weight, model.head.weight], "lr": 0.03},
         {"params": [*model.hidden.parameters(), model.scale, model.empty], "weight_decay": 0.0},
@@ -129,7 +118,6 @@ def groups(model: Tiny) -> list[dict[str, Any]]:
 
 
 def once(parameter_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For the unsharded optimizer, which does not take a weight twice."""
     return [{**group, "params": list(dict.fromkeys(group["params"]))} for group in parameter_groups]
 
 
@@ -157,10 +145,10 @@ def assert_same_state(state: Any, expected: Any, at: str = "state") -> None:
 
 
 def largest_share_bound(elements: Sequence[int], size: int) -> float:
-    """No rank owns more elements than this: total / size + (1 − 1 / size) · largest (Graham 1966, list scheduling).
+    """Bound of a rank's elements: total / size + (1 − 1 / size) · largest (Graham 1966, list scheduling).
 
-    It holds in whatever order parameters come, so for groups added later too: the rank that received the last of its
-    parameters had at most the average of all the others by then.
+    It holds in any order, also for groups added later: the rank that received its last parameter had at most the
+    others' average by then.
     """
     largest = max(elements, default=0)
     return (sum(elements) + (size - 1) * largest) / size

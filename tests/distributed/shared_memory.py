@@ -1,6 +1,5 @@
-"""Peer memory of processes on one CPU: files that all have mapped, and numbers in one of them that they watch.
-
-A line is a thread that does what it is given in turn, late if that is wanted; the current stream is the host itself.
+"""Peer memory of processes on one CPU: mapped files, with numbers in one of them to watch. A line is a thread that
+works in order, with optional delay; the current stream is the host.
 """
 
 import ctypes
@@ -26,8 +25,6 @@ Work = Callable[[], None]
 
 
 class SharedMemory:
-    """As SymmetricMemory is of GPUs. A line sleeps up to `delay_s` before each thing that it does."""
-
     def __init__(self, delay_s: float = 0.0) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
         self.copied_bytes = 0
@@ -55,8 +52,7 @@ class SharedMemory:
             shutil.rmtree(str(folder[0]))  # what is mapped stays
         return mine, [memory.data_ptr() for memory in self.everyone]
 
-    def follow_current(self, line: int) -> None:
-        """All that the host did is done already."""
+    def follow_current(self, line: int) -> None: ...
 
     def follow_line(self, line: int, other: int) -> None:
         reached = threading.Event()
@@ -126,6 +122,5 @@ def _await(numbers: Tensor, rank: int, counters: Sequence[int], value: int) -> N
 
 
 def at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers at an address."""
     raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(raw, dtype=dtype)

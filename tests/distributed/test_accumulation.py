@@ -1,7 +1,7 @@
-"""Micro-steps on ranks: the gradients of all their sequences together, exactly, sent once a step in every way.
+"""Micro-steps on ranks: exact gradients of all sequences, sent once a step.
 
-The model is linear with a squared error, its inputs are small integers and every divisor is a power of two, so that
-float64 holds all sums exactly and the closed form is met to the last bit.
+The model is linear with squared error, inputs are small integers and divisors powers of two, so float64 holds all sums
+and the closed form matches to the last bit.
 """
 
 from dataclasses import replace
@@ -70,8 +70,6 @@ def test_sharded_gradients_are_scattered_once_a_step(fields: dict[str, object], 
 
 
 class Squares(nn.Module):
-    """(x w - y)^2, on average."""
-
     def __init__(self) -> None:
         super().__init__()
         linear = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
@@ -86,7 +84,6 @@ class Squares(nn.Module):
 
 
 def micro_batches() -> list[tuple[Tensor, Tensor]]:
-    """Those of all ranks, rank after rank."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randint(-8, 8, (RANKS * MICRO_STEPS, BATCH, WIDTH + 1), generator=generator).double()
     return [(part[:, :WIDTH], part[:, WIDTH]) for part in numbers]
@@ -101,7 +98,6 @@ def updated_weight() -> Tensor:
 
 
 def step_of(variant: Variant) -> tuple[ModelStep, RecordingCollectives]:
-    """A rank's step in that way, on its part of the micro-batches."""
     world = layout_cases.world()
     recording = RecordingCollectives(world.collectives)
     spec = resolve_step({"model": "toy", "optimizer": "sgd", "accumulation": MICRO_STEPS, "device": "cpu"})

@@ -1,5 +1,3 @@
-"""Which gradients travel together, for any parameters."""
-
 from itertools import pairwise
 from math import prod
 from unittest.mock import patch
@@ -60,7 +58,6 @@ def test_a_bucket_is_closed_only_when_the_next_gradient_would_not_fit(
 
 
 def most_bytes(parameters: list[nn.Parameter], first: int, limit: int) -> float:
-    """The limit, or half of what is left from a bucket's first gradient on, or an eighth of the limit."""
     return min(limit, max(sum(map(size_bytes, parameters[first:])) / 2, limit / 8))
 
 

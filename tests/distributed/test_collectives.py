@@ -1,5 +1,3 @@
-"""Each collective gives what its name says, on every dtype that gradients have."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
-"""The benchmark of collectives in its ranks: results checked, every rank's samples kept, failures agreed on.
-
-gloo's collectives are the truth that the closed forms are held against: what they give must be found right, and a
-single element changed on the way must be found wrong.
+"""The benchmark of collectives within its ranks. gloo's collectives must pass the closed forms, and one changed element
+must fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +31,6 @@ def test_comm_session(subtests: pytest.Subtests) -> None:
 
 
 def world() -> World:
-    """As a launch would have made it."""
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -51,7 +48,6 @@ def study(**lists: Sequence[object]) -> CommStudy:
 
 
 def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int] | None = None) -> list[CommCell]:
-    """The cells as this rank has them."""
     cells: dict[int, CommCell] = {}
     under_way: list[int] = []
     facts: list[CommFacts] = []
@@ -72,8 +68,6 @@ def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int
 
 
 def spoiled(ruin: Callable[[Buffers], None]) -> MakeCall:
-    """Calls after which something else happens to the buffers of rank 1."""
-
     def make(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
         call = make_call(buffers, group)
 

@@ -1,5 +1,3 @@
-"""Data parallelism gives what one process with the whole batch gives, whatever the module and the ranks do."""
-
 import copy
 import warnings
 from functools import partial
@@ -34,13 +32,11 @@ def test_data_parallelism(size: int, subtests: pytest.Subtests) -> None:
 
 
 def every_way(assertion: Any, **options: Any) -> None:
-    """With each strategy, and so with buckets of one, some and all parameters."""
     for strategy in STRATEGIES:
         assertion(strategy=strategy, bucket_size_mb=TINY_MB, **options)
 
 
 def awkward_loss(spare_rank: int, module: nn.Module, batch: Tensor, rank: int) -> Tensor:
-    """Every rank has another expert; one has none; the third expert is nobody's in a world of two."""
     which = -1 if rank == spare_rank else rank % 2
     return module(batch, which).square().mean()
 
@@ -128,7 +124,7 @@ def what_has_not_arrived_is_not_updated() -> None:
 
 @cases
 def two_synchronisations_before_a_step() -> None:
-    """The second adds its own average to the first's, which is already equal on all ranks."""
+    """The second adds its average to the first's, already equal on all ranks."""
     for strategy in STRATEGIES:
         torch.manual_seed(1)
         module = modules.plain()
@@ -150,8 +146,6 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
 
 
 class LooksUp(nn.Module):
-    """A table whose sparse gradient no module announces."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.layer = nn.Parameter(torch.zeros(5, 4)), nn.Linear(4, 4)
@@ -179,7 +173,7 @@ def _trained(model: DataParallel, batch: Tensor) -> None:
 
 @cases.in_a_small_world
 def buffers_whose_elements_repeat_are_those_of_the_first_rank() -> None:
-    """An expanded mask has one element in memory for many, to which torch writes nothing."""
+    """An expanded mask shares one element, to which torch writes nothing."""
     module, rank = modules.plain(), dist.get_rank()
     module.register_buffer("mask", torch.tensor([[float(rank)], [float(rank + 5)]]).expand(2, 3))
     DataParallel(module)
@@ -289,7 +283,6 @@ def gradients_within_a_created_graph() -> None:
 
 @cases
 def a_group_of_some_ranks() -> None:
-    """Pairs of ranks, each with an average of its own."""
     rank = dist.get_rank()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     model = DataParallel(nn.Linear(2, 1, bias=False), group=pairs[rank // 2])

@@ -1,5 +1,3 @@
-"""What data parallelism promises besides the right gradients: collectives counted, memory, errors, names."""
-
 import math
 import time
 from collections.abc import Callable
@@ -34,13 +32,12 @@ def recorded(module: nn.Module, *arguments: Any, **options: Any) -> tuple[DataPa
 
 
 def refused(error: type[Exception], words: str, build: Callable[[], Any]) -> None:
-    """On this rank; a case in which another rank waits for it instead would time out."""
+    """A case in which another rank waits would time out."""
     with pytest.raises(error, match=words):
         build()
 
 
 def linear_sizes(module: nn.Module) -> list[int]:
-    """Bytes of each gradient, the last parameter first."""
     return [p.numel() * p.element_size() for p in reversed(list(module.parameters())) if p.requires_grad]
 
 
@@ -121,7 +118,7 @@ def gradients_live_in_their_bucket() -> None:
         model.finish_gradient_synchronization()
         places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
         for parameter in itemgetter(0, 4, 5)(list(model.parameters())):  # each alone
-            while is_shared(parameter.grad):  # gloo's threads let go a moment after they have told that they are done
+            while is_shared(parameter.grad):  # gloo's threads release memory a moment after completion
                 time.sleep(0.001)
         shared = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
         assert len(shared) == len(model.buckets) == 4
@@ -247,8 +244,6 @@ def requests_that_are_wrong_are_refused() -> None:
 
 
 class Named(nn.Module):
-    """Has what a wrapper has to show."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm, self.answer = nn.Linear(2, 2), nn.BatchNorm1d(2), 42

@@ -1,5 +1,3 @@
-"""What data parallelism tells a caller who forgets, or drops, the synchronisation of gradients."""
-
 import warnings
 from typing import Any
 
@@ -24,7 +22,6 @@ def test_what_is_forgotten_is_told(size: int, subtests: pytest.Subtests) -> None
 
 @cases
 def a_step_before_the_gradients_are_averaged_is_refused() -> None:
-    """By every strategy, of every way in which torch's optimizers update; and the parameters are as they were."""
     x = torch.ones(2, 8, dtype=torch.float64) * (dist.get_rank() + 1)
     ways: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}, {"foreach": False}]
     for strategy in STRATEGIES:
@@ -45,7 +42,6 @@ def a_step_before_the_gradients_are_averaged_is_refused() -> None:
 
 @cases.in_a_small_world
 def steps_that_wait_for_no_averages_are_not_refused() -> None:
-    """Of what is not this module's, and of what was meant to stay on this rank."""
     x = torch.ones(2, 8, dtype=torch.float64)
     for strategy in STRATEGIES:
         model, other = DataParallel(modules.plain(), strategy), modules.plain()
@@ -78,7 +74,7 @@ def a_model_that_is_dropped_between_steps_is_no_matter() -> None:
 
 @cases
 def modules_whose_backward_passes_have_another_order_on_a_rank_are_refused_on_all() -> None:
-    """Their gradients were averaged with each other's, which nothing else would show."""
+    """Their gradients would be averaged with each other's, unnoticed."""
     x = torch.ones(2, 8, dtype=torch.float64)
     for strategy, transport in (("overlap", "collectives"), ("bucketed", None)):
         models = [DataParallel(modules.plain(), strategy, transport=transport or SharedMemory()) for _ in range(2)]

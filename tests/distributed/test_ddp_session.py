@@ -1,5 +1,3 @@
-"""The data-parallel study on ranks of this machine: all variants do the same work, and what they are said to send."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +61,6 @@ def world_here() -> World:
 
 
 def weights(step: VariantStep) -> list[Tensor]:
-    """All parameters, whole."""
     return [
         parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
         for parameter in step.module.parameters()
@@ -93,7 +90,6 @@ def all_variants_train_the_same_model_and_send_what_that_needs() -> None:
 
 
 def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, ...]) -> None:
-    """By contender and collective, the bytes of each message, for parameters of `each` so many bytes."""
     total = sum(each)
     assert sizes["none"] == {}
     assert sizes["naive"] == sizes["overlap"] == {"all_reduce": each[::-1]}
@@ -112,8 +108,6 @@ def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, .
 
 
 class Sent(TorchDispatchMode):
-    """The bytes of each all-gather's output and of each reduce-scatter's input, as torch calls them."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[str, list[int]] = {"all_gather": [], "reduce_scatter": []}
@@ -187,7 +181,6 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
 
 @cases
 def parts_updated_as_they_arrive_make_the_same_step() -> None:
-    """Bit for bit; it has no synchronisation of its own, and no moment between all gradients and the first update."""
     world = world_here()
     study = study_of("overlap", "bucketed", accumulation="2")
     for kind in ("overlap", "bucketed"):

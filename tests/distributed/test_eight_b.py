@@ -1,5 +1,3 @@
-"""examples/eight_b.py and its peer, at a size for two processes on a CPU."""
-
 import pytest
 import torch
 from benchmarks import eight_b_study
@@ -11,7 +9,6 @@ from steplab.ops.swiglu import plain_swiglu
 
 SMALL = {"LAYERS": 2, "WIDTH": 64, "FF": 96, "HEADS": 2, "VOCABULARY": 100, "CONTEXT": 32}
 OF_A_CPU = {"rotary_heads": plain_rotary_heads, "add_rms_norm": plain_add_rms_norm, "swiglu": plain_swiglu}
-"""What it has in place of the kernels."""
 
 
 def test_two_ranks_learn_their_sequences() -> None:

@@ -1,5 +1,3 @@
-"""Eight ranks: a few cases of what other tests ask of two and four ranks, in one world, as each rank is a process."""
-
 import pytest
 from tests.distributed import modules
 from tests.distributed.parity import TINY_MB, assert_trains_alike

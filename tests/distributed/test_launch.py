@@ -1,5 +1,3 @@
-"""`steplab run` in several processes: started by steplab or by torchrun, ended whole, clear about what went wrong."""
-
 import json
 import os
 import signal
@@ -20,12 +18,11 @@ from steplab.records.run import Run
 
 HERE = socket.gethostname()
 PROMPTLY_S = 30.0
-"""Far above what an end takes, and far below any of the timeouts that must not be what ends a run."""
+"""Seconds far above a normal end, and far below the timeouts under test."""
 
 
 @pytest.fixture
 def steplab(tmp_path: Path) -> Iterator[Program]:
-    """The program, with the faulty models at hand, that leaves no process."""
     program = Program(tmp_path)
     program.write("faulty.py", Path(__file__).with_name("faulty.py").read_text(encoding="utf-8"))
     yield program
@@ -34,7 +31,7 @@ def steplab(tmp_path: Path) -> Iterator[Program]:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """Those that work there: ranks lead sessions of their own, and are nobody's children once a command is killed."""
+    """Processes with this working folder: ranks lead sessions, and have no parent once a command is killed."""
     return [process for process in psutil.process_iter() if _works_in(process, folder)]
 
 
@@ -58,7 +55,6 @@ def test_two_processes_make_one_record(steplab: Program) -> None:
 
 
 def check_two_ranks(run: Run) -> None:
-    """Samples of the same steps from both, and figures of both together."""
     assert run.spec is not None
     assert run.timing is not None
     assert run.environment is not None
@@ -142,7 +138,6 @@ def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:
 
 
 def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
-    """As on two machines: each torchrun starts one of the two ranks, and the folders they store in are different."""
     other = Program(steplab.folder / "other machine", started=steplab.started)
     port = free_port()
     launchers = [
@@ -245,7 +240,7 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
 
 
 def start_joined(program: Program, *words: str) -> list[Started]:
-    """A command for each of two ranks, as by a launcher that serves no store itself."""
+    """Start one command per rank, as a launcher without a store does."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     commands = []
     for rank in ("0", "1"):
@@ -256,28 +251,24 @@ def start_joined(program: Program, *words: str) -> list[Started]:
 
 
 def torchrun(program: Program, *words: str, model: str = "tiny") -> Started:
-    """Start `steplab run` under torchrun, as a user would."""
     around = ("--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1", *words)
     run = ("-m", "steplab", "run", *tiny(model=model), "--format", "json")
     return program.start(*around, *run, module="torch.distributed.run")
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def without_device() -> tuple[str, ...]:
-    """Options of the least that is a measurement, without a device."""
     words = tiny()
     at = words.index("--device")
     return words[:at] + words[at + 2 :]
 
 
 def shown(program: Program, identity: str) -> Run:
-    """The whole record."""
     record: Any = decode(program("show", identity, "--format", "json").stdout)
     assert isinstance(record, Run)
     return record

@@ -1,5 +1,3 @@
-"""A Transformer laid out by torch's engine, against one process that has the whole batch; bytes, calls, refusals."""
-
 from typing import Any, cast
 
 import pytest
@@ -18,7 +16,6 @@ from steplab.specs.step import CHOICES, STAGES_A_RANK
 
 L = cases.LAYERS
 OF_OTHER_PARTS = GPT_2 | {"model.num_kv_heads": 2, "model.head": "untied"}
-"""All that a layout has to know of a model's parts, but for a tied head, which is refused."""
 
 
 @pytest.mark.parametrize("layout", ["fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=2,fsdp=2", "pp=2,fsdp=2", "pp=2,tp=2"])
@@ -91,7 +88,7 @@ def test_a_mesh_that_cannot_be(sizes: dict[str, int], message: str) -> None:
 
 
 def test_parameters_that_would_be_gathered_apart_are_refused_by_name() -> None:
-    """A block that stands twice shares nothing with another; a weight of two blocks, or of one and the head, is."""
+    """A block used twice shares nothing with another; a weight of two blocks, or of a block and the head, does."""
     linear = [nn.Linear(2, 2) for _ in range(5)]
     blocks = nn.ModuleList([nn.Sequential(*linear[:2]), nn.Sequential(*linear[2:4])])
     model = nn.ModuleDict({"blocks": blocks, "head": linear[4]})
@@ -127,10 +124,7 @@ def test_schedules_are_those_of_the_spec() -> None:
 
 
 SHARDED = {"_allgather_base_": L + 2}, {"_reduce_scatter_base_": L + 2}
-"""Units: the embedding, the blocks, and the root, which has the head."""
 SPLIT = {"all_gather_into_tensor": 2 * L + 1, "reduce_scatter_tensor": 2 * L + 1}
-"""Tokens are gathered before each half of a block and before the head, and scattered after each half and after the
-embedding; the other way round in the backward pass."""
 
 
 @pytest.mark.parametrize(
@@ -139,8 +133,8 @@ embedding; the other way round in the backward pass."""
         # All but the root are gathered once more.
         ("fsdp=2", {}, [SHARDED[0], SHARDED[1] | {"_allgather_base_": L + 1}, {}]),
         ("fsdp=2", {"reshard_after_forward": "never"}, [*SHARDED, {}]),
-        # The loss takes the largest logit, the sum of exponentials and the target's logit; the optimizer the gradients
-        # of the norms, of which each rank has the part of its tokens.
+        # The loss takes the largest logit, the sum of exponentials and the target's logit. The optimizer sums norm
+        # gradients, which each rank has for its tokens.
         ("tp=2", {}, [SPLIT | {"all_reduce": 3}, SPLIT, {"all_reduce": 2 * L + 1}]),
     ],
     ids=["sharded", "sharded and kept", "split"],

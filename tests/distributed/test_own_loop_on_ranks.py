@@ -1,6 +1,3 @@
-"""The loops that a report shows for several processes train as the plain loop does on all their batches, and send
-gradients once a step."""
-
 from collections import Counter
 from typing import Any
 
@@ -16,12 +13,9 @@ from steplab.specs.own_loop import own_loop
 from steplab.specs.resolve import resolve_step
 
 RANKS, BATCHES, ROWS = 2, 2, 6
-"""Rows: of each rank in a batch."""
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators that are called."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counter[str]()

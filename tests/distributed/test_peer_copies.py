@@ -1,5 +1,3 @@
-"""Gradients that travel by copies into other ranks' memory: the same contract as by collectives."""
-
 import copy
 import gc
 import time
@@ -38,13 +36,11 @@ def test_peer_copies(size: int, subtests: pytest.Subtests) -> None:
 
 
 def every_way(module: Any, **options: Any) -> None:
-    """With buckets of one, some and all parameters."""
     for strategy in STRATEGIES:
         assert_trains_alike(module(), strategy=strategy, bucket_size_mb=TINY_MB, transport=SharedMemory(), **options)
 
 
 def awkward_loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
-    """Every rank has another expert, and one has none."""
     return module(batch, -1 if rank == 1 else rank % 2).square().mean()
 
 
@@ -75,7 +71,6 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
 
 
 def short_chunks() -> Any:
-    """Buckets of many chunks: a rank's part of one is a page."""
     return patch.object(sizes, "PART_BYTES", sizes.PAGE)
 
 
@@ -87,7 +82,6 @@ def buckets_in_short_chunks() -> None:
 
 @cases
 def gradients_are_those_of_torch_ddp() -> None:
-    """In buckets that get smaller, of one chunk and of many."""
     inner = modules.plain()
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
     reference = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
@@ -106,7 +100,6 @@ def gradients_are_those_of_torch_ddp() -> None:
 
 @cases
 def landing_places_are_used_again() -> None:
-    """Room for the largest bucket and little more, for some ten buckets a step."""
     with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
@@ -117,7 +110,6 @@ def landing_places_are_used_again() -> None:
 
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
-    """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
     with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
         assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
@@ -127,7 +119,6 @@ def several_late_passes_of_an_awkward_module() -> None:
 
 @cases
 def averages_may_be_changed_as_soon_as_they_are_there() -> None:
-    """Though peers may have to fetch this rank's part of them still."""
     with short_chunks():
         model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.001))
     for _ in range(4):
@@ -142,7 +133,6 @@ def averages_may_be_changed_as_soon_as_they_are_there() -> None:
 
 @cases
 def parts_updated_as_they_arrive() -> None:
-    """Though later ones are still on their way."""
     for strategy in ("overlap", "bucketed"):
         assert_updates_in_parts_are_those_afterwards(
             modules.Awkward(), loss=awkward_loss, strategy=strategy, bucket_size_mb=TINY_MB,
@@ -175,7 +165,6 @@ def a_backward_pass_that_raised_leaves_nothing_once_finished() -> None:
 
 @cases.in_a_small_world
 def memory_goes_with_the_model() -> None:
-    """At once: Python's garbage collector knows nothing of how large it is."""
     memory = SharedMemory()
     model = DataParallel(modules.plain(), transport=memory)
     model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
@@ -191,7 +180,7 @@ def memory_goes_with_the_model() -> None:
 
 @cases
 def the_memory_that_is_shared_is_counted() -> None:
-    """A set of all gradients, and as much again of the other ranks' under way: all the file that others have mapped."""
+    """All gradients, and the other ranks' in flight: the whole mapped file."""
     memory = SharedMemory()
     model = DataParallel(modules.plain(), "flat", transport=memory)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -215,8 +204,6 @@ def what_is_copied_is_what_a_ring_would_send() -> None:
 
 
 class Copied(NamedTuple):
-    """A copy that a line has made: to which rank, to its landing places or to its averages, and when."""
-
     target: int
     lands: bool
     began_s: float
@@ -224,8 +211,6 @@ class Copied(NamedTuple):
 
 
 class LoggedMemory(SharedMemory):
-    """Keeps a log of copies, each of which takes a while."""
-
     def __init__(self) -> None:
         super().__init__(delay_s=0.002)
         self.averages_bytes = 0
@@ -240,14 +225,13 @@ class LoggedMemory(SharedMemory):
         self._lines[line].put(lambda: self.log.append(Copied(rank, lands, began_s[0], time.monotonic())))
 
     def rank_of(self, address: int) -> int:
-        """The rank in whose memory an address lies."""
         starts = [memory.data_ptr() for memory in self.everyone]
         return next(r for r, start in enumerate(starts) if start <= address < start + self.everyone[r].nbytes)
 
 
 @cases
 def ranks_send_in_turns_and_the_next_chunk_before_the_means_of_the_last() -> None:
-    """In a turn each rank receives from one, and no rank begins one before the next has ended the turn before."""
+    """In a turn each rank receives from one other; the next turn waits for the turn before."""
     memory = LoggedMemory()
     rank, size = memory.rank, memory.size
     layers = [nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)] * 2
@@ -325,7 +309,6 @@ def what_it_does_not_serve_is_refused() -> None:
 
 @cases
 def collectives_of_some_processes_are_refused() -> None:
-    """They do not say which group the memory is to be shared by."""
     if dist.get_world_size() == 4:
         first = dist.get_rank() // 2 * 2
         groups = [dist.new_group([rank, rank + 1]) for rank in (0, 2)]

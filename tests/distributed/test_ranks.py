@@ -1,5 +1,3 @@
-"""The harness itself: failures and hangs are told by rank, and the next case runs."""
-
 import os
 import time
 

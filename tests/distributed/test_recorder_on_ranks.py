@@ -1,5 +1,3 @@
-"""A loop of one's own on two ranks: one record, with the samples of both."""
-
 import time
 from pathlib import Path
 from statistics import median
@@ -18,7 +16,6 @@ SLOWER_S = 0.02
 
 
 def loop(folder: str, failing: bool) -> None:
-    """Each rank has a store of its own, so that one that should have none shows; rank 1 is slower and ends earlier."""
     rank = dist.get_rank()
     with recorder(
         "loop",

@@ -1,5 +1,3 @@
-"""The sharded optimizer against the unsharded: weights and state bit by bit, calls, bytes, memory, files, refusals."""
-
 import re
 from collections.abc import Callable
 from pathlib import Path

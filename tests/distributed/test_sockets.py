@@ -1,6 +1,5 @@
-"""What listens while several processes measure, and what a stranger on the machine can do to them.
-
-`ss -ltnp` shows the same on a machine at hand.
+"""Listening sockets during measurements of several processes, and a stranger's access to them; `ss -ltnp` shows the
+same.
 """
 
 import ipaddress
@@ -40,8 +39,7 @@ for thread in threads:
     thread.join(max(0, ends - time.monotonic()))
 os._exit(0)  # what is no store leaves its client waiting
 """
-"""A program that writes, into each store that lets it, a pickle where torch's elastic launcher unpickles what is there;
-it prints the ports of those."""
+"""Writes, into each store that allows it, a pickle where torch's elastic launcher unpickles; prints those ports."""
 NUM_IDLE = 1500
 
 
@@ -55,7 +53,6 @@ def steplab(tmp_path: Path) -> Iterator[Program]:
 
 
 def listening(folder: Path) -> set[tuple[str, int]]:
-    """Where the processes that work in the folder listen over TCP, or receive from anyone over UDP."""
     found = set()
     for process in processes_in(folder):
         try:

@@ -1,5 +1,3 @@
-"""Gradients that go to the owners of their parameters alone, and the sharded optimizer that updates them there."""
-
 import copy
 import random
 import time
@@ -32,7 +30,6 @@ def test_gradients_to_owners(size: int, subtests: pytest.Subtests) -> None:
 
 
 def ways(delay_s: float = 0.0) -> list[dict[str, Any]]:
-    """Options of DataParallel and of ShardedOptimizer, by collectives and by peer copies."""
     slow = Delays(GroupCollectives(), delay_s) if delay_s else None
     return [
         {"model": {"group": slow}, "optimizer": {"group": slow}},
@@ -50,11 +47,10 @@ def assert_trains_as_the_whole_optimizer(
     set_to_none: bool = True,
     overlapped: Callable[[nn.Module], list[nn.Module]] = lambda module: [],
 ) -> tuple[DataParallel, ShardedOptimizer]:
-    """Weights are those of the same optimizer on every rank with averages of collectives.
+    """Weights equal those of an unsharded optimizer.
 
-    Bit for bit by AdamW where all is sent at once between two ranks, as a sum of two has one order. Else by SGD, within
-    a rounding of each gradient, rank and pass in each step: Adam's quotients would magnify the roundings of sums that
-    are nearly zero.
+    Bit for bit with AdamW if two ranks send all at once, as a sum of two has one order. Otherwise with SGD, within a
+    rounding per gradient, rank and pass in each step: Adam's quotients would magnify roundings of sums near zero.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     exact = size == 2 and silent_passes.count(False) == 1
@@ -102,7 +98,6 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def awkward_loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
-    """Every rank has another expert, and one has none."""
     return module(batch, -1 if rank == 1 else rank % 2).square().mean()
 
 
@@ -120,7 +115,6 @@ def tied_unused_and_rank_dependent_parameters_train_as_without_sharding() -> Non
 
 @cases
 def several_passes_of_which_all_or_one_are_sent() -> None:
-    """Those sent twice go a second time, in which an average counts for all ranks."""
     for silent in [(True, False), (False, False, False)]:
         for way in ways():
             assert_trains_as_the_whole_optimizer(modules.plain(), way, silent_passes=silent, strategy="overlap")
@@ -128,7 +122,6 @@ def several_passes_of_which_all_or_one_are_sent() -> None:
 
 @cases
 def late_copies_and_late_ranks_change_nothing() -> None:
-    """Nor does a forward pass that begins before the parameters are there."""
     for way in ways(delay_s=0.003):
         assert_trains_as_the_whole_optimizer(
             modules.plain(), way, set_to_none=False, overlapped=lambda m: list(m.children())
@@ -137,7 +130,6 @@ def late_copies_and_late_ranks_change_nothing() -> None:
 
 @cases
 def nobody_overwrites_parameters_that_others_still_read() -> None:
-    """A rank that is late reads in its forward pass what it had, though the others have updated theirs."""
     rank, late = dist.get_rank(), random.Random(dist.get_rank())
     model = modules.plain()
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, exchange=SharedMemory(0.002), lr=1.0)
@@ -170,7 +162,6 @@ def what_is_sent_is_the_volume_of_stage_1() -> None:
 
 @cases
 def the_memory_of_a_rank_is_bounded() -> None:
-    """Of gradients its share and what is under way; of parameters all of them."""
     model, sharded = assert_trains_as_the_whole_optimizer(modules.plain(), ways()[1])
     elements = [p.numel() for p in model.parameters()]
     count, size, width = len(elements), dist.get_world_size(), 8
@@ -197,7 +188,6 @@ def an_optimizer_that_is_not_sharded_alike_is_refused() -> None:
 
 @cases.in_a_small_world
 def an_overflow_that_one_rank_has_found_is_an_overflow_on_all() -> None:
-    """Weights and scales are those of training in which every rank has all averages."""
     rank, whole = dist.get_rank(), DataParallel(modules.plain())
     model = DataParallel(copy.deepcopy(whole.module), to_owners=True)
     plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
@@ -222,7 +212,6 @@ def an_overflow_that_one_rank_has_found_is_an_overflow_on_all() -> None:
 
 @cases.in_a_small_world
 def a_gradient_scaler_that_asks_one_rank_alone_is_refused_on_all() -> None:
-    """At its first step, or where it was asked before the step, when the ranks have found different things."""
     for unscaled in (False, True):
         model = DataParallel(modules.plain(), to_owners=True)
         sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, owners=model.owners, lr=0.1)
@@ -240,8 +229,6 @@ def a_gradient_scaler_that_asks_one_rank_alone_is_refused_on_all() -> None:
 
 
 class Vectors(nn.Module):
-    """Parameters of which the second rank owns two if they are shared out together, and one if one by one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.vectors = nn.ParameterList(torch.ones(size) for size in (10, 6, 5))
@@ -252,7 +239,6 @@ class Vectors(nn.Module):
 
 @cases.in_a_small_world
 def owners_that_one_rank_alone_misses_are_refused_on_all() -> None:
-    """The first rank would update nothing but its own, and wait for the other's parameters."""
     model = DataParallel(Vectors(), "overlap", to_owners=True)
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     mine = [p for p in model.parameters() if sharded.owner(p) == dist.get_rank()]
@@ -263,8 +249,7 @@ def owners_that_one_rank_alone_misses_are_refused_on_all() -> None:
 
 @cases.in_a_small_world
 def a_layer_that_is_frozen_between_steps_is_exchanged_still() -> None:
-    """Its gradients are on their owners alone, so that ranks would not agree on whether it is in use: not before the
-    first step either."""
+    """Its gradients exist only on their owners, so ranks would disagree on its use."""
     for first_frozen in (0, 1):
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model = DataParallel(module, to_owners=True)

@@ -1,5 +1,3 @@
-"""Collectives that write down what is asked of them, and ones that take their time."""
-
 import random
 import time
 from typing import Any
@@ -10,8 +8,6 @@ from steplab.parallel.collectives import Collectives, Pending
 
 
 class Recorder:
-    """Passes everything on, and keeps (name, bytes) of each call with a tensor, (name, 0) of the others."""
-
     def __init__(self, inner: Collectives) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.calls: list[tuple[str, int]] = []
@@ -43,7 +39,6 @@ class Recorder:
         return self.inner.host_gather(value)
 
     def taken(self) -> list[tuple[str, int]]:
-        """The calls since the last time."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -64,8 +59,6 @@ class _Counted:
 
 
 class Delays(Recorder):
-    """Sleeps before and after each call, and before what it waits for; differently on each rank."""
-
     def __init__(self, inner: Collectives, longest_s: float = 0.004) -> None:
         super().__init__(inner)
         self.random, self.longest_s = random.Random(inner.rank), longest_s

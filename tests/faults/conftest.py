@@ -1,5 +1,3 @@
-"""A small disk, for tests that fill it."""
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,6 @@ import pytest
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, check=False)

@@ -1,15 +1,15 @@
-"""Ends commands at random moments, and looks at what they leave.
+"""Ends commands at random moments and examines the leftovers.
 
     nice python -m tests.faults.kills --tries 1000 --seed 1
 
-A try starts `sweep`, `import`, `comm` or `ddp` over two CPU ranks, waits for a random part of the time that the whole
-command takes, and ends it: by `kill -9`, SIGTERM, a hang-up, Ctrl-C once or twice, or `kill -9` of a process that
-measures. All tries share one store and one folder for temporary files. What is asked after each one:
+A try starts `sweep`, `import`, `comm` or `ddp` over two CPU ranks and ends it after a random part of its usual time: by
+`kill -9`, SIGTERM, a hang-up, Ctrl-C once or twice, or `kill -9` of a measuring process. All tries share a store and a
+temporary folder. Afterwards:
 
-- no process of the command lives for more than 5 s, and the exit code is that of the signal;
-- SQLite finds the store whole, no earlier record has changed, and a cell that was reported as finished is stored;
-- an import is in the store whole or not at all;
-- no temporary folder is left. After `kill -9` of the command one may be, until the next command makes its own.
+- no process of the command lives for more than 5 s, and the exit code is the signal's;
+- the store is whole, no earlier record has changed, and each reported cell is stored;
+- an import is stored whole or not at all;
+- no temporary folder is left, except one after `kill -9`, until the next command.
 """
 
 import argparse
@@ -39,10 +39,10 @@ from tests.runs import make_run
 from steplab.records.codec import encode
 
 LONGEST_LIFE_S = 5.0
-"""How long a process may live after its command."""
+"""Seconds that a process may outlive its command."""
 NUM_IMPORTED = 300
 _FEWEST_IN_TIME = 0.3
-"""Share of the signals that have to come before the command is over, or little was tried."""
+"""Share of signals that must arrive before the command is over."""
 MODEL = """
 import time
 
@@ -67,20 +67,13 @@ _SIGNALS = {
 
 @dataclass
 class Outcome:
-    """What the tries found."""
-
     tries: Counter[str] = field(default_factory=Counter)
-    """Number of tries by command and end."""
     in_time: int = 0
-    """Number of tries in which the signal came before the command was over."""
     longest_life_s: float = 0.0
-    """Longest time for which a process lived after its command."""
     problems: list[str] = field(default_factory=list)
 
 
 class Attack:
-    """Commands of one store, ended one after the other."""
-
     def __init__(self, folder: Path, seed: int, durations_s: Mapping[str, float]) -> None:
         self.program = Program(folder)
         self.temporary = folder / "tmp"
@@ -90,14 +83,11 @@ class Attack:
         self.random = random.Random(seed)
         self.outcome = Outcome()
         self.records: dict[str, str] = {}
-        """The digest of each record that was found in the store, by its id."""
         self._durations_s = dict(durations_s)
         self._known = set[str]()
-        """The temporary folders that were left by commands that were killed."""
         self._num_imports = 0
 
     def attempt(self, command: str, end: str) -> None:
-        """Start a command, end it at a random moment, and add what is wrong to the outcome."""
         if command not in self._durations_s:
             started_s = time.monotonic()
             result = finish(self._start(command))
@@ -196,7 +186,6 @@ class Attack:
             sqlite.close()
 
     def finish(self) -> None:
-        """The last command is not disturbed; nothing is left behind by those before."""
         result = finish(self._start("comm"))
         if result.code != 0:
             self.outcome.problems.append(f"the last command failed: {result.stderr!r}")
@@ -206,7 +195,6 @@ class Attack:
 
 
 def _listens(process: Started) -> bool:
-    """Whether the program has begun, and listens to signals."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -223,10 +211,6 @@ def attack(
     durations_s: Mapping[str, float] = MappingProxyType({}),
     tell: Callable[[int, Outcome], None] = lambda done, so_far: None,
 ) -> Outcome:
-    """End each of these commands in the way beside it, at moments drawn from the seed.
-
-    `durations_s` is how long commands take; the others are run to their end first.
-    """
     under_attack = Attack(folder, seed, durations_s)
     try:
         for done, (command, end) in enumerate(tries, start=1):

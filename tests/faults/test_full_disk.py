@@ -1,5 +1,3 @@
-"""A disk that is full in mid-sweep: the cause is one line, what was finished is kept, and --resume goes on."""
-
 import errno
 import json
 import os
@@ -94,7 +92,7 @@ NO_FOLDER = "No usable temporary directory found in ['/tmp']"
             "No space left on device: /tmp/x; free some space",
         ),
         (OSError(errno.EMFILE, "Too many open files"), "Too many open files; raise the limit of open files"),
-        (FileNotFoundError(errno.ENOENT, NO_FOLDER), "there is no folder for temporary files that can be written"),
+        (FileNotFoundError(errno.ENOENT, NO_FOLDER), "no writable folder for temporary files"),
     ],
 )
 def test_what_the_system_refuses_is_no_internal_error(

@@ -1,5 +1,3 @@
-"""A small selection of kills.py: each command is ended in one way, at a random moment."""
-
 from pathlib import Path
 
 from tests.faults.kills import attack

@@ -1,5 +1,3 @@
-"""A GPU that falls off in mid-sweep."""
-
 import json
 from pathlib import Path
 

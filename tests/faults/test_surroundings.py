@@ -1,6 +1,3 @@
-"""Commands in odd surroundings: a locale without UTF-8, a terminal of a few columns, closed streams, no home, a full
-disk under what is written, another working folder than at the start."""
-
 import json
 import os
 import pwd
@@ -31,7 +28,6 @@ READING = (("list",), ("show", "last"), ("report",), ("explain",), ("list", "--s
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with records of several kinds, one of them with a name beyond ASCII."""
     path = tmp_path_factory.mktemp("surroundings") / "store.db"
     with Store.open(path, write=True) as opened:
         for record in (replace(make_run(), id=ID, name="größer – 漢字"), imported_run(), make_comm(), make_benchmark()):
@@ -42,7 +38,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program(
     commands: Sequence[Sequence[str]], variables: Mapping[str, str], ending: str = ""
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run commands one after the other in a process of their own; `ending` redirects its streams."""
     script = "import json, sys; from steplab.cli.app import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
     words = ["sh", "-c", f'exec "$@" {ending}', "sh", sys.executable, "-c", script, json.dumps(commands)]
     return subprocess.run(words, env={**os.environ, **variables}, capture_output=True, timeout=120, check=False)
@@ -100,7 +95,7 @@ def test_a_folder_that_is_gone_is_no_internal_error(
     os.chdir("gone")
     (tmp_path / "gone").rmdir()
     assert main(["list", "--store", str(store)]) == 1
-    assert capsys.readouterr().err == "steplab: the current folder was removed; change into another one\n"
+    assert capsys.readouterr().err == "steplab: the current folder was removed; change to another one\n"
 
 
 @pytest.mark.parametrize("columns", ["1", "2", "20"])
@@ -124,8 +119,6 @@ def test_standard_output_that_is_closed_is_no_error(store: Path) -> None:
 
 
 def test_no_home_is_one_line(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user has no entry in /etc/passwd."""
-
     def unknown(number: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
@@ -136,7 +129,7 @@ def test_no_home_is_one_line(store: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for words in (("list",), ("run", "--model", "tiny"), ("report",)):
         end = run(*words)
         assert (end.code, end.faults) == (1, ())
-        assert "name the store with --store or STEPLAB_STORE" in end.stderr
+        assert "set the store by --store or STEPLAB_STORE" in end.stderr
     assert run("list", "--store", str(store)).code == 0
 
 

@@ -1,7 +1,7 @@
-"""Runs all attacks, N times the tries of the first one, and prints a table: python -m tests.fuzz.attack --times 10.
+"""Runs all attacks, N times the first one's tries, and prints a table: python -m tests.fuzz.attack --times 10.
 
-Each kind of bad end is printed with its seed and command when it is first met, and its file is kept in the folder
-`--keep`; a small one belongs into tests/fuzz/cases. The exit code is 1 if there was a bad end.
+The first bad end of each kind is printed with seed and command; its file goes to `--keep`, and belongs into
+tests/fuzz/cases if small. Exit code 1: a bad end.
 """
 
 import argparse
@@ -21,33 +21,27 @@ from tests.fuzz.attacks import ATTACKS, Attack, Try
 from tests.fuzz.ending import described
 
 MOST_BYTES = 6 << 30
-"""The most address space that the process may take; what asks for more ends in a MemoryError, which is a bad end."""
+"""Bytes of address space; more ends in a MemoryError, which is a bad end."""
 _KIND_LETTERS = 110
 _HEADER = ("attack", "tries", "times the first", "bad ends", "longest command", "most memory", "seconds")
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of one attack."""
-
     attack: Attack
     done: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    """Numbers of bad ends by the beginning of what was wrong."""
     longest_s: float = 0.0
-    """The processor's time of the longest command."""
     peak_bytes: int = 0
     seconds: float = 0.0
 
     def row(self) -> tuple[str, ...]:
-        """The cells of the table."""
         times = self.done / self.attack.tries
         counts = (f"{self.done:,}", f"{times:.1f}", str(self.faults.total()), f"{self.longest_s:.1f} s")
         return (self.attack.name, *counts, f"{self.peak_bytes >> 20} MiB", f"{self.seconds:.0f}")
 
 
 def attacked(attack: Attack, seed: int, tries: int, deadline_s: float, keep: Path | None) -> Outcome:
-    """Run one attack until it was tried so often, or until the deadline."""
     outcome, began_s = Outcome(attack=attack), time.monotonic()
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         for tried in attack.make(random.Random(seed), Path(name)):
@@ -75,7 +69,6 @@ def _keep(tried: Try, where: str, folder: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the attacks that were asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=float, default=1.0, help="how many times the tries of the first attack")
     parser.add_argument("--minutes", type=float, default=1e6, help="end after so many minutes")

@@ -1,7 +1,6 @@
-"""The attacks: what is changed, with which commands it is read, and how often that was tried at first.
+"""The attacks: changed inputs and the commands that read them.
 
-Each attack is a generator without end of the ends of commands. Whatever it tries follows from the random numbers that
-it is given, so a seed repeats it.
+Each is an endless generator of ends of commands. Random numbers decide everything, so a seed repeats it.
 """
 
 import gzip
@@ -35,25 +34,17 @@ from steplab.records.codec import encode
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One command of an attack, and how it ended."""
-
     arguments: tuple[str, ...]
     end: End
     file: Path | None = None
-    """The file that was changed; None if the command line itself is the attack."""
     faults: tuple[str, ...] = ()
-    """What is not accepted, of the end and of what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """One row of the table."""
-
     name: str
     tries: int
-    """The number of tries of the first attack, which a run repeats any number of times."""
     make: Callable[[random.Random, Path], Iterator[Try]]
-    """Tries without end, in a folder that it may use."""
 
 
 # --- command lines ----------------------------------------------------------------------------------------------
@@ -69,7 +60,6 @@ _EDGES = (
 
 
 def _commands(app: App, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[tuple[str, bool]]]]:
-    """Every command, with its options (False for a positional argument)."""
     for name in app:
         if name.startswith("-") or name == "completion":  # which would change files of the user's shell
             continue
@@ -253,7 +243,6 @@ def studies(random_: random.Random, folder: Path) -> Iterator[Try]:
 
 
 def settings(random_: random.Random, folder: Path) -> Iterator[Try]:
-    """The file of defaults that a command finds in its folder."""
     file, store = folder / "steplab.toml", folder / "store.db"
     seeds.write_store(store)
     good = 'format = "json"\n[list]\nlimit = 3\n[run]\nmodel = "tiny"\n[plan.memory]\nbatch = 2\n'
@@ -280,7 +269,6 @@ _TOML = (
 
 
 def messages(random_: random.Random, folder: Path) -> Iterator[Try]:
-    """Measuring processes, or one of two ranks, say something else than they should."""
     file, store = folder / "told-0", folder / "store.db"
     played = conversations()
     players: type[Player] = type("Players", (Player,), {"folder": folder})
@@ -326,7 +314,7 @@ def _mutated_lines(random_: random.Random, said: list[Message]) -> bytes:
 
 
 _BOMB_S, _BOMB_BYTES = 330.0, 9 << 30
-"""What a bomb may take: a little more than the limits on reading, in seconds of the processor and bytes of memory."""
+"""Limits for a bomb, just above those on reading: processor seconds and bytes."""
 _BLOCKS = (
     b"\0", b" ", b"\n", b"1,", b"{},", b"[", b'"', b"\\", b'{"a":', b'{"cat":"cpu_op","name":"x","ts":1,"dur":1},',
     b'{"cat":"kernel"},', b"N0", b"(1", b"]a", b"]", b"}", b"(", b"N", b"\x95" + b"\0" * 8, b"]\x94", b"K\x01",
@@ -339,7 +327,6 @@ _HEADS = {
 
 
 def bombs(random_: random.Random, folder: Path) -> Iterator[Try]:
-    """A gibibyte of the same few bytes, out of a megabyte of gzip, or 64 MiB of them as they are."""
     while True:
         command = random_.choice(sorted(_HEADS))
         head, block = random_.choice(_HEADS[command]), random_.choice(_BLOCKS)
@@ -359,7 +346,6 @@ def bombs(random_: random.Random, folder: Path) -> Iterator[Try]:
 
 
 def _imported(folder: Path, command: str, file: Path, content: bytes, random_: random.Random) -> Iterator[Try]:
-    """A changed file is imported; at times what became of it is exported, imported again and drawn."""
     file.write_bytes(content)
     store = folder / "store.db"
     store.unlink(missing_ok=True)
@@ -370,7 +356,6 @@ def _imported(folder: Path, command: str, file: Path, content: bytes, random_: r
 
 
 def _used(folder: Path, store: Path, file: Path, random_: random.Random) -> Iterator[Try]:
-    """What was stored is drawn, exported and imported again."""
     yield _tried(folder, list(random_.choice((*_DRAWING, *_PAGES[:1]))), store, file=file)
     exported = run("export", "--store", str(store), parse_once=True)
     if not exported.stdout:  # nothing was stored
@@ -408,4 +393,3 @@ ATTACKS = {
         Attack(name="messages of processes", tries=300, make=messages),
     )
 }
-"""The rows of the table by name; the last four were not in the first attack."""

@@ -1,5 +1,3 @@
-"""Runs a command in this process and judges how it ends: whatever the input, an internal error is no accepted end."""
-
 import errno
 import functools
 import io
@@ -22,43 +20,36 @@ from unittest import mock
 from steplab.cli.app import app, main
 
 LIMIT_S = 30.0
-"""Seconds of the processor's time after which a command counts as hanging."""
+"""Processor seconds after which a command counts as hanging."""
 _WAITS_S = 120.0
-"""Seconds after which it does if it computes nothing."""
+"""Seconds after which an idle command counts as hanging."""
 _IDLE_S = 0.1
-"""Processor time that is nothing in so many seconds; what has the lowest priority on a busy machine gets more."""
+"""Processor seconds in as many seconds that count as none; low priority gets more on a busy machine."""
 _CODES = (0, 1, 2, 3, 4)
 _LONGEST_LINE = 2000
 _WARNING = re.compile(r"\w+Warning: .*")
 _ALLOWED = "\n\t"
 _STEERING = ("Cc", "Cf", "Zl", "Zp", "Cs")
-"""Unicode's categories of characters that steer a terminal or a page: controls, marks of direction, line breaks."""
+"""Unicode categories that steer a terminal or page: controls, direction marks, line breaks."""
 _HARMLESS_FORMAT = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
-"""Characters of the category Cf that only join or part letters."""
+"""Characters of category Cf that only join or separate letters."""
 
 
 class TooLong(BaseException):
-    """A command ran longer than it may; no `except Exception` of the program's catches it."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a command ended."""
-
     code: int
     stdout: str
     stderr: str
     seconds: float
-    """Processor time, in seconds."""
     faults: tuple[str, ...]
-    """What is not accepted about the end; empty for a good one."""
     peak_bytes: int = 0
-    """Peak memory of a process of its own; 0 for a command in this process."""
 
 
 class NotStarted(subprocess.Popen[bytes]):
-    """A process that the system does not let start, unless it reads a file."""
-
     def __init__(self, command: Sequence[Any], **options: Any) -> None:
         if any("steplab.reading" in str(word) for word in command):
             super().__init__(command, **options)
@@ -74,10 +65,10 @@ def run(
     parse_once: bool = False,
     process: type[subprocess.Popen[bytes]] = NotStarted,
 ) -> End:
-    """Run one command of the command line, and judge its end.
+    """Run one command in this process and judge its end.
 
-    `parse_once`: the same arguments come again with other files, and how they are parsed is not what is tried. What is
-    measured is what `process` says: by default no process can be started.
+    `parse_once`: the same arguments recur with other files, so parsing is not under test. `process` plays measuring; by
+    default no process can start.
     """
     began_s = time.process_time()
     out, err = _stream(), _stream()
@@ -106,7 +97,6 @@ def run(
 
 
 def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
-    """Run one command in a process of its own, which may take `most_bytes` of memory, and judge its end."""
     words = [sys.executable, "-m", "steplab", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         # The shell's limit ends what hangs; the limits of this process hold too.
@@ -133,9 +123,8 @@ def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
 
 
 def judged(code: int, stdout: str, stderr: str, *, raised: bool = False) -> Iterator[str]:
-    """What is not accepted about an exit code and what was written; `raised`: the limits were raised."""
     lines = stderr.splitlines()
-    if "there is not enough memory" in stderr and not raised:
+    if "not enough memory" in stderr and not raised:
         yield "took more memory than there is"
     if code not in (*_CODES, -1):
         yield f"exit code {code}"
@@ -154,7 +143,6 @@ def judged(code: int, stdout: str, stderr: str, *, raised: bool = False) -> Iter
 
 
 def steering(text: str) -> str | None:
-    """The first character of a text that steers whatever shows it; None if it has none."""
     if text.translate(_NO_BREAKS).isprintable():
         return None
     for character in text:
@@ -177,7 +165,6 @@ def _text(stream: io.TextIOWrapper) -> str:
 
 
 def _call_again(arguments: Sequence[str], **options: Any) -> Any:
-    """As `app` is called; parsing takes half of the time of a short command."""
     command, parsed = _parsed(tuple(arguments))
     return command(*parsed.args, **parsed.kwargs)
 
@@ -218,6 +205,5 @@ def _limited(limit_s: float) -> Iterator[None]:
 
 
 def described(arguments: Sequence[str]) -> str:
-    """A command as one line."""
     return " ".join(ascii(argument) if not argument.isprintable() or " " in argument else argument[:80]
                     for argument in arguments)  # fmt: skip

@@ -1,5 +1,3 @@
-"""Changes of files, seeded: bits and spans of bytes, values anywhere in JSON, cells of a database."""
-
 import copy
 import pickle
 import random
@@ -13,7 +11,6 @@ CONTROLS = (
     "\x1b[31m", "\x1b]0;title\x07", "\x9b31m", "\x9d0;title\x9c", "a\rb", "a\nb", "\x00", "\x7f", "\u202etxt\u202c",
     "\u2066a\u2069", "\u2028", "\u2029", "\u061c", "\u200e", "\x0b\x0c", "\x85",
 )  # fmt: skip
-"""Texts that steer a terminal, an editor or a page."""
 TEXTS = (
     *CONTROLS, "", " ", "x" * 5000, "\ud800", "é" * 200, "漢字", "<script>", "&amp;", "|`*_", "\\input{x}", "%", "=1+1",
     "../../etc/passwd", "NaN", "1e999", "null", "-1", "0x10",
@@ -27,7 +24,6 @@ OTHERS: tuple[object, ...] = (None, True, False, [], {}, [[]], [{}], {"": ""}, [
 
 
 def mutated_bytes(random_: random.Random, content: bytes) -> bytes:
-    """The content with one to eight bits, bytes or spans changed."""
     changed = bytearray(content)
     for _ in range(random_.choice((1, 1, 1, 2, 3, 8))):
         if not changed:
@@ -69,7 +65,6 @@ _CHANGES_OF_BYTES: Sequence[Callable[[random.Random, bytearray], None]] = (
 
 
 def flipped_bits(random_: random.Random, content: bytes, count: int) -> bytes:
-    """The content with `count` of its bits flipped."""
     changed = bytearray(content)
     for _ in range(count):
         _flip(random_, changed)
@@ -77,12 +72,10 @@ def flipped_bits(random_: random.Random, content: bytes, count: int) -> bytes:
 
 
 def edge(random_: random.Random) -> Any:
-    """A value that programs seldom expect."""
     return copy.deepcopy(random_.choice(random_.choice((TEXTS, NUMBERS, NUMBERS, OTHERS))))
 
 
 def mutated_value(random_: random.Random, value: Any, most: int = 3) -> Any:
-    """Plain data with one to `most` values changed, left out, repeated, or replaced by one of another type."""
     changed = pickle.loads(pickle.dumps(value))  # as a deep copy, in a fifth of the time
     for _ in range(random_.randint(1, most)):
         changed = _changed(random_, changed)
@@ -90,7 +83,6 @@ def mutated_value(random_: random.Random, value: Any, most: int = 3) -> Any:
 
 
 def _changed(random_: random.Random, root: Any) -> Any:
-    """One change at a place that is reached by going down at random; large containers are entered, not replaced."""
     holder: Any = None
     key: Any = None
     value = root
@@ -134,11 +126,9 @@ SQL_VALUES: tuple[object, ...] = (
     None, "", "text", "12", "\x1b[31m", "x" * 3000, b"", b"\xff\xfe", b"\x00" * 40, 0, -1, 1, 2**31, 2**62, 2**63 - 1,
     -(2**63), 0.5, 1e300, -1e300, float("inf"), float("-inf"), 5e-324,
 )  # fmt: skip
-"""Values of every type that SQLite has; NaN it stores as null."""
 
 
 def mutate_database(random_: random.Random, path: Path) -> None:
-    """Put values of other types into up to six cells of any tables, or take a column or a table away."""
     with closing(sqlite3.connect(path)) as connection:
         tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         for _ in range(random_.randint(1, 6)):
@@ -155,7 +145,6 @@ def mutate_database(random_: random.Random, path: Path) -> None:
 
 
 def _attempt(connection: sqlite3.Connection, sql: str, *values: object) -> None:
-    """Execute a statement that the table may refuse, such as text for its integer primary key."""
     try:
         connection.execute(sql, values)
     except sqlite3.Error:

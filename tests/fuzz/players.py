@@ -1,5 +1,3 @@
-"""Measuring processes that say what a file says: they are played by `cat`, so that a try takes milliseconds."""
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +16,7 @@ Message = dict[str, Any]
 
 
 class Player(subprocess.Popen[bytes]):
-    """A process of steplab's, which writes the file of its rank to its connection and ends; no other can be started."""
-
     folder: ClassVar[Path]
-    """Where the files are."""
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:
         if words[1:3] != ["-P", "-c"]:
@@ -32,7 +27,6 @@ class Player(subprocess.Popen[bytes]):
 
 
 def conversations() -> dict[tuple[str, ...], list[Message]]:
-    """What a child, or the first of two ranks, says while it does what each command asks for."""
     records = seeds.records()
     run, ddp, attention, audit = (records[name] for name in ("run", "ddp", "attention", "audit"))
     assert isinstance(run, Run)

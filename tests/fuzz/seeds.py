@@ -1,5 +1,3 @@
-"""The good files that are changed: small, of every kind that is read, made here or cut from the golden ones."""
-
 import functools
 import json
 import lzma
@@ -30,7 +28,6 @@ FRAMES = ({"filename": "/home/u/train.py", "line": 12, "name": "forward"},)
 
 @functools.cache
 def records() -> dict[str, Record]:
-    """A record of every kind and of every way to make one."""
     made = {
         "run": make_run(), "out of memory": out_of_memory(), "recorder": recorder_run(), "profile": launch_bound_run(),
         "profile of a CPU": cpu_run(), "trace": imported_run(), "memory": watched_run(),
@@ -49,13 +46,11 @@ def _decoded(line: bytes) -> Record:
 
 @functools.cache
 def record_texts() -> dict[str, bytes]:
-    """The records as lines of an export."""
     return {name: encode(record) for name, record in records().items()}
 
 
 @functools.cache
 def trace() -> dict[str, Any]:
-    """The first events of a recorded trace, of every category."""
     whole = json.loads(lzma.decompress((GOLDEN / "excerpt_ddp_2gpu.json.xz").read_bytes()))
     seen: dict[str, int] = {}
     kept = list[Any]()
@@ -69,7 +64,6 @@ def trace() -> dict[str, Any]:
 
 @functools.cache
 def snapshot() -> dict[str, Any]:
-    """The snapshot of a short history with stacks."""
     allocator = CachingAllocator()
     blocks = [allocator.malloc(size, frames=FRAMES) for size in (3 * MIB, 700, 40 * MIB, 12 * MIB, 512)]
     for block in blocks[1:4]:
@@ -81,18 +75,15 @@ def snapshot() -> dict[str, Any]:
 
 @functools.cache
 def pickles() -> Sequence[bytes]:
-    """That snapshot in every protocol, and one that torch wrote."""
     recorded = lzma.decompress((GOLDEN / "memory_small_512_bf16_selective.pickle.xz").read_bytes())
     return (*(pickle.dumps(snapshot(), protocol) for protocol in (2, 3, 4, 5)), recorded)
 
 
 def write_nsys(path: Path) -> Path:
-    """An export of Nsight Systems."""
     return export(path)
 
 
 def write_store(path: Path) -> bytes:
-    """A store of one record of every kind, as bytes of a file without companions."""
     with Store.open(path, write=True) as opened:
         for name in ("run", "trace", "attention", "comm", "ddp", "numerics", "ceilings"):
             opened.add(records()[name])

@@ -1,10 +1,3 @@
-"""No file and no command line ends in an internal error, hangs or steers the terminal: some new tries of each attack,
-and all that once broke something.
-
-`make fuzz` tries for an hour; a file that breaks something then is added to `cases`, named after the command that
-reads it.
-"""
-
 import lzma
 import random
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What each rank of test_data_parallel_on_gpus.py does: a process a GPU, joined over NCCL."""
-
 import copy
 import faulthandler
 import os
@@ -19,7 +17,7 @@ from steplab.parallel.flat_parameters import Exchange
 
 STEPS = 3
 LONGEST_CASE_S = 40
-"""A case takes some seconds. After this a rank prints where it is and ends, which ends the others."""
+"""Seconds after which a rank prints its place and ends, which ends the others."""
 WAYS = [
     ("bucketed", "collectives"),
     *((strategy, "peer_copy") for strategy in ("naive", "flat", "overlap", "bucketed")),
@@ -29,14 +27,11 @@ CASES: list[Case] = []
 
 
 def case(function: Case) -> Case:
-    """One that all ranks call, with rank, number of ranks and device."""
     CASES.append(function)
     return function
 
 
 class Awkward(nn.Module):
-    """Tied weights, a frozen layer, an expert a rank, one that nobody uses, two dtypes, strides that are not dense."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(61, 48)
@@ -60,9 +55,8 @@ class Awkward(nn.Module):
 
 
 def in_a_group(rank: int, size: int, port: int) -> None:
-    """Join, and do all cases; rank 0 prints how long each takes.
-
-    A rank that fails ends at once: leaving the group would wait for the others, which wait for it.
+    """Join and run all cases; rank 0 prints their times. A failing rank ends at once, since leaving the group would
+    wait for others.
     """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device("cuda", rank)
@@ -87,7 +81,6 @@ def expert_of(rank: int) -> int:
 
 @case
 def trains_as_one_process_does(rank: int, size: int, device: torch.device) -> None:
-    """Weights after each step, with two backward passes of which the first is silent."""
     torch.manual_seed(3)
     first = Awkward().to(device)
     tokens = torch.randint(61, (STEPS, 2, size, 4, 16), device=device)
@@ -140,7 +133,7 @@ def parts_updated_as_they_arrive_are_updated_to_the_bit_as_afterwards(
 
 @case
 def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device) -> None:
-    """Bit for bit between two ranks, where a sum has one order; else within a rounding a rank."""
+    """Bit for bit between two ranks, where a sum has one order; otherwise within a rounding per rank."""
     torch.manual_seed(rank)
     inner = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(device)
     x = torch.randn(64, 512, device=device)
@@ -164,7 +157,6 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
 
 @case
 def the_current_device_may_be_another(rank: int, size: int, device: torch.device) -> None:
-    """Where the module is built and its gradients are waited for."""
     torch.manual_seed(3)
     first = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Linear(300, 7)).to(device)
     x = torch.randn(16, 64, device=device)
@@ -185,9 +177,9 @@ def the_current_device_may_be_another(rank: int, size: int, device: torch.device
 
 @case
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
-    """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked.
-
-    By peer copies in buckets of one chunk and of many."""
+    """Thirty steps with uneven work before each backward pass; every gradient is checked, also by peer copies in one
+    and many chunks.
+    """
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)
     waste = torch.randn(2048, 2048, device=device)
     for transport, part_bytes in (("collectives", 0), ("peer_copy", sizes.PART_BYTES), ("peer_copy", 2**17)):
@@ -229,7 +221,6 @@ def a_sharded_optimizer_does_what_the_whole_one_does(rank: int, size: int, devic
 
 @case
 def a_sharded_optimizer_of_owners_trains_as_the_whole_one_does(rank: int, size: int, device: torch.device) -> None:
-    """Bit for bit between two ranks, where a sum has one order; else by SGD, within a rounding a rank and step."""
     torch.manual_seed(7)
     steps, width = 6, 192
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)]
@@ -261,7 +252,6 @@ def a_sharded_optimizer_of_owners_trains_as_the_whole_one_does(rank: int, size: 
 
 @case
 def nobody_overwrites_parameters_that_others_still_read(rank: int, size: int, device: torch.device) -> None:
-    """Late ranks read what they had, though the others have updated theirs."""
     layers = [nn.Linear(1024, 1024, bias=False, device=device) for _ in range(8)]
     for layer in layers:
         nn.init.zeros_(layer.weight)
@@ -283,14 +273,12 @@ def nobody_overwrites_parameters_that_others_still_read(rank: int, size: int, de
 
 
 def idle(seconds: float) -> None:
-    """Keep this rank's GPU from its work for about so long."""
     sleep: Any = torch.cuda._sleep
     if seconds:
         sleep(round(seconds * 1.8e9))
 
 
 def assert_alike_on_all_ranks(tensors: list[Tensor | None]) -> None:
-    """Bit for bit."""
     for tensor in tensors:
         if tensor is None:
             continue

@@ -1,15 +1,9 @@
-"""A Gluon kernel in which groups of warps store the number that they were handed, and nothing else happens.
-
-The groups are as many and as large as those of the Hopper kernels.
-"""
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
 def _store(x_ptr, number, PLACE: gl.constexpr, WARPS: gl.constexpr):
-    """The number, plus a sum over all threads that is zero, for which warps meet at a barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     zeros = gl.where(gl.arange(0, 32 * WARPS, layout) < 0, 1, 0)
     gl.store(x_ptr + PLACE, number + gl.sum(zeros, 0))

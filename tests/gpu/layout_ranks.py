@@ -1,4 +1,4 @@
-"""One rank on a GPU, started by torchrun: the cases of tests/distributed/layout_cases by NCCL, a line for each.
+"""One rank on a GPU, started by torchrun, runs tests/distributed/layout_cases by NCCL.
 
 PYTHONPATH=src:. torchrun --nproc-per-node 2 -m tests.gpu.layout_ranks
 """
@@ -55,7 +55,6 @@ def main() -> int:
 
 
 def _run(name: str, case: Callable[[], None]) -> None:
-    """The first failure ends it: after that the ranks are out of step."""
     started = time.perf_counter()
     try:
         torch.manual_seed(0)

@@ -1,15 +1,12 @@
-"""A few calls of flash_triton, forward and backward, for NVIDIA's compute-sanitizer to watch:
+"""A few calls of flash_triton, forward and backward, for NVIDIA's compute-sanitizer:
 
-compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize_attention.py portable
-compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize_attention.py portable
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize_attention.py portable
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize_attention.py portable
 
-The other arguments are `hopper`, its kernels for Hopper, `few`, the same on fewer and smaller shapes for racecheck,
-which is slower by far, and `handover`, a kernel of the same kind that does nothing: what racecheck says of that,
-it says of how Triton's compiler hands work to groups of warps.
-
-The shapes are small, as everything is many times slower there; each has a part of a tile, and most have several tiles.
-Exits with 1 where a result is not finite. For memcheck, PYTORCH_NO_CUDA_MEMORY_CACHING=1 in the environment lets it see
-where each tensor ends.
+Other arguments: `hopper`; `few`, fewer and smaller shapes for the slow racecheck; `handover`, an empty kernel of the
+same kind, which shows racecheck's findings about Triton's handover between warp groups. Shapes are small but have
+partial and several tiles. Exit code 1: a result is not finite. PYTORCH_NO_CUDA_MEMORY_CACHING=1 shows memcheck each
+tensor's end.
 """
 
 import sys
@@ -44,11 +41,10 @@ FEW = [
     (4, 1, 130, 150, 64, torch.bfloat16, True),
 ]
 MULTIPROCESSORS = 2
-"""What a GPU is taken to have for these: programs of the forward kernel then have several tasks each."""
+"""Assumed number of multiprocessors, so that forward programs have several tasks."""
 
 
 def run_all(shapes: list[tuple[int, int, int, int, int, torch.dtype, bool]]) -> bool:
-    """Whether all results are finite."""
     good = True
     for heads, key_heads, num_queries, num_keys, dim, dtype, causal in shapes:
         begin = time.perf_counter()
@@ -63,7 +59,6 @@ def run_all(shapes: list[tuple[int, int, int, int, int, torch.dtype, bool]]) -> 
 
 
 def hand_over() -> bool:
-    """Whether all groups of warps got the number that they were handed."""
     from tests.gpu.handover import handover_kernel
 
     x = torch.zeros(3, device="cuda", dtype=torch.int32)
@@ -72,12 +67,10 @@ def hand_over() -> bool:
 
 
 def in_pairs(bytes_a_head: int, sharing: int, *of_programs: int) -> int:
-    """Heads that a program of the backward kernel takes, as where there are many more of them."""
     return 2 - sharing % 2
 
 
 def main() -> int:
-    """The exit status."""
     torch.manual_seed(1)
     if sys.argv[1] == "handover":
         return 0 if hand_over() else 1

@@ -1,5 +1,3 @@
-"""AdamW in one kernel on a GPU, beside torch's fused one and float64."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -72,7 +70,6 @@ def test_more_than_two_to_the_31_elements_are_updated_to_the_last() -> None:
 
 
 def trained(*, captured: bool, lr: float | Tensor) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Parameters after one step outside of a graph and STEPS further ones, replayed or not, with lr halved midway."""
     given = [x.requires_grad_() for x in inputs(0)]
     static = [torch.empty_like(x) for x in given]
     made = OneKernelAdamW(given, lr=lr, weight_decay=0.1)
@@ -124,7 +121,7 @@ def test_a_first_step_in_a_capture_and_a_second_capture_are_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_a_group_may_have_parameters_of_several_devices() -> None:
-    """Each launch is for one device, whose kernel cannot read the other's memory."""
+    """Each launch is for one device, whose kernel cannot read another's memory."""
     devices = ("cuda:0", "cuda:1", "cuda:0")
     given, theirs = (
         [torch.linspace(-1, 1, 700, device=device).requires_grad_() for device in devices] for _ in range(2)

@@ -1,5 +1,3 @@
-"""What only a GPU can show of the benchmark of attention: the allocator's figures, and memory given back."""
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ pytestmark = [
 ]
 
 FAR_TOO_LONG = 2**18
-"""Positions whose scores no GPU's memory holds."""
+"""Positions whose scores exceed any GPU's memory."""
 
 
 def measured(*cells: AttentionSpec) -> list[AttentionCell]:

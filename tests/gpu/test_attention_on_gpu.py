@@ -1,7 +1,7 @@
-"""flash_triton on a GPU: a fuzz of shapes against float64, and what torch does around it.
+"""flash_triton on a GPU: a fuzz of shapes against float64, and torch's use of it.
 
-What Triton compiles anew for (types, the columns of the head dimension, the mask) is drawn in groups, so that few
-kernels are compiled. A kernel that hangs ends the process with a trace.
+Values that make Triton recompile (types, head columns, mask) are drawn in groups. A hanging kernel ends the process
+with a trace.
 """
 
 import faulthandler
@@ -38,7 +38,7 @@ pytestmark = [
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HANGS_S = 120
-"""No test here takes a quarter as long."""
+"""Seconds; no test takes a quarter as long."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,6 @@ def tf32_put_back() -> Iterator[None]:
 
 @pytest.fixture(params=["hopper", "portable"])
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both implementations of the kernels, where the GPU and its Triton have both."""
     chosen: str = request.param
     if chosen == "hopper":
         if torch.cuda.get_device_capability() != (9, 0):
@@ -76,7 +75,6 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def choose_anew() -> None:
-    """Forget by which kernels calls were made."""
     triton_tuning._found.cache_clear()
     triton_backward._layout.cache_clear()
     triton_backward._starts_of_one_sweep.cache_clear()
@@ -85,13 +83,10 @@ def choose_anew() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One call."""
-
     seed: int
     batch: int
     key_heads: int
     sharing: int
-    """Heads of queries to a head of keys."""
     queries: int
     keys: int
     dim: int
@@ -100,10 +95,8 @@ class Case:
     scale: float | None = None
     layout: str = "contiguous"
     large: float = 1
-    """The standard deviation of q, k and v."""
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of the output."""
         make = torch.Generator("cuda").manual_seed(self.seed)
         heads = self.key_heads * self.sharing
 
@@ -121,7 +114,6 @@ class Case:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers, lying in memory in another way."""
     if layout == "heads after positions":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "positions first":
@@ -157,8 +149,6 @@ LAYOUTS = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Cases that run the same kernels."""
-
     dims: tuple[int, ...]
     causal: bool
     key_heads: int
@@ -166,7 +156,6 @@ class Group:
     dtype: torch.dtype = BF16
     tf32: bool = False
     in_pairs: bool = False
-    """A program takes two heads that share keys, as it does where there are many more of them."""
 
     def __str__(self) -> str:
         dtype = "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
@@ -209,14 +198,12 @@ CASES_A_GROUP = 14
 
 
 def length(draw: random.Random) -> int:
-    """Around the edges of tiles as often as anywhere."""
     near = draw.choice([64, 128, 192, 256, 384, 512]) + draw.choice([-1, 0, 1])
     return draw.choice([draw.randint(1, 40), draw.randint(1, 300), draw.randint(1, 700), near])
 
 
 @pytest.fixture
 def pairs_as_asked(group: Group) -> Iterator[None]:
-    """Programs of the backward kernel take two heads where the group asks for it, whatever the shape."""
     if not group.in_pairs:
         yield
         return
@@ -336,9 +323,9 @@ def test_a_row_that_sees_nothing_gives_nothing_and_gets_no_gradient(variant: str
 # --- more than 2**31 elements --------------------------------------------------------------------------------------
 
 MANY = 2**24 + 100
-"""Rows of which two heads of 64 columns have more than 2**31 elements."""
+"""Rows with more than 2**31 elements in two heads of 64 columns."""
 NEEDLES = [0, 1, 777, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 37, MANY - 1]
-"""The rows that matter: what all others contribute is nothing."""
+"""The only rows that contribute."""
 needs_room = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60e9,
     reason="needs a GPU with 60 GB of memory",
@@ -347,7 +334,6 @@ needs_room = pytest.mark.skipif(
 
 @needs_room
 def test_more_than_two_to_the_31_elements_of_queries() -> None:
-    """Rows of no gradient contribute nothing: the others must come out as if they were alone."""
     make = torch.Generator("cuda").manual_seed(1)
     q = torch.randn(1, 2, MANY, 64, generator=make, device="cuda", dtype=BF16)
     k, v = (torch.randn(1, 2, 70, 64, generator=make, device="cuda", dtype=BF16) for _ in range(2))
@@ -362,7 +348,6 @@ def test_more_than_two_to_the_31_elements_of_queries() -> None:
 
 @needs_room
 def test_more_than_two_to_the_31_elements_of_keys() -> None:
-    """Keys of scores far below the others' weigh nothing: the others must come out as if they were alone."""
     make = torch.Generator("cuda").manual_seed(1)
     q, do = (torch.randn(1, 2, 70, 64, generator=make, device="cuda", dtype=BF16) for _ in range(2))
     q = q.abs() + 1
@@ -383,7 +368,7 @@ def test_more_than_two_to_the_31_elements_of_keys() -> None:
 
 @pytest.mark.parametrize("key_heads", [2, 32])
 def test_every_run_gives_the_same_bits(variant: str, key_heads: int) -> None:
-    """Of 2 x 64 heads of queries a program of the backward kernel takes two in a row."""
+    """A program of the backward kernel takes two of 2 x 64 query heads in sequence."""
     case = Case(seed=1, batch=2, key_heads=key_heads, sharing=2, queries=1025, keys=1025, dim=128, causal=True)
     first = results_of(FlashAttentionTriton, *case.tensors(), causal=True)
     for _ in range(5):
@@ -439,7 +424,6 @@ def test_a_cuda_graph_replays_it(variant: str) -> None:
 
 
 def test_the_compiler_records_a_graph_of_a_first_call() -> None:
-    """Which it warms up in the graph's memory, where nothing may stay that is not a result."""
     q, k, v = inputs(2, 3, 190, 64)
     torch._dynamo.reset()
     compiled = torch.compile(loss_of, mode="reduce-overhead")
@@ -451,7 +435,6 @@ def test_the_compiler_records_a_graph_of_a_first_call() -> None:
 
 
 def test_a_first_call_while_a_graph_is_captured_is_refused_in_one_line(variant: str) -> None:
-    """And forgotten: the next one, outside, is as any first call."""
     q, k, v = (x.detach() for x in inputs(1, 3, 77, 64))
     triton_forward._start.cache_clear()
     refused = pytest.raises(Unsupported, match=r"first call of 'flash_triton' .* graph .* call it once before")
@@ -462,7 +445,6 @@ def test_a_first_call_while_a_graph_is_captured_is_refused_in_one_line(variant: 
 
 
 def test_a_call_on_the_memory_of_another_reads_what_is_there_now(variant: str) -> None:
-    """Calls are made again by addresses, where there are other numbers, shapes, strides, types, masks and scales."""
     room = torch.empty(4, 2 * 3 * 256 * 64, device="cuda", dtype=BF16)
     views: dict[str, Callable[[Tensor], Tensor]] = {
         "heads first": lambda x: x.view(2, 3, 256, 64),
@@ -516,7 +498,7 @@ def test_it_runs_on_the_stream_that_is_current() -> None:
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side), torch.no_grad():
-        torch.cuda._sleep(20_000_000)  # cycles: whoever does not wait for this reads what is not there yet
+        torch.cuda._sleep(20_000_000)  # cycles: a reader that does not wait sees old values
         found = FlashAttentionTriton.apply(q.clone(), k.clone(), v.clone(), True)
     side.synchronize()
     assert torch.equal(found, right)

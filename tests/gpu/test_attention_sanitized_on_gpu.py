@@ -1,5 +1,3 @@
-"""compute-sanitizer finds nothing in flash_triton's kernels: no access out of bounds, no race."""
-
 import inspect
 import os
 import re
@@ -38,20 +36,17 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 def watched(tool: str, what: str, *options: str) -> tuple[int, str]:
-    """Exit status and what the tool wrote."""
     compiled(what)
     return ran(what, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *options)
 
 
 @cache
 def compiled(what: str) -> None:
-    """Has Triton compile and keep the kernels, which takes several times as long under the tool."""
     status, said = ran(what)
     assert status == 0, said[-3000:]
 
 
 def ran(what: str, *before: str) -> tuple[int, str]:
-    """Exit status and output of the script, started by what stands before it."""
     paths = [str(ROOT), *sys.path]
     ended = subprocess.run(
         [*before, sys.executable, str(SCRIPT), what],
@@ -76,8 +71,8 @@ def test_no_race_in_the_portable_kernels() -> None:
 
 
 def test_no_race_in_the_hopper_kernels_but_in_how_triton_hands_over_work() -> None:
-    """Triton's compiler writes what a group of warps is to do where that group reads it, at the head of the kernel and
-    at warp_specialize. racecheck does not follow its barriers there: a kernel in which nothing else happens shows that.
+    """Triton's compiler writes a warp group's task where that group reads it, at the kernel's head and at
+    warp_specialize. racecheck misses these barriers, as an empty kernel shows.
     """
     if not triton_tuning.hopper_kernels_on(torch.device("cuda", 0)):
         pytest.skip("the Hopper kernels are for compute capability 9.0 and Triton 3.6")
@@ -90,12 +85,10 @@ def test_no_race_in_the_hopper_kernels_but_in_how_triton_hands_over_work() -> No
 
 
 def places_of(said: str) -> set[tuple[str, int]]:
-    """File and line of each access that took part in a race."""
     return {(file, int(line)) for file, line in re.findall(r"\w\+0x\w+ in (\w+)\.py:(\d+)", said)}
 
 
 def lines_of_handover() -> set[tuple[str, int]]:
-    """File and line of each Hopper kernel's head and of its call of warp_specialize."""
     import importlib
 
     lines = set()
@@ -103,7 +96,7 @@ def lines_of_handover() -> set[tuple[str, int]]:
         module = importlib.import_module(f"steplab.ops.attention.{file}")
         source, first = inspect.getsourcelines(getattr(module, name).fn)
         calls = [number for number, line in enumerate(source) if "gl.warp_specialize(" in line]
-        # One that depends on a condition is said to be where that is.
+        # A conditional access is reported at its condition.
         calls += [number - 1 for number in calls if source[number - 1].lstrip().startswith("if ")]
         head = next(number for number, line in enumerate(source) if line.startswith("def "))
         lines |= {(file, first + number) for number in (head, *calls)}

@@ -1,5 +1,3 @@
-"""The table of attention implementations against what torch's kernels take on this GPU, tried one by one."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""What only a GPU can show of tuning: that its kernels pass the check, fit or say so, and take a time."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The kernels between the products of a block on a GPU: errors against float64, large tensors, and whole steps."""
-
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +66,7 @@ def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object]) 
 
 
 def test_compiled_blocks_make_gradients_of_fp32_weights_in_their_products() -> None:
-    """They are those of the eager block but for its rounding to bf16, which the head's still has."""
+    """They equal the eager block's except for its rounding to bf16, which the head's still has."""
     found = [made_by(compiled=compiled) for compiled in (False, True)]
     for name, eager in found[0].items():
         rounded, whole = eager.bfloat16().float(), found[1][name]
@@ -79,7 +77,6 @@ def test_compiled_blocks_make_gradients_of_fp32_weights_in_their_products() -> N
 
 
 def made_by(*, compiled: bool) -> dict[str, Tensor]:
-    """The gradients of a small model of fused blocks under bf16 autocast, by name."""
     spec = resolve_step(
         {"model": "small", "model.projections": "merged", "model.num_layers": 2, "context": 256, "batch": 2,
          "precision": "bf16", "block_ops": "triton", "attention": "sdpa_flash", "device": "cuda"}
@@ -96,7 +93,6 @@ def made_by(*, compiled: bool) -> dict[str, Tensor]:
 
 
 def test_tensors_of_more_than_two_to_the_31_elements() -> None:
-    """The last rows are computed, forward and backward, from where they are."""
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("needs 60 GB of GPU memory")
     rows, width = 2**19 + 5, 4104
@@ -134,7 +130,7 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
 def test_what_is_alive_at_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, Any], tmp_path: Path) -> None:
-    """Each category to the KiB; how far the allocator fills its blocks up depends on what was freed before."""
+    """Each category to the KiB; how full blocks are depends on earlier releases."""
     merged: dict[str, Any] = {
         "model.projections": "merged",
         "context": 256,

@@ -1,5 +1,3 @@
-"""Collectives between real GPUs: every backend and collective is right, on all GPUs and on some of them."""
-
 from pathlib import Path
 from statistics import median
 

@@ -1,5 +1,3 @@
-"""The fused loss on a GPU: its errors against float64, its memory, and what torch does around it."""
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,7 +107,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Most bytes allocated while it runs, above those before, once it has run."""
     run()
     gc.collect()
     torch.cuda.synchronize()
@@ -122,7 +119,7 @@ def peak_bytes(run: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_memory_is_bounded_by_a_formula(precision: str) -> None:
-    """At 8192 tokens of width 4096 and 131,072 entries: the gradients, 512 MiB of logits and little else."""
+    """For 8192 tokens of width 4096 and 131,072 entries: the gradients, 512 MiB of logits and little else."""
     tokens, width, entries = 8192, 4096, 131_072
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     hidden = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
@@ -183,7 +180,7 @@ def test_the_compiler_gives_the_same(mode: str) -> None:
 
 
 def test_a_step_is_captured_as_a_cuda_graph() -> None:
-    """Nothing waits for the GPU: neither the number of targets nor the gradient of the loss is looked at."""
+    """Nothing waits for the GPU: neither the number of targets nor the loss's gradient is read."""
     case = make_case(512, 64, 10_000, dtype=torch.bfloat16, device="cuda", ignored=0.2)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
 
@@ -216,7 +213,6 @@ def test_a_step_is_captured_as_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
 def test_the_memory_of_a_step_is_predicted(precision: str, tmp_path: Path) -> None:
-    """As closely as that of a plain loss."""
     fields: dict[str, object] = {
         "model": "small", "model.num_layers": 2, "model.vocab_size": 50_257, "batch": 16, "context": 512,
         "attention": "sdpa", "precision": precision, "loss": "fused", "warmup": 2, "steps": 3, "device": "cuda",

@@ -1,5 +1,3 @@
-"""steplab.parallel over NCCL and over copies between GPUs, on two GPUs and on all there are."""
-
 import random
 
 import pytest
@@ -15,6 +13,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("size", sorted({2, torch.cuda.device_count()}))
 def test_data_parallelism(size: int) -> None:
-    """All cases in one group of processes, as starting and joining them takes longer than most cases."""
+    """One group of processes, since starting it takes longer than most cases."""
     port = random.randint(20_000, 60_000)
     start_processes(in_a_group, (size, port), nprocs=size, start_method="spawn")

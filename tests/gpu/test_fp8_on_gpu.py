@@ -1,5 +1,3 @@
-"""Linear layers in fp8 on a GPU: bits of both layouts, products and gradients against float64, no wait of the host."""
-
 from collections.abc import Callable
 
 import pytest
@@ -86,7 +84,7 @@ def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
 
 @pytest.mark.parametrize("sizes", [(4, 2048, 32, 32, 80), (2, 1000, 8, 2, 128), (2, 5, 3, 1, 10)], ids=str)
 def test_producers_give_the_largest_magnitude_of_what_they_write(sizes: tuple[int, int, int, int, int]) -> None:
-    """In bf16, which fp8 takes; in float32 a multiply and an add may be fused otherwise."""
+    """bf16 as for fp8; in float32 multiply and add may be fused differently."""
     check_producers(sizes, BF16, "cuda")
 
 

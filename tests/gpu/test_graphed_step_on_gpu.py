@@ -1,5 +1,3 @@
-"""Steps replayed as CUDA graphs beside the same steps launched by the host, and what the capture does not bear."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 STEPS, BEFORE = 5, 3
-"""Steps that are compared, and those that GraphedStep takes before it records."""
+"""Compared steps, and GraphedStep's steps before recording."""
 
 
 class KeepsLosses(CudaGraphs):
-    """Looks at the loss of each forward pass, which the backward pass lets go of."""
-
     def __init__(self, step: ModelStep) -> None:
         super().__init__(torch.device("cuda"))
         self._step = step
@@ -56,7 +52,6 @@ def tokens(number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def state_of(step: ModelStep) -> list[Tensor]:
-    """Parameters, and what the optimizer keeps of each, in one order whenever each was first updated."""
     parameters = list(step.module.parameters())
     kept = [] if step.optimizer is None else [v for p in parameters for v in step.optimizer.state[p].values()]
     return [*(p.detach() for p in parameters), *(value.detach().cuda() for value in kept)]
@@ -158,7 +153,7 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one(tmp_pa
         # The same tensors, in blocks that are filled up less: a graph's pool was empty when it was recorded.
         saved = expected.peak_allocated_bytes - peak.peak_allocated_bytes  # 40.6 MB of 79 on an H200
         assert -(2**20) < saved < filled_up
-        # Graphs do not fill up the blocks of which the state of the steps before them takes a part.
+        # Graphs leave blocks half empty that earlier steps' state uses.
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
     assert plain.median_s is not None
@@ -194,7 +189,7 @@ def asks(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def test_a_compiled_model_whose_sums_have_no_order_learns_the_same_to_rounding() -> None:
-    """The compiler adds up the embedding's gradient by atomic additions."""
+    """The compiler sums the embedding's gradient by atomic additions."""
     fields: dict[str, object] = {"compile": "default", "precision": "fp32"}
     data = tokens(BEFORE + STEPS)
     losses, _ = launched(fields, data)

@@ -1,5 +1,3 @@
-"""Several processes on GPUs of their own: what NCCL adds to what tests/distributed/test_launch.py finds on a CPU."""
-
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ from steplab.records.run import Run
 
 NUM_GPUS = torch.cuda.device_count()
 PROMPTLY_S = 90.0
-"""Starting two processes on GPUs included."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs")]
 
@@ -29,7 +26,7 @@ def steplab(tmp_path: Path) -> Iterator[Program]:
 
 
 def on_gpus(program: Program, *options: str) -> tuple[int, str, Run | None]:
-    """Exit code, last line said, and the record; started as from a shell: a forked process cannot use CUDA."""
+    """Exit code, last line, and record; from a shell, since a forked process cannot use CUDA."""
     result = program("run", *options, prefix=("env",), timeout_s=PROMPTLY_S)
     rows = program.rows()
     record = decode(program("show", rows[0]["id"], "--format", "json").stdout) if rows else None

@@ -1,5 +1,3 @@
-"""Layouts on two and four GPUs by NCCL: the cases of the CPU, with torch's own compiler."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""What only a GPU can show of memory: that the allocator's history, the profiler and the counters tell the same."""
-
 import gc
 import pickle
 import threading
@@ -48,7 +46,6 @@ Measured = Callable[..., tuple[Run, MemoryProfile]]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """Measures a cell in a process of its own, as users do; each once."""
     seen: dict[str, Run] = {}
     store = tmp_path_factory.mktemp("memory") / "store.db"
 
@@ -102,7 +99,6 @@ def test_parameters_and_gradients_are_as_large_as_the_model(measured: Measured, 
 
 @pytest.mark.parametrize("fields", CELLS, ids=str)
 def test_the_history_and_the_profiler_saw_the_same_blocks(tmp_path: Path, fields: dict[str, object]) -> None:
-    """Replayed from the raw files, block by block, up to the allocator's own high-water mark."""
     watch = partial(MemoryRecorder, snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
     given = {("pass" if name == "pass_name" else name): value for name, value in fields.items()}
     gc.collect()  # what earlier cases left in cycles would otherwise be freed during the recorded step
@@ -151,8 +147,6 @@ def test_a_longer_context_costs_activations_alone(measured: Measured) -> None:
 
 
 class FromAThread(nn.Module):
-    """Allocates where the profiler does not look."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(64, 1)

@@ -1,5 +1,3 @@
-"""The loops that a report shows for a GPU, with CUDA graphs and compiled blocks, train as the plain loop does."""
-
 import pytest
 import torch
 from tests.unit.test_own_loop import check_loop, some_batches, steps
@@ -13,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 BEFORE = 3
-"""Steps that a loop with a CUDA graph takes of its first batch before it records one."""
+"""Steps on its first batch before a loop records a CUDA graph."""
 EAGER = {
     "precision": ("fp32", "bf16", "bf16_master"),
     "optimizer": ("adamw_fused", "adamw_triton"),

@@ -1,5 +1,3 @@
-"""What only a GPU can show of a precision: CUDA's autocast keeps norms, softmax and losses in fp32, and TF32 exists."""
-
 import pytest
 import torch
 from torch import nn

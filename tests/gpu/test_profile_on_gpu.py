@@ -1,5 +1,3 @@
-"""What only a GPU can show of a profile: kernels found by their launch, and device time that events agree with."""
-
 import json
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,6 @@ def events(trace: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def kernels_within(trace: Path, name: str) -> list[list[str]]:
-    """For each range of that name, the kernels that host calls inside it launched, in the order of their start."""
     launches = {event["args"]["correlation"]: event["ts"] for event in events(trace, "cuda_runtime", "cuda_driver")}
     kernels = sorted(events(trace, "kernel"), key=lambda event: event["ts"])
     found = []
@@ -105,7 +102,6 @@ def test_where_the_gpu_is_busy_the_profiled_forward_takes_as_long_as_the_timed_o
 
 
 def test_a_profile_leaves_the_timing_alone(tmp_path: Path) -> None:
-    """Measured in processes of their own, one to be profiled and one not."""
     alone = measure("small", context=1024, batch=8, store=tmp_path / "store.db")
     watched = profile("small", context=1024, batch=8, profiled_steps=1, store=tmp_path / "store.db")
     assert alone.timing is not None

@@ -1,5 +1,3 @@
-"""What only a GPU can show: events against the host's clock, exact out-of-memory figures, every precision."""
-
 import dataclasses
 import gc
 import itertools
@@ -58,7 +56,7 @@ def test_phases_sum_to_the_step() -> None:
 
 
 def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
-    """A kernel that spins, given in no time, and a host that sleeps before it gives a short one."""
+    """A spinning kernel, launched at once, and a host that sleeps before a short one."""
     device = open_device("cuda")
     sleep_s = 0.02
     spin = Phase(name="spin", run=lambda: torch.cuda._sleep(100_000_000))  # clocks: some 50 ms
@@ -72,7 +70,7 @@ def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
     (spinning, *_), _ = run_back_to_back([spin], device, 3, lambda step: None)
     assert spinning.lead_s is not None
     assert spinning.device_s is not None
-    # The first lead is the kernel's own length, and each further one is that of one kernel more.
+    # The first lead is one kernel's length; each further one adds a kernel.
     totals = list(itertools.accumulate(spinning.device_s))
     assert spinning.lead_s == pytest.approx(totals, rel=0.1)
     (waiting, *_), _ = run_back_to_back([Phase(name="late", run=late)], device, 3, lambda step: None)
@@ -118,7 +116,7 @@ def test_every_precision_runs_every_pass(precision: str, pass_name: str) -> None
 @pytest.mark.parametrize("loss", ["plain", "fused"])
 @pytest.mark.parametrize("compile", ["off", "block", "reduce-overhead"])
 def test_weights_with_masters_train_as_autocast_does(compile: str, loss: str) -> None:
-    """Eager to the bit. A compiler may leave out a rounding in either step: of a relative 2^-8 in what enters a sum."""
+    """Eager to the bit. A compiler may skip one rounding, a relative 2^-8, in either step."""
     device = torch.device("cuda")
     losses: dict[str, list[float]] = {"bf16": [], "bf16_master": []}
     for precision, found in losses.items():
@@ -139,7 +137,6 @@ def test_weights_with_masters_train_as_autocast_does(compile: str, loss: str) ->
 
 @pytest.mark.parametrize("compile", ["off", "block", "default", "reduce-overhead"])
 def test_micro_steps_accumulate_in_every_way_of_compiling(compile: str) -> None:
-    """CUDA graphs among them, whose static gradients must outlive a micro-step."""
     spec = resolve_step(
         {"model": "tiny", "pass": "forward_backward", "compile": compile, "accumulation": 3, "batch": 2}
     )
@@ -166,7 +163,7 @@ def test_micro_steps_accumulate_in_every_way_of_compiling(compile: str) -> None:
 
 
 def test_a_pass_holds_no_more_than_its_parts_explain() -> None:
-    """fp32 training: weights, gradients and two moments, so at least four times the parameters at the step's peak."""
+    """fp32 training: weights, gradients and two moments are at least four times the parameters at the step's peak."""
     gc.collect()
     before_bytes = torch.cuda.memory_allocated()  # what other tests of this process keep, as CUDA graphs do
     run = measured(model="small", context=16, batch=1)

@@ -1,5 +1,3 @@
-"""Updates in the backward pass of a model whose blocks run on several streams."""
-
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ LATE_CYCLES = 50_000_000
 
 
 class LateGradient(torch.autograd.Function):
-    """The same numbers; the gradient comes some 25 ms later."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -30,7 +26,6 @@ class LateGradient(torch.autograd.Function):
 
 
 def trained(*, overlapped: bool) -> list[Tensor]:
-    """The weights after three steps of two layers, of which the second runs on a stream of its own."""
     late: Any = LateGradient.apply
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256, bias=False, device="cuda") for _ in range(2)]
@@ -54,5 +49,5 @@ def trained(*, overlapped: bool) -> list[Tensor]:
 
 
 def test_an_update_waits_for_gradients_on_every_stream() -> None:
-    """The late gradient's hook comes first, and its module's last one on another stream."""
+    """The late gradient's hook comes first, its module's last hook on another stream."""
     assert all(torch.equal(*pair) for pair in zip(trained(overlapped=True), trained(overlapped=False), strict=True))

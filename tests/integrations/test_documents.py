@@ -1,5 +1,3 @@
-"""The pieces of docs/trainers.md, and the trackers of docs/report.md, run as they are written."""
-
 import json
 import os
 import re

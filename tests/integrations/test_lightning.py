@@ -1,5 +1,3 @@
-"""A Lightning Trainer on a tiny model, recorded by its callback."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ Fit = Callable[..., Run | None]
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Fit:
-    """Train a linear model with a recording callback, and give the record."""
     from steplab.integrations.lightning import SteplabCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]

@@ -1,5 +1,3 @@
-"""The loops of other libraries in examples/, run as they are written."""
-
 import json
 import os
 import runpy
@@ -39,14 +37,12 @@ def test_a_loop_with_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class CpuModule(SimpleNamespace):
-    """torch.cpu with what torchtitan asks of a module of GPUs."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
 
 def test_a_training_with_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchtitan's trainer on a CPU, for which it has neither a device nor attention, and a torch before its own."""
+    """torchtitan's trainer on a CPU, for which it lacks a device and attention, and with an older torch."""
     pytest.importorskip("torchtitan", reason="torchtitan is missing: pip install torchtitan")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from torchtitan.tools import utils

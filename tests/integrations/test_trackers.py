@@ -1,5 +1,3 @@
-"""Records in MLflow, W&B and TensorBoard, read back from what those wrote."""
-
 import dataclasses
 import json
 import os
@@ -53,7 +51,7 @@ def test_a_loops_own_phases_are_metrics_under_names_that_all_trackers_take() -> 
 
 
 def test_an_id_leads_out_of_no_folder() -> None:
-    """Imports refuse such an id; the store of somebody else may hold it, and a tracker's folder is named by it."""
+    """Imports refuse such an id, but a foreign store may hold it, and it names a tracker's folder."""
     assert tracked(RUN).id == RUN.id
     assert tracked(dataclasses.replace(RUN, id="../../home/.config")).id == ".._.._home_.config"
 
@@ -71,10 +69,9 @@ def test_a_failure_has_no_figures() -> None:
 
 @pytest.fixture
 def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MLflow's SQLite store in a folder of the test."""
     pytest.importorskip("mlflow", reason="mlflow is missing: pip install 'steplab[mlflow]'")
     pytest.importorskip("alembic", reason="alembic is missing: pip install 'steplab[mlflow]'")
-    monkeypatch.chdir(tmp_path)  # for the artifacts, which MLflow puts beside the program
+    monkeypatch.chdir(tmp_path)  # for artifacts, which MLflow puts next to the program
     path = tmp_path / "mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
     return path
@@ -104,13 +101,12 @@ def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
     mlflow_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
-    with pytest.raises(SteplabError, match=r"MLflow did not take record .* of nowhere://x"):
+    with pytest.raises(SteplabError, match=r"MLflow refused record .* of nowhere://x"):
         track(tracked(RUN), "mlflow", HERE)
 
 
 @pytest.fixture
 def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An MLflow server with a SQLite store, on a free port of the loopback interface."""
     pytest.importorskip("flask", reason="MLflow's server is missing: pip install mlflow")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -163,8 +159,9 @@ def test_a_server_of_mlflow_takes_records(server: str) -> None:
 
 
 def entries(log: bytes) -> Iterator[bytes]:
-    """The entries of a log in LevelDB's format, which W&B writes: a header of 7 bytes, then blocks of 32 KiB of pieces,
-    each with a checksum, its length and its type (1 whole, 2 first, 3 middle, 4 last)."""
+    """Entries of W&B's log in LevelDB's format: a 7-byte header, then 32 KiB blocks of pieces, each with checksum,
+    length and type (1 whole, 2 first, 3 middle, 4 last).
+    """
     entry, at = b"", 7
     while at + 7 <= len(log):
         left = 32768 - at % 32768
@@ -252,7 +249,7 @@ def test_the_command_exports_each_record_with_its_page(
     ],
 )
 def test_two_destinations_at_once_are_refused(asked: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="an export goes to one place"):
+    with pytest.raises(UserError, match="--tracker excludes"):
         export((), **asked)  # type: ignore[arg-type]
 
 

@@ -1,5 +1,3 @@
-"""A transformers Trainer on a tiny model, recorded by its callback, and set beside `steplab run`."""
-
 import functools
 import json
 import time
@@ -27,14 +25,12 @@ LAYER_NS, UPDATE_NS = 1_000_000, 5_000_000
 
 
 def tokens(count: int, vocabulary: int, context: int = CONTEXT) -> list[dict[str, torch.Tensor]]:
-    """Random sequences, each its own labels."""
     drawn = torch.randint(vocabulary, (count, context), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in drawn]
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Run | None]:
-    """Train a model with a recording callback, and give the record."""
     from steplab.integrations.transformers import SteplabCallback
 
     def trained(
@@ -115,7 +111,7 @@ def test_the_steps_that_were_asked_for_are_profiled_by_module(train: Train) -> N
 
 
 class ClockOfWork:
-    """A clock for which nothing takes time but the layers' forward passes and the optimizer's steps."""
+    """A clock on which only forward passes and optimizer steps take time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 0
@@ -142,7 +138,7 @@ class ClockOfWork:
 def test_a_trainers_step_is_what_steplab_run_calls_one(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All micro-steps and the update; benchmarks/overhead.py has the difference of their times."""
+    """All micro-steps and the update; benchmarks/overhead.py shows the difference of times."""
     accumulation, layers = 4, 2
     config = TINY_LLAMA | {"num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,7 +1,5 @@
-"""CUDA's caching allocator in plain Python, as its source tells it, with the history that it would record.
-
-One device, native allocator. Addresses come from a counter; a device allocation never fails. What it counts is the
-truth that a replay of its history is held to.
+"""CUDA's caching allocator in plain Python, from its source, with its history. One device; addresses come from a
+counter; device allocations never fail.
 """
 
 from dataclasses import dataclass
@@ -26,8 +24,6 @@ class Block:
 
 
 class CachingAllocator:
-    """malloc, free and empty_cache; `events` is the history, `allocated_bytes` what was allocated after each."""
-
     def __init__(self, max_split_bytes: int | None = None, *, gap_between_segments: int = 0) -> None:
         self.max_split_bytes, self.gap = max_split_bytes, gap_between_segments
         self.events: list[dict[str, Any]] = []
@@ -74,7 +70,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, *, other_stream: bool = False) -> None:
-        """other_stream: it was used there too, and is handed out again only after process_events."""
+        """`other_stream`: used there too, so reusable only after process_events."""
         block.allocated = False
         self.current_bytes -= block.size
         self.record("free_requested", block.address, block.requested, block.stream, block.frames)

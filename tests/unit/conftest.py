@@ -1,5 +1,3 @@
-"""What the tests that measure in their own process need."""
-
 import gc
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -10,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def torch_settings_put_back() -> Iterator[None]:
-    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
+    """Restores torch's process-wide options, which measuring sets."""
     import torch
 
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -21,7 +19,7 @@ def torch_settings_put_back() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def earlier_tests_left_no_garbage() -> None:
-    """Collect it, and have what is there now stay: where earlier tests left much, each search took half a second."""
+    """Collect and freeze: searches took half a second after leaky tests."""
     gc.collect()
     gc.freeze()
 
@@ -48,7 +46,7 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Walks from one step ask for the same predictions, each of which takes a tenth of a second."""
+    """Walks share predictions, a tenth of a second each."""
     from steplab.lab import outlook
 
     with pytest.MonkeyPatch.context() as patch:

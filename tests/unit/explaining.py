@@ -1,4 +1,4 @@
-"""Small profiles by hand, for diagnoses: what an operator took is said a step, and the record holds several."""
+"""Small profiles by hand for diagnoses: operator times are per step, records hold several steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,12 +15,10 @@ STEPS = 2
 MS = 1e-3
 
 FP32, TF32, BF16 = 67e12, 494.5e12, 989.5e12
-"""Dense peaks of an H200 SXM by its data sheet, FLOP/s."""
+"""Dense peaks of an H200 SXM by its data sheet, in FLOP/s."""
 BYTES_PER_S = 4.8e12
-"""Its stated bandwidth."""
 H200 = gpu_named("H200 SXM")
 SHARES = H200.rates.streaming.shares
-"""What kernels reach of that, as fitted."""
 
 
 def op(
@@ -36,7 +34,6 @@ def op(
     flops: float | None = None,
     moved: float | None = None,
 ) -> OpStats:
-    """An operator; times, calls, FLOPs and bytes are of one step."""
     return OpStats(
         name=name,
         category=category,
@@ -53,7 +50,6 @@ def op(
 
 
 def kernel_of(of: OpStats, name: str | None = None) -> KernelStats:
-    """The kernels an operator launched, all alike."""
     each_s = of.device_s / of.calls
     return KernelStats(
         name=name or f"kernel of {of.name}",
@@ -69,7 +65,6 @@ def kernel_of(of: OpStats, name: str | None = None) -> KernelStats:
 
 
 def host_call(name: str, *, phase: str, calls: int = 1, ms: float = 0.1) -> HostCallStats:
-    """A call of the host; calls and time are of one step."""
     return HostCallStats(name=name, phase=phase, range="", calls=calls * STEPS, total_s=ms * MS * STEPS)
 
 
@@ -81,7 +76,6 @@ def profile(
     launches: int = 1000,
     **fields: Any,
 ) -> Profile:
-    """A profile of nothing but these operators, each phase waiting for the host as long as said (a step)."""
     waiting_ms = waiting_ms or {}
     names = list(dict.fromkeys([*(o.phase for o in ops), *waiting_ms]))
     phases = tuple(_phase(name, [o for o in ops if o.phase == name], waiting_ms.get(name, 0.0)) for name in names)
@@ -115,7 +109,6 @@ def _phase(name: str, ops: Sequence[OpStats], waiting_ms: float) -> PhaseTime:
 
 
 def timing(step_ms: float, **phases_ms: float) -> Timing:
-    """Three samples of each, all alike, of a step run without a profiler."""
     times = {"step": step_ms, **phases_ms}
     return Timing(
         warmup=(),
@@ -124,12 +117,10 @@ def timing(step_ms: float, **phases_ms: float) -> Timing:
 
 
 def own(fields: Mapping[str, object], seen: Profile | None, timed: Timing | None) -> Run:
-    """A run of steplab's own on an H200."""
     return make_run(fields, profile=seen, timing=timed)
 
 
 def foreign(seen: Profile, **fields: Any) -> Run:
-    """An imported trace: a profile and nothing else."""
     values: dict[str, Any] = {
         "id": "0123456789ab",
         "created_utc": "2026-11-21T09:00:00Z",
@@ -140,5 +131,4 @@ def foreign(seen: Profile, **fields: Any) -> Run:
 
 
 def case(run: Run) -> Case:
-    """The case that a diagnosis takes."""
     return case_of(run, None)

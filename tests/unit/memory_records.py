@@ -1,6 +1,5 @@
-"""Synthetic memory profiles: a step of the plain Transformer played through, every allocation and release in turn.
-
-The tape keeps its own plain sums, so that what a report shows can be checked against them.
+"""Synthetic memory profiles: a Transformer step, every allocation and release in turn. The tape keeps plain sums, to
+check reports.
 """
 
 import re
@@ -35,8 +34,6 @@ EVENT_S = 2e-4
 
 
 class Tape:
-    """A record of what was allocated when, by category."""
-
     def __init__(self, categories: tuple[str, ...]) -> None:
         self.categories = categories
         self.now: Counter[str] = Counter()
@@ -73,7 +70,6 @@ class Tape:
         self.phases.append((phase, first, len(self.rows)))
 
     def profile(self, **fields: Any) -> MemoryProfile:
-        """The record; `fields` are put in place of what was summed."""
         totals = [sum(row) for row in self.rows]
         peak = totals.index(max(totals))
         cause = self.causes[peak]
@@ -105,7 +101,6 @@ class Tape:
         return MemoryProfile(**(values | fields))
 
     def largest(self, peak: int) -> tuple[Allocation, ...]:
-        """Those alive at the peak first, each group by its bytes together; temporaries live for a moment."""
         alike = Counter(
             replace(made, at_peak=row == peak or (row < peak and made.category != "temporaries"))
             for row, made in self.made
@@ -116,7 +111,6 @@ class Tape:
 
 
 def _kept(spec: StepSpec, shape: TransformerShape) -> list[tuple[str, str, tuple[int, ...], str, str, str]]:
-    """What one block saves: module, node, shape, dtype, operator, line."""
     tokens = (spec.batch, spec.context)
     wide, hidden = (*tokens, shape.d_model), (*tokens, shape.d_ff)
     scores = (spec.batch, shape.num_heads, spec.context, spec.context)
@@ -140,7 +134,6 @@ def _kept(spec: StepSpec, shape: TransformerShape) -> list[tuple[str, str, tuple
 
 
 def train_profile(spec: StepSpec, *, checkpointed: bool = False, **fields: Any) -> MemoryProfile:
-    """One training step; with `checkpointed`, a block keeps its input alone and makes the rest again."""
     shape = spec.model.shape
     assert shape is not None
     weights = [("query", shape.d_model, shape.d_model)] * 4 + [("up", shape.d_ff, shape.d_model)] * 3
@@ -226,7 +219,6 @@ def train_profile(spec: StepSpec, *, checkpointed: bool = False, **fields: Any) 
 
 
 def watched_run(fields: dict[str, object] | None = None, *, checkpointed: bool = False, **overrides: Any) -> Run:
-    """A run of steplab's own step with a memory profile, and the allocator's counts that agree with it."""
     run = make_run(fields)
     assert run.spec is not None
     profile = train_profile(run.spec, checkpointed=checkpointed)
@@ -240,7 +232,6 @@ def watched_run(fields: dict[str, object] | None = None, *, checkpointed: bool =
 
 
 def imported_profile(**fields: Any) -> MemoryProfile:
-    """A snapshot that someone else took: no owners, no phases, events without clock times."""
     tape = Tape(UNNAMED_CATEGORIES)
     tape.change("before", 900 * MIB)
     with tape.during("any"):
@@ -270,7 +261,6 @@ def imported_profile(**fields: Any) -> MemoryProfile:
 
 
 def imported_snapshot(**overrides: Any) -> Run:
-    """The run that an imported snapshot makes."""
     values: dict[str, Any] = {
         "id": "feed00000001",
         "created_utc": "2026-11-22T09:00:00Z",
@@ -283,7 +273,6 @@ def imported_snapshot(**overrides: Any) -> Run:
 
 
 def cpu_run() -> Run:
-    """The same step on a CPU, whose allocator keeps no count."""
     run = watched_run({"model": "tiny", "context": 64})
     assert run.memory_profile is not None
     device = replace(ENVIRONMENT.device, kind="cpu", name="Intel Xeon", memory_bytes=None)
@@ -296,7 +285,6 @@ def cpu_run() -> Run:
 
 
 def prediction_of(profile: MemoryProfile, factor: float = 0.99) -> MemoryPrediction:
-    """A prediction that is off by that factor in every category."""
     predicted = {name: round(factor * size) for name, size in profile.at_peak.items()}
     terms = tuple(Term(category=name, what=name, formula=f"{size}", num_bytes=size) for name, size in predicted.items())
     return MemoryPrediction(peak_bytes=sum(predicted.values()), at_peak=predicted, peak_phase="forward",
@@ -304,11 +292,6 @@ def prediction_of(profile: MemoryProfile, factor: float = 0.99) -> MemoryPredict
 
 
 def told_runs() -> list[Run]:
-    """Runs that between them have most of what can be said of watched memory, in a store of their own.
-
-    The second last has what is told seldom: no place of the peak, counts that differ, lists cut short, blocks that
-    differ. The last is compiled, and its graph keeps casts of weights.
-    """
     fp32, bf16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
     checkpointed = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
     seldom, compiled = watched_run({"context": 256}), watched_run({"context": 512, "precision": "bf16"})

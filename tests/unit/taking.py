@@ -1,5 +1,3 @@
-"""A session of steps in turns without processes: each step takes as long as is told, or fails."""
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -17,13 +15,10 @@ from steplab.records.turns import Turn, Turns
 from steplab.specs.step import StepSpec
 
 Told = Callable[[StepSpec], float | str | Failure | Exception]
-"""Gives the seconds of a step, the message with which it runs out of memory, another failure, or the error that refuses
-it."""
+"""Gives a step's seconds, its out-of-memory message, another failure, or the error that refuses it."""
 
 
 class FakeSession:
-    """Stands in for measurement.processes.turns.Session."""
-
     environment = ENVIRONMENT
     alternating: str | None = None
     timeout_s: float | None = None
@@ -31,7 +26,6 @@ class FakeSession:
     def __init__(self, told: Told) -> None:
         self._told = told
         self.asked: list[StepSpec] = []
-        """The steps in the order in which they were built."""
         self._place = 0
 
     def __call__(self, **options: Any) -> Any:
@@ -81,7 +75,7 @@ class FakeSession:
         taken = side.run.turns.turns if side.run and side.run.turns else ()
         taken += (Turn(place=self._place, steps=steps),)
         self._place += 1
-        # A little noise that repeats, so that medians and intervals are those of the time told.
+        # A little periodic noise, so medians and intervals match the given time.
         samples = tuple(
             seconds * (1 + 0.0005 * (number % 5 - 2)) for number in range(sum(turn.steps for turn in taken))
         )

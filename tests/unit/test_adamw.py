@@ -1,5 +1,3 @@
-"""AdamW in one kernel, in Triton's interpreter, against float64 and against torch's own."""
-
 import copy
 import os
 from typing import Any
@@ -39,7 +37,6 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def in_float64(steps: int) -> list[dict[str, Tensor]]:
-    """Parameters and moments after so many steps."""
     found = []
     for index, parameter in enumerate(parameters()):
         p = parameter.detach().double()
@@ -128,7 +125,6 @@ def test_gradients_may_be_elsewhere_in_every_step_and_groups_have_their_own_rate
 
 @pytest.mark.parametrize("kind", [OneKernelAdamW, torch.optim.AdamW])
 def test_parts_updated_one_after_the_other_are_those_of_one_step(kind: Any) -> None:
-    """Bit for bit, in groups of their own rates; what is not the optimizer's stays."""
     found = []
     for parts in ([range(6)], [range(4, 6), range(1), range(1, 4)]):
         given, stranger = parameters(), torch.ones(3, requires_grad=True)
@@ -165,7 +161,7 @@ def test_what_the_kernel_does_not_take_is_refused(tensor: Tensor, said: str) -> 
 
 
 def test_tensors_of_other_devices_are_updated_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch would read addresses of the other device's memory."""
+    """One launch would read addresses of another device."""
     given = [torch.ones(4, device=device, requires_grad=True) for device in ("cpu", "meta", "cpu")]
     for each in given:
         each.grad = torch.ones_like(each)
@@ -180,7 +176,7 @@ def test_tensors_of_other_devices_are_updated_by_themselves(monkeypatch: pytest.
 
 
 def test_tables_do_not_grow_with_the_number_of_gradients() -> None:
-    """A model that leaves out some blocks in each step has another number of gradients in many of them."""
+    """A model that skips blocks has varying numbers of gradients."""
     given = [torch.ones(4, requires_grad=True) for _ in range(8)]
     made = OneKernelAdamW(given, **OPTIONS)
     for number in range(8, 0, -1):
@@ -194,7 +190,7 @@ def test_tables_do_not_grow_with_the_number_of_gradients() -> None:
 
 
 def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of sizes are of that step: the kernel would read and write past the end of a smaller tensor."""
+    """The tables have that step's sizes: the kernel would pass the end of a smaller tensor."""
     first, large, small = given = [torch.ones(size, requires_grad=True) for size in (8, 600, 8)]
     made = OneKernelAdamW(given, **OPTIONS)
     first.grad, small.grad = torch.ones(8), torch.ones(8)
@@ -217,7 +213,7 @@ def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch:
 
 
 def test_tensors_without_an_address_of_their_own_are_refused() -> None:
-    """The kernel would read address 0 of a sharded parameter, which is a DTensor; this one is a wrapper too."""
+    """The kernel would read address 0 of a sharded parameter (DTensor)."""
     with pytest.raises(Unsupported, match="for a TwoTensor is not supported: its elements are in tensors within it"):
         OneKernelAdamW([TwoTensor(torch.ones(4), torch.ones(4)).requires_grad_()])
     table = torch.nn.Embedding(10, 4, sparse=True)

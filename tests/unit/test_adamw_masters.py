@@ -1,5 +1,3 @@
-"""bfloat16 weights with float32 masters: against autocast over float32 weights, and against float64."""
-
 import copy
 import os
 import re
@@ -73,8 +71,8 @@ def test_a_step_is_as_near_to_float64_as_float32_allows() -> None:
     for master, before, gradient in zip(values, exact, gradients(1), strict=True):
         x, first, second = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
         adamw_step(x, gradient.double(), first, second, rates)
-        # Decay and product round the parameter twice and its difference once; of the update of lr, what is rounded are
-        # two moments, a root, two corrections, a quotient and a product.
+        # Decay and product round the parameter twice and its difference once. The update of lr rounds two moments, a
+        # root, two corrections, a quotient and a product.
         assert ((master.double() - x).abs() <= u * (3 * before.abs() + 1e-2 * 10)).all()
 
 
@@ -89,7 +87,6 @@ def test_where_no_kernel_runs_torchs_operators_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_loses_nothing() -> None:
-    """Saved after two steps and loaded into other weights, a third step ends where it would have ended."""
     values = masters_of()
     weights, made = optimizer_of(values)
     take_steps(weights, made, range(1, 3))
@@ -109,7 +106,6 @@ def test_a_checkpoint_loses_nothing() -> None:
 
 
 def test_the_masters_that_a_caller_holds_are_those_that_are_loaded() -> None:
-    """And a step of the optimizer that they were saved from does not change them."""
     values, others = masters_of(), [torch.zeros_like(value) for value in masters_of()]
     weights, made = optimizer_of(values)
     take_steps(weights, made, range(1, 2))
@@ -171,8 +167,6 @@ def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None
 
 
 class Small(nn.Module):
-    """A linear layer with a bias, a norm, and an embedding whose weight is a linear layer's too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.tied = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
@@ -236,7 +230,6 @@ GPT_2: dict[str, object] = {
 
 
 def trained_step(precision: str, fields: dict[str, object]) -> tuple[ModelStep, list[float]]:
-    """A step after it was taken four times, and its losses."""
     spec = resolve_step(TINY | fields | {"precision": precision})
     step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
     losses = []
@@ -262,7 +255,7 @@ def trained_step(precision: str, fields: dict[str, object]) -> tuple[ModelStep, 
 def test_a_step_trains_to_the_bit_what_autocast_over_float32_weights_trains(
     fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The products have the same factors and the update the same operands, so that no bound is needed."""
+    """Products and update have equal operands, so no bound is needed."""
     monkeypatch.delenv("TRITON_INTERPRET")  # the update by operators of torch, which is quicker
     step, losses = trained_step("bf16_master", fields)
     autocast, expected = trained_step("bf16", fields)

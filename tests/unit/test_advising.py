@@ -1,5 +1,3 @@
-"""The walk to a faster step: which change comes next, what is kept, and what the record and its report say."""
-
 import dataclasses
 import re
 from collections.abc import Callable
@@ -40,11 +38,10 @@ from steplab.units import format_time
 pytestmark = pytest.mark.usefixtures("predicted_once")
 
 FACTORS = {"bf16": 0.4, "tf32": 0.6, "auto": 0.8, "block": 0.85, "default": 0.8, "fused": 0.97, "adamw_triton": 1.02}
-"""What a choice multiplies the step time by; what is not named makes no difference."""
+"""Factors on step time; missing choices have no effect."""
 
 
 def product(spec: StepSpec) -> float:
-    """A step whose choices do not affect each other."""
     seconds = 0.1
     for choice in (spec.precision, spec.attention, spec.compile, spec.loss, spec.optimizer):
         seconds *= FACTORS.get(choice, 1.0)
@@ -53,8 +50,6 @@ def product(spec: StepSpec) -> float:
 
 @pytest.fixture
 def walk(tmp_path: Path) -> Callable[..., Advice]:
-    """A walk from `small` on an H200 whose steps take as long as told."""
-
     def walked(told: Told = product, **options: Any) -> Advice:
         walked.session = FakeSession(told)  # type: ignore[attr-defined]
         given = {"model": "small", "context": 512} | options.pop("fields", {})
@@ -71,7 +66,6 @@ def walk(tmp_path: Path) -> Callable[..., Advice]:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
-    """A walk in which choices do not affect each other, and its store."""
     store = tmp_path_factory.mktemp("walked") / "store.db"
     spec = resolve_step({"model": "small", "context": 512, "steps": 30})
     return advise(spec, store=store, session=FakeSession(product), profile=unprofiled), store
@@ -82,7 +76,6 @@ def unprofiled(spec: StepSpec, **options: Any) -> Run:
 
 
 def interrupted_walk(folder: Path) -> Advice:
-    """The walk that an interruption left in the store."""
     with Store.open(folder / "store.db", write=False) as opened:
         [row] = opened.rows(kind="advice")
         advice = opened.get(str(row["id"]))
@@ -91,8 +84,6 @@ def interrupted_walk(folder: Path) -> Advice:
 
 
 def interrupts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that is interrupted once."""
-
     def interrupted(self: object, *given: object) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
@@ -157,7 +148,7 @@ def test_a_change_brings_what_it_needs() -> None:
 def test_what_the_recipe_sets_comes_before_changes_of_which_nothing_is_predicted(
     walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
-    """Of a CPU, where nothing but a profile's findings predicts, and these from rates of a GPU."""
+    """As on a CPU, where only a profile's findings predict, from rates of a GPU."""
     device = dataclasses.replace(ENVIRONMENT.device, kind="cpu", name="a CPU")
     monkeypatch.setattr(FakeSession, "environment", dataclasses.replace(ENVIRONMENT, device=device))
     predicted = {
@@ -203,8 +194,6 @@ def test_a_change_that_fails_or_is_refused_is_said_and_the_walk_goes_on(walk: Ca
 
 
 class CrowdedSession(FakeSession):
-    """Recorded graphs do not fit into the device's memory beside another step."""
-
     def enter(self, label: str, spec: StepSpec, *further: Any) -> Side:
         if spec.cuda_graph == "step":
             self.alternating = "the device's memory does not hold all of them at once"
@@ -268,8 +257,6 @@ def test_a_process_that_the_kernel_ended_ran_out_of_memory(walk: Callable[..., A
 
 
 def test_a_change_that_raises_an_error_makes_no_room(walk: Callable[..., Advice]) -> None:
-    """The walk goes on from the step without it."""
-
     def told(spec: StepSpec) -> float | str | Failure:
         if spec.precision == "bf16":
             return Failure(kind="error", message="RuntimeError: kaputt")
@@ -303,7 +290,6 @@ def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is
 
 
 def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:
-    """The clock is read before each attempt, and at its beginning and end."""
     now = 0.0
 
     def told(spec: StepSpec) -> float:
@@ -363,7 +349,7 @@ def test_a_budget_counts_from_the_start(
 def test_a_budget_holds_for_what_makes_room_too(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float | None, num_built: int
 ) -> None:
-    """Building a step takes 10 s, and the third is the first that fits."""
+    """Building a step takes 10 s; only the third fits."""
     now = 0.0
 
     class Slow(FakeSession):
@@ -391,8 +377,6 @@ def test_a_budget_holds_for_what_makes_room_too(
 def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tried(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, late: str
 ) -> None:
-    """A step that is compiled takes longer to build, or to measure, than is left of the budget; or a turn of the
-    fastest step beside it does."""
     now = 0.0
 
     class Slow(FakeSession):
@@ -481,8 +465,6 @@ def test_an_interruption_just_after_a_change_was_kept_keeps_it(
 def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
     walk: Callable[..., Advice], walked: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sides leave then, which takes seconds on a GPU."""
-
     monkeypatch.setattr(Outlook, "by_hand", interrupts(monkeypatch))
     with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
         walk()
@@ -500,7 +482,6 @@ def test_an_interruption_before_a_walk_knows_how_long_building_takes_is_that_alo
 
 
 def test_a_side_that_leaves_again_is_stored_once(tmp_path: Path) -> None:
-    """As after an interruption that came just after its record was stored."""
     session: Any = FakeSession(lambda spec: "too small a device")
     with Store.open(tmp_path / "store.db", write=True) as store, StoredSession(session, store, "") as taking:
         side = taking.enter("start", resolve_step({"model": "small"}))
@@ -512,7 +493,6 @@ def test_a_side_that_leaves_again_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Callable[..., Advice]) -> None:
-    """A profile of a factory's model: compile is predicted by a finding, fp32 products are found, head and loss too."""
     ops = [
         op("aten::silu", "elementwise", 3.0, where="layers.*.ff", calls=12),
         op("aten::mul", "elementwise", 4.0, where="layers.*.ff", calls=12),
@@ -589,7 +569,6 @@ def test_a_line_says_what_a_change_saves_and_that_it_is_kept() -> None:
 
 
 def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_kept() -> None:
-    """As xl's block operators on a host that cannot launch them in time, which CUDA graphs mend."""
     alone = Tried(
         field="block_ops", value="triton", along=("projections merged",), code=("…",), predicted_share=0.05,
         ratio=ratio(0.067, 0.091, "higher"), waits_for_host=True,
@@ -610,7 +589,6 @@ def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_k
 
 @pytest.mark.parametrize(("b_s", "said"), [(0.0200, False), (0.0201, False), (0.0203, True), (0.0160, True)])
 def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: float, said: bool) -> None:
-    """In turns it is not where the machine was slower for a while."""
     of_turns = dataclasses.replace(ratio(0.040, 0.020, "lower"), b=b_s)
     labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
     compared = turns_document([labels], [[of_turns]], ["as it is", "the other"])
@@ -622,14 +600,12 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
 
 
 BUSY = {"other_cpus": 7.5, "num_cpus": 8}
-"""What a record says of a machine whose processors other programs kept busy."""
 
 
 @pytest.mark.parametrize("busy_for", ["all", "bf16", "none"])
 def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
     walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy_for: str
 ) -> None:
-    """As `show` does of each of the two records."""
     turn = FakeSession._turn
 
     def disturbed(self: FakeSession, side: Side, steps: int) -> None:

@@ -1,5 +1,3 @@
-"""Every attention a CPU can run against the formula in float64, computed by numpy."""
-
 import math
 import re
 import warnings
@@ -51,7 +49,6 @@ def inputs(lead: tuple[int, ...], num_queries: int, num_keys: int, width: int) -
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """softmax(scale q k^T) v, row by row, in numpy's float64."""
     q_, k_, v_ = (np.asarray(t.detach().to(torch.float64)) for t in (q, k, v))
     scale = 1 / math.sqrt(q_.shape[-1]) if scale is None else scale
     out = np.empty_like(q_)
@@ -69,7 +66,7 @@ def rms(difference: Tensor) -> float:
 
 
 def half_a_unit_in_the_last_place(exact: Tensor, dtype: torch.dtype) -> float:
-    """What rounding the exact result to the output's type may cost: no implementation can promise less."""
+    """Cost of rounding the exact result to the output's type, for any implementation."""
     return torch.finfo(dtype).eps / 2 * rms(exact)
 
 
@@ -101,11 +98,11 @@ def test_the_error_is_at_most_twice_that_of_plain_attention_in_the_same_precisio
 
 
 def bound_of_plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """The most by which plain attention may miss the formula, to first order in the unit roundoff u.
+    """Largest error of plain attention, to first order in unit roundoff u.
 
-    The scores are rounded twice, after the product and after the scale: 2 u |s|. The product is summed in
-    float32 at least, whose roundoff u32 enters once a term: D u32 |q| |k|. A weight whose scores are off by d
-    is off by a factor 1 + 2 d, and is rounded once. The weighted sum rounds once, and once a term in float32.
+    Scores are rounded twice, after product and scale: 2 u |s|. The product is a float32 sum with roundoff u32 per term:
+    D u32 |q| |k|. A weight with scores off by d is off by a factor 1 + 2 d, and rounded once. The weighted sum rounds
+    once, and once per term in float32.
     """
     u, u32 = torch.finfo(q.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
     q_, k_ = (t.to(torch.float64) for t in (q, k))
@@ -173,7 +170,6 @@ def test_any_leading_dimensions_are_taken(implementation: str, lead: tuple[int, 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_heads_that_lie_strided_in_memory_are_read_right(implementation: str) -> None:
-    """The model hands over transposed views, not fresh tensors."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs((2, 3), 7, 7, 4))
     assert not q.is_contiguous()
     out = attention(q, k, v, causal=True, implementation=implementation)
@@ -191,7 +187,6 @@ def test_the_public_names_are_there(name: str) -> None:
 
 
 def test_every_implementation_is_tested_here() -> None:
-    """The Triton kernels under its interpreter, and flex without gradients: in files of their own."""
     assert {*ON_CPU, *GPU_ONLY, *FORWARD_ONLY, *INTERPRETED} == set(IMPLEMENTATIONS)
 
 
@@ -338,21 +333,16 @@ def test_a_size_is_a_constant() -> None:
 
 
 class OnGpu(Tensor):
-    """A tensor that says it is on a GPU."""
-
     is_cuda = True
 
 
 @pytest.fixture
 def called() -> list[str]:
-    """Which of the two was called."""
     return []
 
 
 @pytest.fixture
 def call(called: list[str]) -> Callable[..., Any]:
-    """An operator and its function, of one tensor and two settings."""
-
     def noting(name: str) -> Any:
         return lambda x, causal, scale: called.append(name)
 
@@ -399,7 +389,6 @@ def test_a_transform_of_torch_func_sees_operators(
 def test_other_tensors_than_plain_ones_of_a_gpu_go_through_operators(
     call: Callable[..., Any], called: list[str]
 ) -> None:
-    """Those on a CPU, of a class of their own, and those whose memory does not hold their values."""
     negative = torch.zeros(2, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     for x in (torch.zeros(1), torch.zeros(1).as_subclass(OnGpu), negative, torch._efficientzerotensor((1,))):
@@ -431,7 +420,7 @@ def test_the_mask_has_the_blocks_that_torch_finds(num_queries: int, num_keys: in
 
 
 def test_a_mask_that_was_first_made_for_inference_serves_a_step_that_trains() -> None:
-    """Its lists are kept, and autograd saves no tensor that was made in inference mode."""
+    """Its lists are cached, and autograd cannot save tensors of inference mode."""
     with torch.inference_mode():
         causal_mask(777, 777, torch.device("cpu"))
     mask = causal_mask(777, 777, torch.device("cpu"))
@@ -439,8 +428,6 @@ def test_a_mask_that_was_first_made_for_inference_serves_a_step_that_trains() ->
 
 
 def test_within_a_compiled_graph_it_is_attention() -> None:
-    """Twice, as in two layers, and for several lengths, of which the compiler makes a symbol."""
-
     def run(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         once = attention(q, k, k, causal=True, implementation="flex")
         return attention(once, k, k, causal=True, implementation="flex")
@@ -454,7 +441,7 @@ def test_within_a_compiled_graph_it_is_attention() -> None:
 
 
 def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives a function up that it has compiled for eight, or here for two."""
+    """torch stops compiling a function after eight shapes, here two."""
     compiled = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -478,7 +465,6 @@ def test_gradients_on_a_cpu_are_refused() -> None:
 
 
 def test_without_gradients_a_cpu_takes_tensors_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the refusal above says: torch itself would look at the tensors alone."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     with torch.no_grad():
@@ -487,7 +473,7 @@ def test_without_gradients_a_cpu_takes_tensors_that_want_them(monkeypatch: pytes
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 4), (4, 0)])
 def test_no_positions_on_a_cpu_are_refused(num_queries: int, num_keys: int) -> None:
-    """torch would divide by their number, and the process would be gone."""
+    """torch would divide by zero and crash the process."""
     q, k = torch.ones(1, 1, num_queries, 8), torch.ones(1, 1, num_keys, 8)
     with torch.no_grad(), pytest.raises(Unsupported, match="without queries or keys"):
         attention(q, k, k, implementation="flex")

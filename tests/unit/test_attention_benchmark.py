@@ -1,5 +1,3 @@
-"""The benchmark of attention: its session with implementations that fail, its processes, and its errors."""
-
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,8 +36,6 @@ AttentionFn = Callable[..., Tensor]
 
 
 class FakeClock(HostClockDevice):
-    """A device on which every repeat takes as long as was said of its implementation."""
-
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.time_s = 0.0
@@ -55,8 +51,6 @@ class FakeClock(HostClockDevice):
 
 @dataclass
 class Bench:
-    """A session on a fake device with fake implementations, and what it told."""
-
     device: FakeClock = field(default_factory=FakeClock)
     results: dict[int, AttentionCell] = field(default_factory=dict)
     under_way: list[list[int]] = field(default_factory=list)
@@ -75,7 +69,6 @@ class Bench:
         return function
 
     def run(self, study: AttentionStudy, groups: list[list[int]] | None = None) -> bool:
-        """Whether it came to its end, where it tells the clocks."""
         environments: list[Environment] = []
         observer = Observer(
             on_environment=environments.append,
@@ -104,7 +97,6 @@ def study_of(*implementations: str, **changes: Any) -> AttentionStudy:
 
 
 def refusing(message: str = OUT_OF_MEMORY, *, when: Callable[[int], bool] = lambda call: True) -> AttentionFn:
-    """An implementation that runs out of memory in those calls (of forward, counted from 1) that `when` names."""
     calls = 0
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -119,7 +111,6 @@ def refusing(message: str = OUT_OF_MEMORY, *, when: Callable[[int], bool] = lamb
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """What is this small is slower on several, and much slower where these are wanted by others."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -157,8 +148,6 @@ def test_implementations_take_turns_and_each_is_the_first_in_its_turn(bench: Ben
 
 
 class Queue(FakeClock):
-    """A device that works off what the host starts, which goes on meanwhile. Its flush buffer is itself."""
-
     flush_s, work_s = 1e-4, 3e-4
 
     def __init__(self) -> None:
@@ -215,7 +204,7 @@ def test_the_device_is_busy_until_python_has_started_the_pass_or_the_cell_says_t
 def test_a_repeat_that_the_device_may_have_waited_in_is_made_again_with_more_to_do_before_it(
     bench: Bench, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python starts a pass five times as slowly from when the timing begins as it did in the warm-up."""
+    """Python starts passes five times as slowly during timing as during warm-up."""
     start_s = [1e-4]
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -289,7 +278,6 @@ def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
 def test_a_failure_holds_no_memory_when_the_device_is_looked_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """On a CUDA device whatever a failed call had made must be gone by then, or the process would be given up."""
     held: list[Any] = []
 
     def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -388,7 +376,6 @@ def test_what_is_kept_for_backward_is_counted_to_the_byte(bench: Bench) -> None:
 
 
 def by_hand(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Output and gradients by torch's own autograd in float64, heads of keys repeated."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
     repeats = spec.heads // spec.num_kv_heads
     k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in leaves[1:])
@@ -475,8 +462,6 @@ Script = Callable[[Request, Listener], Failure | None]
 
 @dataclass
 class Children:
-    """Processes that do as they are told, one after the other."""
-
     scripts: list[Script]
     asked: list[list[list[int]]] = field(default_factory=list)
     results: dict[int, AttentionCell] = field(default_factory=dict)

@@ -1,5 +1,3 @@
-"""What `auto` chooses, and that it says so."""
-
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,6 @@ def test_a_misspelt_type_is_refused_and_not_left_to_torch(fields: dict[str, obje
 
 
 def test_the_documented_choice_is_made() -> None:
-    """docs/attention.md shows a choice, and what comes of it in comments."""
     text = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf-8")
     (shown,) = (block.split("```")[0] for block in text.split("```python\n")[1:] if "choose(" in block)
     names: dict[str, object] = {}

@@ -1,5 +1,3 @@
-"""FlashAttention-2 in tiled PyTorch: as near to float64 as plain attention is, and what a Function must be."""
-
 import math
 
 import pytest
@@ -102,7 +100,7 @@ def test_the_size_of_a_tile_does_not_matter(tile: int, causal: bool, monkeypatch
 
 
 def test_hidden_tiles_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else NaN times a weight of zero would come out of a key that no query sees."""
+    """NaN times a weight of zero would come out of an invisible key."""
     monkeypatch.setattr("steplab.ops.attention.flash_reference.TILE", 4)
     q, k, v = inputs(1, 1, 1, 8, 12, 4, torch.float32)
     with torch.no_grad():
@@ -180,7 +178,7 @@ def test_kept_are_exactly_inputs_output_and_log_sum_exp(lead: tuple[int, ...]) -
 
 @pytest.mark.parametrize("dims", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)], ids=str)
 def test_results_lie_in_memory_as_the_inputs_do(dims: tuple[int, ...]) -> None:
-    """So that the heads of a model, which lie after its positions, are put together without a copy."""
+    """So that heads after positions are joined without a copy."""
     q, k, v = (
         t.detach().permute(dims).contiguous().permute(list(torch.tensor(dims).argsort()))
         for t in inputs(2, 3, 3, 5, 7, 8, torch.float32)

@@ -1,5 +1,3 @@
-"""The committed records of attention on an H200 and an H100: what the documents say of flash_triton's speed holds."""
-
 import gzip
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -13,17 +11,13 @@ from steplab.records.run import Run
 from steplab.specs.attention import AttentionSpec
 
 PEERS = "f35c5aced2c3"
-"""Seven shapes beside cuDNN, FlashAttention-2, FlexAttention and flash-attn-4, in one process in turns."""
+"""Seven shapes against cuDNN, FlashAttention-2, FlexAttention and flash-attn-4, alternating in one process."""
 PEERS_H100 = "dc04c9eddde1"
-"""The same on an H100."""
 DIMS = "b0c5ae3034ca"
-"""Head dimensions and grouped heads."""
 DIMS_H100 = "141770e23524"
-"""The same on an H100, once forward held its queries in registers."""
 NEWER_TRITON = {"c7e14285cab3": ("3.7.1", 2.29), "f958da98bd3e": ("3.9.0", 2.26)}
-"""The seven shapes with newer versions of Triton, and how many times as fast as FlashAttention-2 both passes are."""
+"""The seven shapes with newer Triton, and the speed of both passes against FlashAttention-2."""
 PORTABLE = "9db2e697ab2d"
-"""The same with the portable kernels."""
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -36,14 +30,12 @@ def records() -> dict[str, AttentionRun | Run]:
 
 
 def times(run: AttentionRun | Run, implementation: str, name: str) -> list[float]:
-    """Median seconds of a pass, shape by shape."""
     assert isinstance(run, AttentionRun)
     cells: list[AttentionCell] = [cell for cell in run.cells if cell.spec.implementation == implementation]
     return [median(cell.samples(name)) for cell in sorted(cells, key=lambda cell: repr(cell.spec.shape))]
 
 
 def ratios(run: AttentionRun | Run, peer: str, name: str) -> list[float]:
-    """What a peer takes over what flash_triton takes, shape by shape."""
     pairs = zip(times(run, peer, name), times(run, "flash_triton", name), strict=True)
     return [theirs / ours for theirs, ours in pairs]
 
@@ -93,8 +85,9 @@ def test_so_it_is_on_an_h100(
 
 
 def beyond_proportion(run: AttentionRun, name: str, dim: int, kv_heads: int, length: int) -> float:
-    """By how much flash_triton takes longer than its FLOPs say: of a head dimension, between 64 and 128; of 32 heads on
-    fewer heads of keys, as with keys of their own."""
+    """Excess of flash_triton's time over its FLOPs: for a head dimension between 64 and 128, or for 32 heads on fewer
+    key heads.
+    """
 
     def seconds(dim: int, kv_heads: int) -> float:
         (cell,) = (
@@ -203,7 +196,6 @@ def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | 
 
 
 def test_autos_rule_is_the_fastest_within_three_per_cent(records: dict[str, AttentionRun | Run]) -> None:
-    """Of all that keep no scores, in each shape up to 128 columns of every benchmark since they are done."""
     taken: dict[tuple[str, AttentionSpec], dict[str, float]] = {}
     for record in records.values():
         if isinstance(record, AttentionRun) and record.id != PORTABLE and record.created_utc >= "2026-11-23":

@@ -1,5 +1,3 @@
-"""The table of attention implementations says what the code does: the whole cross product on a CPU, and the rest."""
-
 import itertools
 import re
 from pathlib import Path

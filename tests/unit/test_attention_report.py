@@ -1,5 +1,3 @@
-"""A benchmark of attention stored, and shown: every figure comes from the samples."""
-
 import dataclasses
 import gzip
 import math
@@ -113,7 +111,6 @@ def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: 
 
 
 def test_repeats_that_took_turns_are_compared_pair_by_pair_and_others_are_not(peers: AttentionRun) -> None:
-    """On a machine that gets slower, each pair differs by a tenth, and the medians by less than the drift."""
     drift = tuple(1e-3 * 1.1**repeat for repeat in range(16))
     spec = next(cell.spec for cell in peers.cells)
     peer = make_cell(spec, passes=(PhaseSamples(phase="both", device_s=drift),))
@@ -126,7 +123,6 @@ def test_repeats_that_took_turns_are_compared_pair_by_pair_and_others_are_not(pe
 
 
 def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **overrides: Any) -> AttentionRun:
-    """A benchmark whose cells have these times of both passes, by implementation, on each of the lengths."""
     run = make_benchmark(None, {"implementation": list(samples), "sequence": list(lengths)})
     cells = [
         make_cell(spec, passes=(PhaseSamples(phase="both", device_s=tuple(samples[spec.implementation])),))
@@ -136,7 +132,7 @@ def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **over
 
 
 LOADED = (1e-4, 1.1e-4, 1e-4, 1.2e-4, 5e-3, 6e-3, 1e-4, 5e-3)
-"""Times on a machine with other work: an interval of the median from 1e-4 to 5e-3."""
+"""Times on a busy machine: an interval of the median from 1e-4 to 5e-3."""
 STEADY = (1e-3, 1.01e-3) * 5
 
 
@@ -262,7 +258,6 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
 
 @pytest.fixture(scope="module")
 def h100() -> dict[str, AttentionRun]:
-    """The benchmarks of attention on an H100 by id, of which three were interrupted."""
     lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
     found = [decode(line) for line in lines]
     return {record.id: record for record in found if isinstance(record, AttentionRun)}

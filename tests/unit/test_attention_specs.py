@@ -1,5 +1,3 @@
-"""Cells and grids of the benchmark of attention, FLOPs, and the accounting of its memory."""
-
 import itertools
 from pathlib import Path
 
@@ -87,7 +85,7 @@ def test_every_grid_that_comes_along_is_one(name: str) -> None:
 def test_lists_take_the_place_of_the_grids_own() -> None:
     _, _, cells = cells_of_grid("peers", {"sequence": ["64"], "dim": [16], "batch": [2]}, {"dtype": ["fp32"]})
     assert {c.queries for c in cells} == {64}
-    assert {c.dtype for c in cells} == {"bf16"}  # the grid's own; a default serves for what it leaves out
+    assert {c.dtype for c in cells} == {"bf16"}  # the grid's own, else the default
     _, _, apart = cells_of_grid("peers", {"queries": ["1"], "keys": [64]})
     assert {(c.queries, c.keys) for c in apart} == {(1, 64)}
 
@@ -138,7 +136,7 @@ def test_causal_flops_are_those_of_the_visible_half() -> None:
 
 
 def test_flops_of_the_first_peer_are_those_of_its_published_rate() -> None:
-    """FA2's 7.02 ms on it are 274 TFLOP/s: 3.5 x 4 x 16 x 16384² x 64 / 2 over the time."""
+    """FA2's 7.02 ms are 274 TFLOP/s: 3.5 x 4 x 16 x 16384² x 64 / 2 over the time."""
     flops = attention_flops(AttentionSpec(heads=16, queries=16384, dim=64, causal=True))["both"]
     assert flops / 7.02e-3 == pytest.approx(274e12, rel=0.005)
 
@@ -147,7 +145,6 @@ def test_flops_of_the_first_peer_are_those_of_its_published_rate() -> None:
 
 
 def highest_moment(spec: AttentionSpec, *, backward: bool) -> int:
-    """Most bytes that the CPU's allocator had given out at once, inputs aside, by the profiler's own events."""
     q, do = (torch.randn(spec.batch, spec.heads, spec.queries, spec.dim) for _ in range(2))
     k, v = (torch.randn(spec.batch, spec.heads, spec.num_keys, spec.dim) for _ in range(2))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -167,7 +164,7 @@ def highest_moment(spec: AttentionSpec, *, backward: bool) -> int:
 def test_the_account_of_plain_attention_is_what_the_allocator_gives_out(
     batch: int, heads: int, causal: bool, backward: bool
 ) -> None:
-    """Of a CPU here; tests/gpu/test_attention_benchmark_on_gpu.py is about a GPU's, which holds one square more."""
+    """On a CPU; a GPU holds one square more (tests/gpu/test_attention_benchmark_on_gpu.py)."""
     spec = AttentionSpec(batch=batch, heads=heads, queries=192, dim=8, causal=causal, dtype="fp32")
     _, terms = plain_account(spec, backward=backward)
     own = sum(term.num_bytes for term in terms[4:] if term.what != OF_CUDA_ALONE)

@@ -1,5 +1,3 @@
-"""The portable kernels of flash_triton, run by Triton's interpreter on the CPU."""
-
 import importlib.util
 import math
 import os
@@ -35,19 +33,18 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (where there is a GPU, tests/gpu)"
     ),
-    # The interpreter computes with numpy, which warns of what the kernels mean to do with infinities.
+    # The interpreter's numpy warns about intended infinities.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 UNSHRUNK = (Phase.explicit, Phase.generate)
-"""A smaller example than the first that fails would take the interpreter minutes."""
+"""Shrinking a failing example would take the interpreter minutes."""
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def inputs(
     batch: int, heads: int, key_heads: int, num_queries: int, num_keys: int, width: int, dtype: torch.dtype = FP32
 ) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
     make = torch.Generator().manual_seed(num_queries * 1000 + num_keys * 10 + width)
     shapes = (heads, num_queries), (key_heads, num_keys), (key_heads, num_keys), (heads, num_queries)
     return [torch.randn(batch, *shape, width, generator=make).to(dtype) for shape in shapes]
@@ -83,7 +80,7 @@ def test_tf32_errs_at_most_twice_as_much_as_plain_attention_with_operands_rounde
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
 def test_tf32_may_be_allowed_by_the_newer_of_torchs_settings() -> None:
-    """After which torch refuses to read the older one."""
+    """torch then refuses to read the older setting."""
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "tf32"
@@ -261,7 +258,7 @@ def test_infinities_and_nan_come_out_as_of_torch(case: str) -> None:
 
 
 def test_hidden_tiles_are_not_looked_at() -> None:
-    """Else NaN times a weight of zero would come out of a key that no query sees."""
+    """NaN times a weight of zero would come out of an invisible key."""
     widest = max(row.keys for row in triton_tuning.table() if row.box == 16)
     q, k, v, do = inputs(1, 1, 1, 32, 2 * widest, 16)
     k[:, :, widest:], v[:, :, widest:] = float("nan"), float("nan")

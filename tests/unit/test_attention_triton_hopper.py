@@ -1,6 +1,5 @@
-"""Which tiles the Hopper kernels visit, which of them they mask, and in which order: their own arithmetic, as Python.
-
-Their products run on no CPU. What a kernel works out before it starts its warps are whole numbers.
+"""The Hopper kernels' own integer arithmetic as Python: visited, masked and ordered tiles. Their products run on no
+CPU.
 """
 
 import importlib.util
@@ -28,14 +27,13 @@ from steplab.ops.attention.triton_schedule import dealt, heads_a_group, heads_in
 
 KEYS = 128
 WIDTHS = [(64, 128), (128, 64)]
-"""Columns, and queries of a tile of the backward kernel."""
+"""Columns, and queries of a backward tile."""
 LENGTHS = [1, 64, 65, 127, 128, 300]
 ANYTHING = MagicMock()
 
 
 @contextmanager
 def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
-    """Runs what the module's kernels do with whole numbers; gives what they start their warps with."""
     started: list[Any] = []
     language = MagicMock(
         cdiv=lambda a, b: -(-a // b),
@@ -62,7 +60,6 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
 
 
 def workers_of(program: int, **given: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """What each group of warps of a program of the backward kernel does, and what it is told, by its own names."""
     kernel = triton_hopper_backward.attention_backward
     names = inspect.signature(kernel.fn).parameters
     usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
@@ -73,12 +70,11 @@ def workers_of(program: int, **given: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def told_by(program: int, **given: Any) -> dict[str, Any]:
-    """What a program of the backward kernel tells its warps."""
     return {name: value for _, told in workers_of(program, **given) for name, value in told.items()}
 
 
 def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
-    """[queries, keys], with room for the padding of the last tiles, where nothing is seen."""
+    """[queries, keys], with room for padding of the last tiles."""
     pairs = torch.zeros(num_queries + 256, num_keys + 256, dtype=torch.bool)
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool)
     pairs[:num_queries, :num_keys] = ones.tril() if causal else ones
@@ -120,7 +116,7 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
     ]
     assert all(x["kv_head"] == x["head"] // sharing for x in told)
     assert all(x["b_kv_head"] == x["b"] * (num_heads // sharing) + x["kv_head"] for x in told)
-    # A head waits for what those before it have of the keys that they share.
+    # A head waits for earlier heads' parts of shared keys.
     order = {(x["b"], x["head"], x["first_key"]): program for program, x in enumerate(told)}
     for b, head, first_key in order:
         if head % sharing:
@@ -139,7 +135,7 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     causal: bool, num_upwards: int, in_a_row: int, num_queries: int, num_keys: int, columns: int, rows: int
 ) -> None:
-    """Whatever the number of programs that run at a time: if it is one, each finds its turns come."""
+    """For any number of concurrent programs; with one, each finds its turn."""
     heads, num_padded = 3 * in_a_row, -(-num_queries // KEYS) * KEYS
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
@@ -170,7 +166,7 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     visible = range(-(-num_queries // KEYS))
     of_blocks = [min(q, -(-num_keys // KEYS) - 1) + 1 if causal else -(-num_keys // KEYS) for q in visible]
     assert turns == [count for count in of_blocks * heads for consumer in range(2)]
-    # The first that comes to a tile stores, and all others add.
+    # The first at a tile stores, later ones add.
     assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
     # Each in pieces of 64 queries and 32 columns, as `attention_finish` takes them.
     tiles = -(-num_queries // rows)
@@ -179,7 +175,6 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
 
 
 def test_a_turn_that_another_warp_has_ended_is_not_waited_for() -> None:
-    """Four warps wait for the heads before them, and each counts its turn up when it has added its own part."""
     from steplab.ops.attention import triton_hopper_turns
 
     counts = iter([3, 5])
@@ -189,7 +184,6 @@ def test_a_turn_that_another_warp_has_ended_is_not_waited_for() -> None:
 
 
 def _pieces(first_query: int, num_queries: int, columns: int) -> range:
-    """Numbers of the pieces of 64 queries and 32 columns that hold the sums of so many queries."""
     a_query = columns // 32
     return range(first_query // 64 * a_query, (first_query + num_queries) // 64 * a_query)
 
@@ -292,7 +286,7 @@ def test_groups_of_heads_fit_the_cache_and_are_never_empty() -> None:
 
 
 def test_the_triton_at_hand_takes_the_kernels() -> None:
-    """Whichever it is: a GPU runs them with one version alone (`hopper_kernels_run`)."""
+    """A GPU runs the kernels with one version only (`hopper_kernels_run`)."""
     script = Path(__file__).parents[1] / "hopper_modules.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     said = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,3 @@
-"""How flash_triton's kernels are started: what is kept between calls, and what a compiled kernel is given of it."""
-
 import gc
 import importlib
 import importlib.util
@@ -34,12 +32,10 @@ COMPILER_OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 
 class Descriptor:
-    """Of a tensor."""
+    pass
 
 
 class KernelWithoutGpu:
-    """Notes how it was started: the first time by Triton, which compiles it, and then compiled."""
-
     def __init__(self, arg_names: list[str]) -> None:
         self.arg_names = arg_names
         self.by_triton: list[tuple[Any, ...]] = []
@@ -53,7 +49,6 @@ class KernelWithoutGpu:
         return start
 
     def all_given(self) -> list[Any]:
-        """What its first start gave each of its parameters, in their order."""
         _, args, options = self.by_triton[0]
         given = dict(zip(self.arg_names, args, strict=False)) | options
         assert len(given) == len(args) + len(options), "a parameter is given twice"
@@ -62,10 +57,7 @@ class KernelWithoutGpu:
 
 
 class NotKept(list[Any]):
-    """Notes nothing."""
-
-    def append(self, item: Any) -> None:
-        """Forget it."""
+    def append(self, item: Any) -> None: ...
 
 
 def test_a_compiled_kernel_gets_all_in_its_own_order_and_other_tensors() -> None:
@@ -106,7 +98,6 @@ def tiles_of(kernel: Kernel, variant: Variant) -> Tiles:
 
 
 def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start, int]:
-    """A start of the kernel for some shape, and the number of its tensors."""
     tiles = tiles_of(kernel, variant)
     if kernel == "forward":
         call = CALL._replace(parts=columns(head_dim))
@@ -129,7 +120,7 @@ def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start,
     ],
 )
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant, head_dim: int) -> None:
-    """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
+    """Only a GPU would notice two exchanged ones."""
     file = "portable" if variant == "portable" else f"hopper_{kernel}"
     home = importlib.import_module(f"steplab.ops.attention.triton_{file}")
     noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))
@@ -158,7 +149,7 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim:
 
 
 def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
-    """50 queries of 4 heads are filled up to 128, 64 columns are two parts of 32, 2 x 2 tiles of keys are shared."""
+    """50 queries of 4 heads are padded to 128, 64 columns are two parts of 32, 2 x 2 key tiles are shared."""
     hopper = tiles_of("backward", "hopper")
     own, shared = (_layout((1, 4, 50, 64), (1, heads, 130, 64), hopper) for heads in (4, 2))
     rows = 4 * 128
@@ -172,7 +163,6 @@ def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 88, 96, 112, 128])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
-    """All but the counters of turns, of which there are few."""
     shapes = (1, 4, 300, head_dim), (1, num_kv_heads, 130, head_dim)
     hopper = replace(tiles_of("backward", "hopper"), box=max(64, columns(head_dim).box))
     *parts, _ = _layout(*shapes, hopper).parts
@@ -212,7 +202,6 @@ def check_both_starts(start: Start, noted: KernelWithoutGpu, num_tensors: int) -
 
 
 def _shown(x: Any) -> object:
-    """What two of a kind have alike."""
     if isinstance(x, torch.Tensor):
         return id(x)
     return {**vars(x), "base": id(x.base)} if hasattr(x, "base") else x

@@ -1,5 +1,3 @@
-"""Calls of flash_triton that are made again, and the launches that Triton's own launcher is spared."""
-
 import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -117,17 +115,13 @@ def test_tensors_are_made_as_torch_makes_those_like_the_inputs(seen_as: str) -> 
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
     is_cuda = True
 
     def get_device(self) -> int:
-        """The first."""
         return 0
 
 
 def test_kinds_or_addresses_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In address, shape, strides, type, what else is asked for, and stream; and not by the objects."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton_repeats, "_stream", lambda device: 7)
     room = torch.zeros(4, 1024, dtype=torch.bfloat16)
@@ -162,12 +156,11 @@ DESCRIPTOR = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 64
 
 
 class Compiled(SimpleNamespace):
-    """What Triton's compiler gives, whose launcher is Triton's but for the function in C."""
+    pass
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What descriptors the driver was asked to encode."""
     asked: list[tuple[Any, ...]] = []
 
     def encode(*given: Any) -> str:

@@ -1,5 +1,3 @@
-"""What flash_triton's kernels are started with: tensors that the copy engine takes, and tiles from the table."""
-
 from collections.abc import Iterator
 from typing import get_args
 from unittest.mock import patch
@@ -47,7 +45,6 @@ def test_columns_of_the_usual_head_dimensions(head_dim: int, expected: tuple[int
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Of four dimensions, of any order in memory, with gaps, repeats and steps, anywhere in its storage."""
     shape = [draw(st.integers(1, 4)) for _ in range(3)] + [draw(st.integers(1, 20))]
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     order = draw(st.permutations(range(4)))
@@ -66,7 +63,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def the_copy_engine_takes(x: Tensor) -> bool:
-    """cuTensorMapEncodeTiled: addresses and strides of 16 bytes, and the last dimension dense."""
+    """cuTensorMapEncodeTiled: addresses and strides of 16 bytes, and a dense last dimension."""
     size = x.element_size()
     strides = strides_of(x.shape, x.stride())
     aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in strides[:-1])
@@ -155,7 +152,6 @@ def test_the_table_has_portable_tiles_for_every_gpu(box: int, bits: int, kernel:
 
 
 def test_rows_of_the_table_are_ones_that_kernels_can_be_made_for() -> None:
-    """Sizes that Triton and the launching code take for granted."""
     for row in triton_tuning.table():
         assert row.kernel in get_args(Kernel)
         assert row.box in BOXES
@@ -171,7 +167,7 @@ def test_rows_of_the_table_are_ones_that_kernels_can_be_made_for() -> None:
                 assert (row.queries, row.keys) == (128 if row.box <= 64 else 64, 128), row  # what its registers hold
             else:
                 assert row.queries in ((128, 192) if row.box <= 64 else (128,)), row  # two consumers of 64, or three
-            assert row.stages >= 2, row  # a tile is multiplied one round after the next one is asked for
+            assert row.stages >= 2, row  # a tile is multiplied a round after requesting the next
         assert row.columns is None or row.box // 2 < row.columns < row.box, row
 
 

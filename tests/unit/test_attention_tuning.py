@@ -1,5 +1,3 @@
-"""Tuning flash_triton: processes that fail, candidates that are wrong, what is chosen, and the table."""
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -100,7 +98,7 @@ def test_the_committed_tiles_of_32_bits_are_among_those_that_are_tried() -> None
 def test_tiles_that_take_the_compiler_half_a_minute_are_not_tried(
     box: int, kernel: Kernel, queries: int, keys: int, warps: int
 ) -> None:
-    """Triton 3.6 took 13 to 71 s for these, whose threads keep 5 to 17 KB each in memory."""
+    """Triton 3.6 took 13 to 71 s for these, whose threads keep 5 to 17 KB in memory."""
     tried_there = candidates(H200, box, bits=32, hopper=True, portable=True)
     assert (kernel, queries, keys, warps) not in [(c.kernel, c.queries, c.keys, c.warps) for c in tried_there]
 
@@ -144,8 +142,6 @@ Launcher = Callable[..., Callable[[], tuple[Tensor, ...]]]
 
 
 def spoilt(launcher: Launcher, spoil: Callable[[int, int, Tensor], Tensor]) -> Launcher:
-    """The launcher, what it gives changed by `spoil`, which is told the run and the result's number."""
-
     def spoilt_launcher(*given: object) -> Callable[[], tuple[Tensor, ...]]:
         run, runs = launcher(*given), iter(range(10))
 
@@ -178,8 +174,6 @@ def test_a_kernel_that_is_wrong_is_named(
 
 
 class FakeClock(HostClockDevice):
-    """A device whose time passes as kernels say."""
-
     time_s = 0.0
 
     def mark(self) -> float:  # type: ignore[override]
@@ -212,7 +206,6 @@ def test_candidates_take_turns_and_each_gets_its_own_time(monkeypatch: pytest.Mo
 
 
 def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes four times as long to start it as one write over the cache keeps the device busy."""
     work_s, start_s, flush_s = 3.0, 4.0, 1.0
 
     class Queue(FakeClock):
@@ -247,7 +240,6 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
 def processes(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[[CheckTask], str], hangs: Callable[[Tiles, AttentionSpec], bool]
 ) -> list[list[TimeTask]]:
-    """Makes a second a stage of what would be measured in processes; gives the groups that were given to time."""
     asked: list[list[TimeTask]] = []
 
     def answered(work: Callable[..., Any], groups: Sequence[Any], *, at_once: int) -> list[Any]:
@@ -311,7 +303,6 @@ Times = dict[tuple[Kernel, int, int], tuple[float, float]]
 
 
 def tuning(times: Times) -> list[Trial]:
-    """By kernel, stages and length, the times without and with a mask; the same for both head dimensions."""
     return [
         Trial(tile(kernel, stages), shape, (1e3, seconds, 0.0))
         for (kernel, stages, tokens), (full_s, causal_s) in times.items()

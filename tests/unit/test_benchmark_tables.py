@@ -1,5 +1,3 @@
-"""Tables of pages are what the committed records say, and the studies in benchmarks/ are made of what exists."""
-
 from pathlib import Path
 from statistics import median
 
@@ -45,7 +43,7 @@ def test_each_size_has_its_fastest_step_first(runs: list[Run]) -> None:
 
 
 def test_the_floor_of_a_step_is_that_of_the_stated_figures(runs: list[Run]) -> None:
-    """6 FLOPs for each parameter but the embedding's and token, 6 L d T for each token, 28 bytes a parameter."""
+    """6 FLOPs per non-embedding parameter and token, 6 L d T per token, 28 bytes per parameter."""
     [run] = [run for run in runs if run.id == "bbcb1adea94b"]  # 2.7b at 2,048 positions
     size, tokens = MODEL_SIZES["2.7b"], 4 * 2048
     num = num_parameters(size)
@@ -68,7 +66,6 @@ def test_the_parts_of_a_profiled_step_are_all_of_it(runs: list[Run]) -> None:
 
 
 def cell(milliseconds: float, **sizes: int) -> AttentionCell:
-    """Forward alone was timed."""
     spec = AttentionSpec(**{"heads": 32, "queries": 4096, "causal": True, "implementation": "flash_triton", **sizes})  # type: ignore[arg-type]
     return AttentionCell(spec=spec, passes=(PhaseSamples(phase="forward", device_s=(milliseconds / 1e3,) * 4),))
 

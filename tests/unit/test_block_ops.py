@@ -1,5 +1,3 @@
-"""Kernels between the products of a block: against float64, as operators of torch, in the model, and in the plan."""
-
 import gzip
 import os
 from collections.abc import Callable, Sequence
@@ -48,9 +46,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "block_ops_h200_202611.jsonl.gz"
 FEW_ROUNDINGS = 4 * torch.finfo(torch.float32).eps
-"""Relative error of a few operations in float32, or of an exponential and a division on a GPU, each of which is two
-units in the last place off at most (PTX ISA, ex2.approx and div.full). The reference may happen to be exact where a
-result has few elements."""
+"""Relative error of a few float32 operations, or of a GPU's exponential and division, each at most two units in the
+last place off (PTX ISA, ex2.approx and div.full). The reference may be exact for few elements.
+"""
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 TINY = {
     "model": "tiny", "batch": 2, "context": 5, "device": "cpu", "attention": "sdpa", "model.projections": "merged",
@@ -62,7 +60,6 @@ TINY = {
 
 
 def outputs_and_gradients(function: Function, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """What a function gives, and the gradients of its inputs for these of its outputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves)
     given = [weight.to(output.dtype) for weight, output in zip(weights, outputs, strict=True)]
@@ -70,8 +67,9 @@ def outputs_and_gradients(function: Function, inputs: Sequence[Tensor], weights:
 
 
 def assert_near_float64(function: Function, reference: Function, inputs: Sequence[Tensor], *, like: Function) -> None:
-    """Each result is as near to float64 as its format allows: it is computed in float32, where it may be as far off as
-    the reference is in float32, or as far on the other side, and then rounded: cut off, by Triton's interpreter."""
+    """Each result is as near to float64 as its format allows: as far off as the float32 reference, on either side, then
+    rounded (cut off in Triton's interpreter).
+    """
     weights = [torch.randn_like(output) for output in like(*inputs)]
     found = outputs_and_gradients(function, inputs, weights)
     exact = outputs_and_gradients(reference, [x.double() for x in inputs], [x.double() for x in weights])
@@ -129,7 +127,7 @@ def test_norms_are_as_near_to_float64_as_the_format_allows(
 
 
 def check_norms(shape: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> None:
-    """wide: the format of the stream; dtype: that of the branch and of the norm."""
+    """`wide`: format of the stream; `dtype`: of the branch and the norm."""
     torch.manual_seed(0)
     inputs = [
         torch.randn(shape, dtype=wide, device=device),
@@ -141,7 +139,7 @@ def check_norms(shape: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, d
     assert ((rounded - exact).abs() <= torch.finfo(wide).eps * exact.abs()).all()
 
     def plain(x: Tensor, branch: Tensor, weight: Tensor) -> Sequence[Tensor]:
-        # The norm is that of the sum as it is in memory.
+        # The norm uses the sum as stored in memory.
         total = x + branch
         total = total + (rounded.to(total.dtype) - total).detach()
         return plain_add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
@@ -179,7 +177,7 @@ def test_a_norm_or_a_sum_that_nothing_reads_has_no_gradient(used: int) -> None:
 
 
 def test_a_weight_whose_norm_nothing_reads_has_no_gradient() -> None:
-    """None, as of torch's own operators: an optimizer passes over it, where it would decay one of zeros."""
+    """None, as with torch's operators: an optimizer skips it, but would decay zeros."""
     x, weight = torch.randn(4, 6).bfloat16().requires_grad_(), torch.rand(6, requires_grad=True)
     add_rms_norm(x, torch.randn(4, 6), weight, 1e-5)[1].sum().backward()
     assert weight.grad is None
@@ -193,7 +191,7 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"not \[1, 2, 12\] and \[2, 2, 2\] of torch.float32 with 2 heads"):
         rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2), 2)
     for table, num_heads in (
-        (torch.zeros(2, 2), 1),  # read as one of two positions, of which the kernel would read past the end
+        (torch.zeros(2, 2), 1),  # read as two positions, past the end
         (torch.zeros(1, 2, 2), 1),
         (torch.zeros(2, 2, 0), 1),
         (torch.zeros(2, 1, 2), 1),
@@ -239,7 +237,6 @@ def test_derivatives_that_they_do_not_have_are_refused(function: Callable[[Tenso
 
 
 def test_they_are_operators_as_torch_expects_them() -> None:
-    """Schema, fake outputs, autograd, and tracing forward and backward: torch's own check."""
     x, table = torch.randn(2, 3, 20, requires_grad=True), torch.rand(2, 3, 2)
     norm = (x, torch.randn(2, 3, 20, dtype=torch.bfloat16, requires_grad=True), torch.rand(20, requires_grad=True))
     for operator, arguments in (
@@ -273,7 +270,6 @@ def step(**fields: object) -> StepSpec:
 
 
 def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False) -> dict[str, Tensor]:
-    """The loss and the gradients of all parameters, for weights and tokens of the spec's seed."""
     workload = build_workload(spec, torch.device(spec.device))
     assert workload.module is not None
     assert workload.make_batch is not None
@@ -305,7 +301,6 @@ def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object], 
 
 
 def check_model(fields: dict[str, object], device: str = "cpu") -> None:
-    """The loss and all gradients are as near to float64 as the plain model's, up to the order of additions."""
     fields = fields | {"device": device}
     plainest = {"block_ops": "plain", "loss": "plain", "attention": "plain", "precision": "fp32"}
     exact = gradients_of(step(**fields | plainest), double=True)
@@ -341,24 +336,20 @@ def test_steps_that_it_does_not_serve_are_refused(fields: dict[str, object], sai
 
 
 SCALARS = 64
-"""Bytes below which a CPU's operators allocate for themselves."""
+"""Bytes below which CPU operators allocate for themselves."""
 
 
 class NothingMade:
-    """In place of a kernel, which writes into memory that is there."""
-
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **options: None
 
 
 def peaks(changes: Sequence[int]) -> tuple[int, int]:
-    """The most, and what is left at the end."""
     sums = list(accumulate(change for change in changes if abs(change) >= SCALARS))
     return max(sums), sums[-1]
 
 
 def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most bytes in each pass, and what the forward pass leaves for the other."""
     for name in (name for name in vars(block_kernels) if name.endswith("_kernel")):
         monkeypatch.setattr(block_kernels, name, NothingMade())
     spec = step(**{"pass": "forward_backward", "attention": "plain"})
@@ -396,7 +387,6 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
 
 
 def test_measured_peaks_are_predicted() -> None:
-    """Those of three steps of xl on an H200, compiled block by block, one of them with torch's operators."""
     runs = [decode(line) for line in gzip.decompress(RECORDS.read_bytes()).splitlines()]
     assert [run.spec.block_ops for run in runs if isinstance(run, Run) and run.spec].count("triton") == 2
     for run in runs:
@@ -447,7 +437,6 @@ def test_groups_and_gradients_are_those_of_split(compiled: bool) -> None:
 
 
 def test_inductor_computes_each_group_in_its_place() -> None:
-    """Not behind masks in one kernel, and not beside its place to be copied there."""
     lower_join()
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -470,7 +459,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def graph_of(device: str, *, read_again: bool = False, leaves: bool = True) -> fx.Graph:
-    """A gradient as autocast makes it: a bf16 product, turned, and cast to float32."""
     graph = fx.Graph()
 
     def call(target: object, *args: object) -> fx.Node:
@@ -509,7 +497,7 @@ def test_what_else_reads_a_product_keeps_it_as_it_is() -> None:
     plain = [aten.mm.default, aten.permute.default, prims.convert_element_type.default]
     assert products_of(graph_of("cuda", read_again=True)) == plain
     assert products_of(graph_of("cuda", leaves=False)) == [*plain, aten.neg.default]
-    assert products_of(graph_of("cpu")) == plain  # of which torch has no such product
+    assert products_of(graph_of("cpu")) == plain  # torch lacks this product there
 
 
 @pytest.mark.parametrize("has_product", [True, False])

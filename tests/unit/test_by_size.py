@@ -1,5 +1,3 @@
-"""Tables over sizes and of the first steps: every figure is that of the samples, by the standard library."""
-
 import dataclasses
 import statistics
 from typing import Any

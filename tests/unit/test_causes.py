@@ -1,5 +1,3 @@
-"""Faults of GPUs and networks: the failure names the cause in one line, and what was measured is kept."""
-
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -82,12 +80,10 @@ def test_this_machine_was_not_suspended_just_now() -> None:
 
 
 class Fault(Exception):
-    """What pynvml raises."""
+    pass
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
-    """An NVML whose answers are replaced; an exception is raised."""
-
     def answering(value: Any) -> Callable[..., Any]:
         def answer(*arguments: object) -> Any:
             if isinstance(value, Exception):

@@ -1,5 +1,3 @@
-"""Changes of level in a series: planted ones are found where they are, and noise has none."""
-
 import itertools
 
 import numpy as np
@@ -9,7 +7,7 @@ from steplab.comparison.changes import _clearest_cut, change_points
 
 
 def energy(x: list[float], y: list[float]) -> float:
-    """The scaled energy distance of two samples, pair by pair (Matteson and James, equations 5 and 6)."""
+    """Scaled energy distance of two samples, pair by pair (Matteson and James, equations 5 and 6)."""
     between = 2 * sum(abs(a - b) for a in x for b in y) / (len(x) * len(y))
     within = [
         sum(abs(a - b) for a, b in itertools.combinations(part, 2)) / (len(part) * (len(part) - 1) / 2)
@@ -61,7 +59,7 @@ def test_few_points_have_no_changes(count: int) -> None:
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_orders_that_are_as_clear_count_whatever_their_sums_round_to(count: int) -> None:
-    """Of 7 and of 8 points one order in 35 is as clear as the clearest, more than the p that is asked for."""
+    """One order in 35 of 7 or 8 points is as clear as the clearest, above the required p."""
     for seed in range(40):
         random = np.random.default_rng(seed)
         levels = [1.0] * (count // 2) + [random.uniform(1.1, 2)] * (count - count // 2)

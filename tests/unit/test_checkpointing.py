@@ -1,5 +1,3 @@
-"""Activation checkpointing: the same losses and gradients, bit for bit, for recomputation that is counted exactly."""
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,8 +47,6 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
 class CountedOps(TorchDispatchMode):
-    """How often each operator reaches the backend."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
@@ -65,7 +61,6 @@ def workload(**fields: object) -> Workload:
 
 
 def step(built: Workload, autocast: bool = False, module: Callable[..., Any] | None = None) -> list[Tensor]:
-    """The loss and all gradients of one step on the seed's first batch."""
     assert built.module is not None
     assert built.make_batch is not None
     torch.manual_seed(1)

@@ -1,5 +1,3 @@
-"""Checkpointing chosen by predicted memory: the least that fits, said in the record, or refused in one line."""
-
 import ctypes
 import dataclasses
 import json
@@ -39,7 +37,6 @@ def gpu_of(usable_bytes: int) -> HardwareSpec:
 
 @pytest.fixture(scope="module")
 def predictions() -> dict[str, MemoryPrediction]:
-    """Of each choice by itself."""
     return {choice: predict_memory(resolve_step(STEP | {"checkpointing": choice})) for choice in LADDER}
 
 
@@ -66,7 +63,7 @@ def test_the_first_choice_that_plan_memory_says_fits_is_taken(
 
 
 def test_recomputing_more_blocks_takes_less_memory(predictions: dict[str, MemoryPrediction]) -> None:
-    """Which the search among them relies on; the last one alone need not."""
+    """The search relies on it; the last one need not."""
     peaks = [predictions[choice].safe_device_bytes or 0 for choice in ("none", *LADDER[2:-1])]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -129,8 +126,6 @@ def test_an_unknown_gpu_at_hand_is_told_by_its_driver(monkeypatch: pytest.Monkey
 
 
 class Driver:
-    """libcuda with one GPU."""
-
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
 

@@ -1,5 +1,3 @@
-"""Cells of the benchmark of collectives, bus bandwidth, and the line through measured times."""
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -134,7 +132,7 @@ def test_sizes_are_shown_without_digits_that_say_nothing() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_the_factors_are_those_of_a_ring_that_is_played_through(n: int) -> None:
-    """Bytes that the busiest rank sends over those of the message, counted part by part."""
+    """Bytes sent by the busiest rank over the message's, counted part by part."""
     part = 1 / n
     sent = {
         "reduce_scatter": sum(part for _ in range(n - 1)),  # each step passes one part on
@@ -203,7 +201,7 @@ def test_no_term_is_negative_and_the_rest_is_the_best_without_it() -> None:
 
 
 def test_too_few_sizes_give_no_line() -> None:
-    """Through two sizes one goes exactly, whatever noise has done to them."""
+    """A line fits two sizes exactly, whatever the noise."""
     assert fit_line([]) is None
     assert fit_line(points(lambda size, n: 1e-3, sizes=[1e6])) is None
     assert fit_line(points(lambda size, n: 1e-5 + size / 1e9, sizes=[1e6, 1e7], noise=0.5)) is None
@@ -234,8 +232,6 @@ def test_a_profile_has_a_line_for_each_collective_and_world_size() -> None:
 
 
 def talk(*messages: tuple[str, object], failure: Failure | None = None) -> Callable[..., Failure | None]:
-    """What a set of processes says before it ends."""
-
     def converse(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         for kind, value in messages:
             say(listener, kind, value)
@@ -249,7 +245,6 @@ def asked() -> CommStudy:
 
 
 def heard(*conversations: Callable[..., Failure | None]) -> tuple[dict[int, CommCell], list[list[int]]]:
-    """The cells that came, and which were asked for each time."""
     left = list(conversations)
     cells: dict[int, CommCell] = {}
     requests: list[list[int]] = []
@@ -312,8 +307,6 @@ LAUNCH_S, WORK_S, BARRIER_S = 1, 8, 2
 
 
 class Alone:
-    """Collectives of a rank that is the slowest, or has a slower one beside it."""
-
     rank, size = 1, 2
 
     def __init__(self, device: FakeDevice, others_s: float = 0.0) -> None:
@@ -340,7 +333,6 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float = 0.0) -> tuple[RankTimes, int]:
-    """A rank's times, and how many calls it made."""
     clocked(monkeypatch, device)
     calls = 0
 
@@ -421,7 +413,6 @@ def rows_of(
     *,
     waits: bool = False,
 ) -> RankTimes:
-    """Calls of these (launch, work) seconds in rows; `waits`: each waits for the device itself."""
     clocked(monkeypatch, device)
     phase = device.phase("call", costs)
 

@@ -1,5 +1,3 @@
-"""A benchmark of collectives stored, and shown: every figure comes from the samples of its slowest rank."""
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -84,7 +82,7 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tu
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
     older = {key: value for key, value in comm_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render(rows_document([older, comm_row(cpu)]), width=119)  # of which nobody knows that it was gloo's
+    text = render(rows_document([older, comm_row(cpu)]), width=119)  # not known to be gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
@@ -222,7 +220,7 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
 def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of an all-reduce over 4 ranks each sends 2 (4 - 1) / 4 of the message."""
+    """Each of 4 ranks sends 2 (4 - 1) / 4 of an all-reduce's message."""
     drawn: list[tuple[Any, ...]] = []
     plot = Axes.plot
 
@@ -291,7 +289,6 @@ def test_failures_are_marked_in_pictures_and_tables() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_residual_is_explained_where_there_is_one(told: bool) -> None:
-    """There is none in a record of before, whose line was through two points."""
     run = make_comm({"size": ["1MB", "10MB", "100MB"], "world_size": [2]}, ranks=2)
     if not told:
         fits = [dataclasses.replace(fit, num_points=2, rms_relative=None, worst_relative=None) for fit in run.profile]

@@ -1,5 +1,3 @@
-"""Comparisons of whole records: what may be compared, what decides, and what explains the difference."""
-
 import dataclasses
 import gzip
 import itertools
@@ -49,7 +47,6 @@ def figure(comparison: Comparison, name: str) -> ComparedFigure:
 
 
 def slower(run: Run, factor: float) -> Run:
-    """The same run with every time longer by a factor."""
     assert run.timing is not None
     phases = [
         replace(phase, device_s=tuple(factor * s for s in phase.best_s), host_s=None)
@@ -97,7 +94,7 @@ def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
 
 
 def test_a_difference_between_single_processes_needs_a_threshold_or_further_runs() -> None:
-    """Three per cent are within what processes of the same step differ by."""
+    """Processes of one step differ by three per cent."""
     assert compared(STEADY, slower(STEADY, 1.03)).outcome == "fine"
     assert compared(STEADY, slower(STEADY, 1.03), threshold=0.01).outcome == "regression"
     runs = [make_run({"steps": "30"}, seed=seed, id=f"{seed:012x}") for seed in range(6)]
@@ -111,7 +108,7 @@ def test_too_few_steps_are_undecided_and_say_how_many_more_would_do() -> None:
 
 
 def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
-    """The same step in sixteen processes, of 10 to 377 ms, while others used the processors."""
+    """The same step in sixteen processes, of 10 to 377 ms, on busy processors."""
     lines = gzip.decompress((GOLDEN / "noisy_cpu_202611.jsonl.gz").read_bytes()).splitlines()
     runs = list(map(decode, lines))
     assert len(runs) == 16
@@ -121,7 +118,7 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
 
 
 def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
-    """What slows both by 30 % cancels, so that 3 % is found at the threshold of turns."""
+    """A common slowdown of 30 % cancels, so 3 % is found."""
     turns = Turns(session="s", label="A", turns=tuple(Turn(place=4 * place, steps=3) for place in range(10)))
     drift = [1.3 if 9 <= step < 21 else 1.0 for step in range(30)]
     samples = [d * s for d, s in zip(drift, SAMPLES, strict=True)]
@@ -147,7 +144,7 @@ def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
 
 
 def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> None:
-    """Six turns of a step with a peak decide what six turns of one without decide: bytes raise no false alarm."""
+    """Six turns decide the same with a peak as without: bytes raise no false alarm."""
     turns = Turns(session="s", label="A", turns=tuple(Turn(place=4 * place, steps=3) for place in range(6)))
     a, b = (
         replace(
@@ -175,7 +172,7 @@ def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> 
         ({"spec": make_run({"batch": "8"}).spec}, "batch", "4 in A, 8 in B"),
         ({"spec": make_run({"precision": "bf16"}).spec}, "precision", "fp32 in A, bf16 in B"),
         ({"environment": replace(ENVIRONMENT, torch="2.13.0")}, "torch", "2.11.0+cu130 in A, 2.13.0 in B"),
-        ({"environment": replace(ENVIRONMENT, driver=None)}, "driver", "580.65 in A, not known in B"),
+        ({"environment": replace(ENVIRONMENT, driver=None)}, "driver", "580.65 in A, unknown in B"),
         (
             {"environment": replace(ENVIRONMENT, device=replace(ENVIRONMENT.device, name="NVIDIA B200"))},
             "device",
@@ -218,7 +215,7 @@ def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:
 
 def test_cells_that_an_allowed_field_alone_tells_apart_are_not_mixed() -> None:
     study = [make_run({"batch": batch}) for batch in ("4", "8")]
-    with pytest.raises(UserError, match="several cells that differ in nothing but batch"):
+    with pytest.raises(UserError, match="several cells that differ only in batch"):
         compared(study, make_run({"batch": "16"}), allow=["batch"])
 
 
@@ -230,12 +227,11 @@ def test_a_cell_that_fails_in_b_alone_is_a_regression() -> None:
 
 
 def test_a_comparison_notes_failed_records_beside_successful_ones() -> None:
-    """A step that fails in two of three processes is no step that is as fast as before."""
     failed = [out_of_memory({"steps": "30"}, id=digit * 12) for digit in "cd"]
     found = compared(STEADY, [slower(STEADY, 1.0), *failed])
     assert found.failed == ()
     (note,) = found.notes
-    assert note.startswith("2 of 3 records failed in B, and only the others are compared: out of memory")
+    assert note.startswith("2 of 3 records failed in B; the others are compared: out of memory")
     assert note in " ".join(render(compare_document(found)).split())
 
 
@@ -246,7 +242,6 @@ def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
 
 
 def test_turns_are_advised_only_for_what_can_be_run_again() -> None:
-    """`steplab ab` runs steps of specs; a loop that was recorded is the user's to run again."""
     (of_steps,), (of_loops,) = (verdict(compared(run, slower(run, 1))).cautions for run in (STEADY, recorder_run()))
     assert of_steps.endswith("measure A and B in turns, by `steplab ab`.")
     assert of_loops.endswith(

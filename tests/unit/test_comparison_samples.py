@@ -1,5 +1,3 @@
-"""Whether samples differ: against enumeration, and on recorded steps resampled."""
-
 import gzip
 import itertools
 from pathlib import Path
@@ -21,13 +19,11 @@ Samples = NDArray[np.float64]
 
 
 def compare_samples(a: Any, b: Any, *, in_turns: bool, threshold: float | None = None, num_decided: int = 1) -> Ratio:
-    """The same of arrays."""
     lists = ([list(map(float, block)) for block in side] for side in (a, b))
     return compare_lists(*lists, in_turns=in_turns, threshold=threshold, num_decided=num_decided)
 
 
 def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
-    """The step times of each recorded run of a file, and whether the run was disturbed."""
     runs = map(decode, gzip.decompress((GOLDEN / name).read_bytes()).splitlines())
     found = []
     for run in runs:
@@ -38,7 +34,6 @@ def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
 
 
 def resampled(samples: Samples, count: int, length: int, random: np.random.Generator) -> Samples:
-    """`count` samples drawn in runs of neighbours, as steps of one process are neighbours."""
     starts = random.integers(0, len(samples), -(-count // length))
     return samples[((starts[:, None] + np.arange(length)) % len(samples)).ravel()[:count]]
 
@@ -73,7 +68,7 @@ def test_in_turns_all_ways_to_exchange_within_turns_are_counted() -> None:
 
 
 def test_in_turns_a_way_as_far_apart_as_the_one_observed_counts_whatever_its_sum_rounds_to() -> None:
-    """Mean ranks of five samples are no binary fractions; the two ways that keep all signs apart are 2 of 2^6."""
+    """Mean ranks of five samples are not binary fractions; the two ways with equal signs are 2 of 2^6."""
     for seed in range(100):
         random = np.random.default_rng(seed)
         a, b = random.normal(1, 0.01, (6, 5)), random.normal(2, 0.01, (6, 5))
@@ -148,14 +143,14 @@ def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> Non
     assert found.low is not None
     assert found.low > 1 + found.threshold
     assert found.decision == "undecided"
-    assert found.why == ("the interval is beyond the threshold, but p is 0.68, and only less than 0.05 decides")
+    assert found.why == ("the interval exceeds the threshold, but p is 0.68, not below 0.05")
     far = compare_samples([[1.0] * 10], [[1.0] * 7 + [3.0] * 3], in_turns=False)
     assert far.decision not in ("higher", "lower")
     assert compare_samples([[1.0] * 10], [[2.0] * 10], in_turns=False).why == ""
 
 
 def test_processes_are_the_units_where_there_are_enough() -> None:
-    """Within a process samples are alike, and between processes they are not: more samples add no knowledge."""
+    """Samples of one process are similar, so more of them add nothing."""
     random = np.random.default_rng(5)
     a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
@@ -187,7 +182,7 @@ def test_a_turn_without_its_other_half_is_an_error() -> None:
 
 
 def test_few_identical_pairs_of_recorded_steps_raise_an_alarm() -> None:
-    """A thousand pairs of resampled runs, half of them from runs that were disturbed or vary by more than 1 %."""
+    """A thousand pairs of resampled runs, half from runs that were disturbed or vary by more than 1 %."""
     everything = recorded("step_h200_202611.jsonl.gz", fewest=10)
     noisy = [samples for samples, disturbed in everything if disturbed or np.std(samples) > 0.01 * np.mean(samples)]
     assert len(noisy) > 20
@@ -207,7 +202,7 @@ def test_few_identical_pairs_of_recorded_steps_raise_an_alarm() -> None:
 
 
 def test_a_slowdown_of_three_per_cent_is_found_with_thirty_steps_a_side_in_turns() -> None:
-    """On a host that drifts by 10 % meanwhile; steps of disturbed runs are left out, whose answer may be undecided."""
+    """On a host that drifts by 10 %, without disturbed runs, which may be undecided."""
     quiet = [samples for samples, disturbed in recorded("step_h200_202611.jsonl.gz", fewest=10) if not disturbed]
     random = np.random.default_rng(0)
     drift = 1 + 0.1 * np.sin(np.linspace(0, 6, 30))

@@ -1,5 +1,3 @@
-"""torch runs what lies in its cache of compiled code, so that the folder has to be the user's, and its files whole."""
-
 import os
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""`steplab completion` installs what a shell completes from."""
-
 import shutil
 import subprocess
 from functools import cache, partial
@@ -16,7 +14,6 @@ generated = cache(partial(App.generate_completion, app))
 
 @pytest.fixture(autouse=True)
 def _each_script_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a second or two, and is the same each time."""
     monkeypatch.setattr(App, "generate_completion", lambda _, **shell: generated(**shell))
 
 
@@ -72,7 +69,7 @@ def test_a_shell_that_is_not_known_is_named(
     monkeypatch.setattr("cyclopts.completion.detect.detect_shell", _unknown)
     monkeypatch.setattr("cyclopts.completion.detect_shell", _unknown)
     assert main(["completion"]) == 2
-    assert "--shell bash" in capsys.readouterr().err
+    assert "set --shell to bash" in capsys.readouterr().err
 
 
 def _unknown() -> str:

@@ -1,5 +1,3 @@
-"""Parameter and FLOP counts against built modules, torch's own counter, and figures worked out by hand."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -56,7 +54,6 @@ def sizes(shape: TransformerShape) -> dict[str, int]:
 
 
 def num_in_vectors(module: torch.nn.Module) -> int:
-    """Weights of norms, and biases."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 1)
 
 
@@ -93,11 +90,8 @@ def test_an_embedding_tied_to_the_head_is_no_look_up() -> None:
 def test_the_full_convention_is_torchs_count_and_weights_of_norms_and_biases(
     shape: TransformerShape, batch: int, context: int, backward: bool
 ) -> None:
-    """The convention takes every parameter outside the embedding for one of a matmul; those of norms and
-    biases are not.
-
-    Each of them is counted as 2 FLOPs a token and pass, and the counter sees no matmul for it: that is the
-    whole difference. The plain attention computes the whole square, as both count it.
+    """The convention counts all non-embedding parameters as matmuls, 2 FLOPs a token and pass; norms and biases, which
+    torch's counter does not see, are the whole difference. Both count the whole square of plain attention.
     """
     module = built(shape, context, "cpu")
     tokens = torch.randint(shape.vocab_size, (batch, context))
@@ -132,7 +126,7 @@ def test_the_conventions_are_those_published(name: str, context: int, backward: 
 @pytest.mark.parametrize("attention", ["sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"])
 @pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
 def test_a_fused_attention_executes_half_of_torchs_count_of_its_kernels(attention: str, pass_name: str) -> None:
-    """torch counts the kernels of fused attention, recomputed scores included, over the whole square."""
+    """torch counts fused attention's kernels, with recomputed scores, over the whole square."""
     batch, context, shape = 2, 64, TINY_SHAPES[2]
     heads = (batch, shape.num_heads, context, shape.head_dim)
     kernels = sdpa_flop_count(heads, heads, heads)

@@ -1,5 +1,3 @@
-"""The linear layer with its loss, in chunks, in plain PyTorch and in Triton's interpreter, against float64."""
-
 import os
 from dataclasses import replace
 from typing import Any
@@ -32,8 +30,6 @@ def bounds_for(
 
 @pytest.fixture
 def tokens_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how many tokens a chunk has, for a vocabulary and a format."""
-
     def set_it(count: int, num_entries: int, dtype: torch.dtype) -> None:
         monkeypatch.setattr(triton_places, "CHUNK_BYTES", count * padded_entries(num_entries) * dtype.itemsize)
 
@@ -42,7 +38,7 @@ def tokens_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's blocks have 512 columns, so that rows of some blocks are quick in the interpreter."""
+    """Blocks of 512 columns keep rows of several blocks fast in the interpreter."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cross_entropy_chunks, "BLOCK", 512)
 
@@ -124,7 +120,7 @@ def test_under_autocast_the_gradient_of_a_float32_weight_is_summed_in_float32(
 
 @pytest.mark.parametrize("implementation", IN_CHUNKS)
 def test_small_gradients_in_fp16_are_not_lost_before_a_loss_scale_is_multiplied_into_them(implementation: str) -> None:
-    """Most of them are below the smallest normal number of fp16."""
+    """Most are below fp16's smallest normal number."""
     case = make_case(256, 8, 64, dtype=torch.float16)
     case.weight.mul_(2.0**-8)
     hidden = case.hidden.clone().requires_grad_()
@@ -179,7 +175,6 @@ def test_no_gradient_asked_for_gives_the_same_loss(implementation: str, reductio
 @pytest.mark.parametrize("implementation", IN_CHUNKS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_targets_need_not_lie_side_by_side(implementation: str, reduction: str) -> None:
-    """A column of a batch has them apart, and one target for all tokens is a single element."""
     case = make_case(6, 8, 40, dtype=torch.float32, reduction=reduction)
     for apart in (torch.stack((case.targets, case.targets.flip(0)), 1)[:, 0], case.targets[:1].expand(6)):
         found = results_of(replace(case, targets=apart), implementation)
@@ -191,7 +186,7 @@ def test_targets_need_not_lie_side_by_side(implementation: str, reduction: str) 
 @pytest.mark.parametrize("implementation", IN_CHUNKS)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_a_constant_added_to_the_logits_changes_no_bit(implementation: str, label_smoothing: float) -> None:
-    """Softmax and loss depend on differences alone. These logits are exact in float32 with the constant too."""
+    """Softmax and loss depend on differences. These logits are exact in float32 with the constant too."""
     torch.manual_seed(0)
     differences = (torch.randn(1300, 1) * 5 * 2**9).round() / 2**9
     case = make_case(6, 1, 1300, dtype=torch.float32, reduction="none", label_smoothing=label_smoothing)
@@ -228,7 +223,6 @@ def test_an_entry_that_a_bias_excludes_has_the_losses_of_torch(implementation: s
 
 @pytest.mark.parametrize("implementation", ALL)
 def test_where_every_target_is_ignored_there_is_no_gradient(implementation: str) -> None:
-    """And a mean of nothing is not a number, as torch has it."""
     for reduction in ("mean", "sum"):
         for dtype in (torch.float32, torch.float16):
             case = make_case(5, 8, 40, dtype=dtype, reduction=reduction, ignored=1.1)
@@ -264,8 +258,6 @@ def test_the_loss_of_a_target_outside_of_the_vocabulary_is_not_a_number(implemen
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the largest tensor that an operator makes, and of all of them together."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.largest_bytes = self.total_bytes = 0

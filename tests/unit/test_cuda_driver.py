@@ -1,5 +1,3 @@
-"""Calls of the CUDA driver as its header (cuda.h of CUDA 12.8 and 13) has them, made to functions that play it."""
-
 import ctypes
 import struct
 from collections.abc import Sequence
@@ -18,8 +16,6 @@ POINTER, NUMBER, SIZE, FUNCTION = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_
 
 
 class Library:
-    """What was asked of it, one tuple a call; every call ends with `status`."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.status = 0

@@ -1,5 +1,3 @@
-"""What other programs get: figures beside raw samples in JSON, flat rows for data frames, a schema of records."""
-
 import dataclasses
 import gzip
 import json
@@ -40,7 +38,6 @@ def filled(tmp_path: Path) -> Path:
 
 
 def golden() -> list[Record]:
-    """The first record in each file of real records."""
     files = [*REPOSITORY.glob("tests/golden/*.jsonl.*"), *REPOSITORY.glob("benchmarks/results/*.jsonl.gz")]
     found = []
     for path in sorted(files):

@@ -1,5 +1,3 @@
-"""The formulas of data parallelism against what they stand for, played through bucket by bucket."""
-
 import math
 
 import pytest
@@ -14,7 +12,6 @@ counts = st.integers(1, 400)
 
 
 def played_through_s(link: Link, num_bytes: float, num_buckets: int, backward_s: float) -> float:
-    """When the last of equal buckets has been sent, one at a time and none before its gradients are there."""
     free_s = 0.0
     for bucket in range(1, num_buckets + 1):
         ready_s = backward_s * bucket / num_buckets
@@ -69,7 +66,7 @@ def test_a_link_is_found_again_from_what_it_takes(link: Link, num_bytes: float, 
     found = fit_link(calls, num_bytes, [link.alone_s(num_bytes, count) for count in calls])
     shares = [count * link.call_s / link.alone_s(num_bytes, count) for count in calls]
     if found is None or not (max(shares) > 0.01 and min(shares) < 0.99):
-        return  # one of the two is too small beside the other to be seen
+        return  # one is too small next to the other
     for count in (*calls, 1000):
         assert math.isclose(found.alone_s(num_bytes, count), link.alone_s(num_bytes, count), rel_tol=1e-3)
 

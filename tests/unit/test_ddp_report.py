@@ -1,5 +1,3 @@
-"""A data-parallel study stored, and shown: every figure comes from the samples."""
-
 import dataclasses
 from statistics import median
 

@@ -1,5 +1,3 @@
-"""What a data-parallel study may ask for, and what its parent makes of what happens to its ranks."""
-
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -141,8 +139,6 @@ OUT_OF_MEMORY = Failure(
 
 
 class Ranks:
-    """In place of processes: each request measures in order, until a contender that is to fail."""
-
     def __init__(self, failures: dict[int, Failure]) -> None:
         self.failures = failures
         self.asked: list[list[int]] = []
@@ -181,7 +177,7 @@ def test_after_a_contender_that_its_ranks_do_not_survive_new_ones_go_on() -> Non
 
 
 def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
-    """Rank 1 may fail in the next contender before rank 0's last result is heard."""
+    """Rank 1 may fail in the next contender before rank 0's last result arrives."""
     late = Failure(kind="error", message="rank 1: no", phase="bucketed 25 MB: build", rank=1)
     ranks = Ranks({2: late})
     ranks.failures = {2: late}
@@ -196,8 +192,6 @@ def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
 
 
 def told(*launches: tuple[int, Failure | None]) -> tuple[dict[int, str], list[list[int]]]:
-    """Status of each contender, and who was asked for, where each set of ranks begins with the baseline, measures so
-    many contenders, begins the next, and then fails."""
     asked: list[list[int]] = []
 
     def ranks(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
@@ -218,7 +212,6 @@ def told(*launches: tuple[int, Failure | None]) -> tuple[dict[int, str], list[li
 
 @pytest.mark.parametrize("phase", ["no communication: build", "starting"])
 def test_new_ranks_that_get_to_no_contender_fail_for_all_that_are_left(phase: str) -> None:
-    """And nobody starts others for each of them."""
     lost = Failure(kind="crashed", message="rank 1 died", phase=phase, rank=1)
     overlap = dataclasses.replace(lost, phase="flat: warmup")
     found, asked = told((1, overlap), (-1, lost))
@@ -276,8 +269,6 @@ def test_ranks_that_say_nothing_are_not_asked_for_ever() -> None:
 
 
 class Others:
-    """Ranks that are there at once."""
-
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
 
@@ -313,7 +304,7 @@ def test_a_slow_host_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         [(6,) * 4, (6,) * 4, (12,) * 4],
     ]
     assert all(min(samples.lead_s or (0.0,)) > 0 for phases in found for samples in phases)
-    assert [held_s for _, held_s in turns] == [1.5 * 2, 1.5 * 18]  # of what Python takes for a step
+    assert [held_s for _, held_s in turns] == [1.5 * 2, 1.5 * 18]  # of Python's time per step
 
 
 def test_a_step_in_which_python_stalled_is_made_again_after_a_longer_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +319,6 @@ def test_a_step_in_which_python_stalled_is_made_again_after_a_longer_hold(monkey
 
 
 def test_what_other_ranks_say_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank was late once, and takes longer to start a step: this one goes along."""
     device = FakeDevice()
     world = world_of(device, monkeypatch)
     late = iter([True, False, False])
@@ -389,7 +379,6 @@ BASELINE = 20 * GIB
 
 
 def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], int | None]:
-    """The notes where the allocator counts this, look by look, a second apart; and what counts as others' then."""
     looks, clock = iter([*counts, *[counts[-1]] * 100]), iter(range(1000))
     held = [BASELINE]
 
@@ -417,7 +406,7 @@ def test_what_stays_is_told_of_and_counts_as_held_by_others(monkeypatch: pytest.
 
 
 OTHERS, OWN, SHARED = 5000, 40, 1000
-"""Bytes: of other contenders, of this one that are neither parameters nor gradients, and shared with other ranks."""
+"""Bytes of other contenders, of this one's other tensors, and shared with other ranks."""
 
 
 def test_what_is_shared_is_other_until_gradients_lie_in_it() -> None:

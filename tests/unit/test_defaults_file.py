@@ -1,5 +1,3 @@
-"""Defaults of options from steplab.toml; the command line beats them, a mistake is told in a line."""
-
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from steplab.errors import Remark
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one below it, in which commands are given."""
     below = tmp_path / "below"
     below.mkdir()
     monkeypatch.chdir(below)
@@ -22,7 +19,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words: str) -> dict[str, Any]:
-    """The options that a command is called with."""
     _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     return bound.arguments
 
@@ -55,14 +51,14 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
 
 
 def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /tmp/steplab.toml for who works below /tmp: `model = "http.server:test"` would open a port to the network."""
+    """As /tmp/steplab.toml for work below /tmp: `model = "http.server:test"` would open a port to the network."""
     (project / "steplab.toml").write_text("[run]\nsteps = 7\n")
     others = project.stat().st_uid + 1
     monkeypatch.setattr("os.getuid", lambda: others)
     monkeypatch.setattr("steplab.cli.defaults._ROOT", others)
     assert asked("run")["measured"].step.fields()["steps"] == "7"  # of a colleague, in a folder that is not open to all
     project.chmod(0o777)
-    with pytest.warns(Remark, match="is not read: it is another user's"):
+    with pytest.warns(Remark, match="is ignored: another user owns it"):
         given = asked("run")
     assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
@@ -79,7 +75,7 @@ def test_what_another_user_put_into_a_shared_folder_stops_nothing(project: Path,
     else:
         there.symlink_to({"a link": mine, "a link to nowhere": project / "gone"}.get(what, Path("/proc/1/mem")))
     os.lchown(there, 4321, -1)
-    with pytest.warns(Remark, match="is not read: it is another user's"):
+    with pytest.warns(Remark, match="is ignored: another user owns it"):
         given = asked("run")
     assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
@@ -96,12 +92,12 @@ def test_the_nearest_file_is_read_alone(project: Path) -> None:
     [
         ('[rum]\nmodel = "tiny"', ("[rum]", "did you mean [rm]?")),
         ('[plan.memry]\nmodel = "tiny"', ("[memry]", "did you mean [memory]?")),
-        ('model = "tiny"', ("'model' is in no command's table", "only store may stand")),
+        ('model = "tiny"', ("'model' is in no command's table", "only store may be")),
         ('format = "csv"', ("'format' is in no command's table",)),
-        ('[run]\nmodle = "tiny"', ("'modle' in the table [run] is no option of `steplab run`; did you mean 'model'?",)),
+        ('[run]\nmodle = "tiny"', ("'modle' in [run] is not an option of `steplab run`; did you mean 'model'?",)),
         (
             "[plan.memory]\nwholly_other = 3",
-            ("'wholly_other' in the table [plan.memory] is no option", "`steplab plan memory --help`"),
+            ("'wholly_other' in [plan.memory] is not an option", "`steplab plan memory --help`"),
         ),
         ("[run]\ncontext = [1, 2]", ("context",)),
         ('[run]\noutput = "x.json"', ("'output'", "--output")),

@@ -1,5 +1,3 @@
-"""Warnings beside a step time: what raises each, what does not, and where they are shown."""
-
 import dataclasses
 import os
 import time
@@ -24,7 +22,6 @@ QUIET = (1.0, 1.0, 1.01, 1.0, 0.99, 1.0, 1.0, 1.0, 1.01, 1.0)
 def run_of(
     samples: tuple[float, ...] = QUIET, lead_s: float | None = None, cpu: bool = True, **environment: object
 ) -> Run:
-    """A run with these step times, and this environment beside the usual one."""
     leads = None if lead_s is None else (lead_s,) * len(samples)
     step = PhaseSamples(phase="step", device_s=None if cpu else samples, host_s=samples if cpu else None, lead_s=leads)
     run = make_run()
@@ -76,7 +73,7 @@ def test_a_gpu_that_waits_for_its_host_is_a_warning() -> None:
     ("other_cpus", "load_average", "word"),
     [
         (1.0, 1.0, ["busy machine"]),
-        (0.1, 9.0, []),  # what others really used is known, and the load was that of earlier measurements
+        (0.1, 9.0, []),  # others' real use is known; the load came from earlier measurements
         (None, 3.1, ["busy machine"]),
         (None, 2.9, []),
         (None, None, []),
@@ -139,7 +136,6 @@ def test_records_without_the_new_fields_are_read() -> None:
 
 
 def test_own_work_is_not_that_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose only busy process is this one, and one with another beside it."""
     clock = {"elapsed": 0.0, "own": 0.0, "machine": 0.0}
     times = SimpleNamespace(_asdict=lambda: {"user": clock["machine"], "idle": 1e6, "guest": 50.0})
     monkeypatch.setattr("psutil.cpu_times", lambda: times)
@@ -155,7 +151,6 @@ def test_own_work_is_not_that_of_other_processes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_counted_is_what_runs() -> None:
-    """Work of this process is not of others, however much the machine does besides."""
     before, until = OtherProcesses(), time.perf_counter() + 0.6
     while time.perf_counter() < until:
         sum(range(1000))

@@ -1,5 +1,3 @@
-"""The documentation's site: every chapter is in its navigation, and every link within it leads to something."""
-
 import posixpath
 import re
 from importlib.util import module_from_spec, spec_from_file_location
@@ -26,7 +24,6 @@ PAGES = sorted(name for name, place in PLACES.items() if place.endswith(".md"))
 
 
 def anchors(markdown: str) -> set[str]:
-    """The anchors that Python-Markdown gives the headings."""
     text = re.sub(r"^(`{3,})[^\n]*\n.*?^\1", "", markdown, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ +(.+?)\s*$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles)

@@ -1,5 +1,3 @@
-"""explain() as a whole: its order, what it says of records that lack something, and that nothing upsets it."""
-
 import dataclasses
 import gzip
 import math
@@ -44,7 +42,6 @@ CEILINGS = Ceilings(
 
 
 def unheard_of(run: Run) -> Run:
-    """The run, on a GPU that the catalogue does not have."""
     return dataclasses.replace(run, environment=CEILINGS.environment)
 
 
@@ -136,7 +133,6 @@ def test_recorded_runs_without_a_profile_get_the_findings_that_need_none() -> No
 
 
 def check(found: list[Finding], run: Run) -> None:
-    """What holds for every finding."""
     for finding in found:
         assert finding.kind in {diagnosis.__name__ for diagnosis in DIAGNOSES}
         assert all((finding.title, finding.saw, finding.why, finding.change, finding.evidence, finding.prediction))
@@ -237,7 +233,7 @@ def test_no_profile_upsets_it(
 
 @pytest.mark.parametrize(("step_ms", "shown"), [(5.0, "2.00"), (8.0, "1.25"), (10.0, None), (12.0, None)])
 def test_times_that_are_not_those_of_the_profile_say_so(step_ms: float, shown: str | None) -> None:
-    """On a CPU, a step that took 10 ms under the profiler, 4 of them in collectives."""
+    """On a CPU, a step of 10 ms under the profiler, 4 of them in collectives."""
     seen = profile(
         [op("aten::mm", "matmul", 10.0)], device="cpu", communication=Communication(total_s=8e-3, overlapped_s=0.0)
     )

@@ -16,8 +16,6 @@ QK, S = "[48, 1024, 64] {0}[48, 64, 1024]", "[4, 12, 1024, 1024]"
 
 
 def attention(dtype: str, *, ranges: bool) -> list[OpStats]:
-    """Forward 2 products and softmax, backward 4 and its own: 10 ms in scores, 6 in softmax, 4 in values."""
-
     def inside(part: str) -> str:
         return f"blocks.*.attention.{part}" if ranges else ""
 
@@ -52,8 +50,8 @@ def test_plain_attention_is_predicted_by_the_flops_a_fused_kernel_needs() -> Non
     found = scores_materialised(case(own(PLAIN, seen, timing(50.0))))
     assert found is not None
     assert found.saves_s is not None
-    # Half of the square: 2 products forward, 5 where the plain backward has 4. torch's FlashAttention-2 reached 0.19 of
-    # the bf16 peak at 1024 tokens and heads of 128, and less with heads of 64, whose scores are as many.
+    # Half of the square: 2 products forward, 5 instead of plain backward's 4. torch's FlashAttention-2 reached 0.19 of
+    # the bf16 peak at 1024 tokens and heads of 128, less with heads of 64.
     assert 0.1 < 3.5 * PRODUCT / BF16 / (20 * MS - found.saves_s) < 0.19
     assert found.fields == {"attention": "sdpa"}
     assert found.title == "Attention scores go through memory: 40.0 % of the device's work"
@@ -143,7 +141,7 @@ def test_shape_and_ranges_find_the_same_operators_in_a_real_trace(tmp_path: Path
     products = {o for o in by_range.ops if o.name == "aten::bmm"}
     assert products == {o for o in by_shape.ops if o.name == "aten::bmm"}
     assert sum(o.calls for o in products) == 6
-    # Of the rest, what runs over the scores themselves: the mask alone has no heads.
+    # The rest runs over the scores; only the mask has no heads.
     named = {o.name for o in by_shape.ops}
     assert {"aten::_softmax", "aten::_softmax_backward_data", "aten::mul"} <= named
     assert by_shape.total_s <= by_range.total_s * 1.05

@@ -1,5 +1,3 @@
-"""Precision, fusing and casts: what the device does that it need not."""
-
 import dataclasses
 from typing import Any
 
@@ -154,11 +152,11 @@ def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_sha
     assert found is not None
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)
     assert "this record has no dry run" in found.prediction
-    assert not [each for each in found.evidence if "matrix products" in each.what]  # of which nothing is known
+    assert not [each for each in found.evidence if "matrix products" in each.what]  # which is unknown
 
 
 def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
-    """The shares are those of steps on an H200."""
+    """Its shares are from steps on an H200."""
     seen = seen_with(compiled=None, device="cpu")
     found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0))))
     assert found is not None
@@ -182,9 +180,9 @@ def test_fewer_kernels_have_fewer_gaps_between_them() -> None:
     forward = dataclasses.replace(forward, num_kernels=STEPS * 800)
     gaps = dataclasses.replace(seen, phases=(dataclasses.replace(forward, idle_s=STEPS * 4.0 * MS),))
     assert gain_of(gaps, timing(40.0)) == pytest.approx((0.75 * LOW_MS + 0.5 * 4.0) * MS)
-    # No more than the unprofiled step has beside its kernels.
+    # At most the unprofiled step's time without kernels.
     assert gain_of(gaps, timing(33.6)) == pytest.approx((0.75 * LOW_MS + 0.5 * 1.0) * MS)
-    # What is longer than 5 us before a kernel has another cause: an event, another stream or process.
+    # Gaps over 5 us have other causes: an event, another stream or process.
     held = dataclasses.replace(seen, phases=(dataclasses.replace(forward, idle_s=STEPS * 400.0 * MS),))
     assert gain_of(held, timing(440.0)) == pytest.approx((0.75 * LOW_MS + 0.5 * 800 * 5e-3) * MS)
 

@@ -1,5 +1,3 @@
-"""Faults of other people's steps, by traces; and that no saving of any record at hand exceeds the time behind it."""
-
 import gzip
 import lzma
 from collections.abc import Iterator
@@ -28,7 +26,6 @@ def findings(trace: HandTrace) -> dict[str, Finding]:
 
 
 def offloaded() -> HandTrace:
-    """Twenty weights of 5 ms that are copied before products of 0.1 ms, the last beside one of 4 ms."""
     trace = HandTrace()
     trace.range("ProfilerStep#1", 0, 110_000)
     for number in range(20):
@@ -45,7 +42,6 @@ def test_copies_that_nothing_runs_beside_are_told() -> None:
 
 
 def held_back() -> HandTrace:
-    """A hundred additions of 20 us, and a hole of 478 ms before the last, which was launched long before."""
     trace = HandTrace()
     trace.range("ProfilerStep#1", 0, 500_000)
     for number in range(101):
@@ -62,7 +58,6 @@ def test_a_hole_is_no_gap_that_fusing_closes() -> None:
 
 
 def waits_shortly() -> HandTrace:
-    """A copy of the host's that takes 11 us, and 900 products that are launched every 100 us."""
     trace = HandTrace()
     trace.range("ProfilerStep#1", 0, 100_000)
     trace.kernel("Memcpy HtoD (Pageable -> Device)", 30, 32, (10, 21), call="cudaMemcpyAsync")
@@ -114,7 +109,6 @@ def test_a_python_loop_over_elements_or_experts_is_told(names: tuple[str, ...], 
 
 
 def late(what: str) -> HandTrace:
-    """Two steps, each of 8 ms on the host before the first of its kernels."""
     trace = HandTrace()
     for step in range(2):
         begin = 10_000 * step
@@ -153,7 +147,6 @@ def test_attention_is_offered_a_causal_mask_only_if_it_has_one(triangle: bool) -
 
 
 def recorded() -> Iterator[Run]:
-    """Every run of the records in the repository."""
     for folder in ("tests/golden", "benchmarks/results"):
         for path in sorted((ROOT / folder).glob("*.jsonl*")):
             unpacked = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix, bytes)(path.read_bytes())
@@ -170,7 +163,6 @@ def made() -> Iterator[Run]:
 
 
 def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
-    """What the time that a finding is about allows to save: that of work, of waiting, or both."""
     case = case_of(run, None)
     length_s, busy_s = case.length_s(profile), case.busy_s(profile)
     idle_s = max(length_s - busy_s, 0.0)

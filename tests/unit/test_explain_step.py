@@ -1,5 +1,3 @@
-"""Optimizer, batch, vocabulary, compilation and communication."""
-
 import dataclasses
 import gzip
 from pathlib import Path
@@ -26,7 +24,6 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Run]:
-    """Real runs of an H200, without profiles."""
     records = map(decode, gzip.decompress(GOLDEN.read_bytes()).splitlines())
     return [record for record in records if isinstance(record, Run) and record.spec and record.timing]
 
@@ -68,7 +65,7 @@ def test_a_gain_within_the_noise_is_silent() -> None:
 
 
 def test_the_share_of_the_bandwidth_is_what_recorded_fused_steps_reached(recorded: list[Run]) -> None:
-    """28 bytes a parameter, at the fitted share of the stated bandwidth, give the measured time."""
+    """28 bytes per parameter, at the fitted share of the stated bandwidth, give the measured time."""
     checked = 0
     for run in recorded:
         phase = run.timing.phase("optimizer") if run.timing else None
@@ -82,7 +79,6 @@ def test_the_share_of_the_bandwidth_is_what_recorded_fused_steps_reached(recorde
 
 
 def test_the_bytes_of_adamw_are_those_that_torch_touches() -> None:
-    """Count what each operator of a foreach step is given and writes; a tensor given twice is read once."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -129,7 +125,6 @@ def test_a_foreign_adam_of_many_kernels_is_fused_to_its_share_of_the_bytes() -> 
 
 
 def test_the_same_on_a_cpu_is_of_operators() -> None:
-    """Whose foreach is a loop over parameters, and which has fused optimizers as well."""
     found = optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], device="cpu"))))
     assert found is not None
     assert found.saves_s == pytest.approx(4 * MS * (1 - 28 / 80))
@@ -193,7 +188,7 @@ def test_a_step_of_many_tokens_is_silent() -> None:
 
 
 def test_recorded_steps_of_twice_the_tokens_gain_at_least_what_is_predicted(recorded: list[Run]) -> None:
-    """Twice the context stands for twice the batch: the same work but for attention, which makes it dearer."""
+    """Twice the context stands for twice the batch: equal work except dearer attention."""
     steps = {
         (r.spec.model.name, r.spec.context): r
         for r in recorded
@@ -438,7 +433,6 @@ def test_what_to_change_is_an_option_where_the_gradients_are_averaged_by_steplab
     ],
 )
 def test_what_to_change_applies_to_the_layout(fields: dict[str, object], change: str) -> None:
-    """Nothing else than steplab's own data parallelism has buckets."""
     seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
     found = communication_exposed(case(dataclasses.replace(make_run({"model": "small", **fields}), profile=seen)))
     assert found is not None

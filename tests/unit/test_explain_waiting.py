@@ -1,5 +1,3 @@
-"""Waiting for the host: launches, copies and synchronisations."""
-
 import dataclasses
 
 import pytest
@@ -125,7 +123,7 @@ def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0, "backward": 0.5, "optimizer": 0.25}, host_calls=READ_BACK)
     found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
     assert found is not None
-    # The optimizer's own idle time and that of the next step's forward, which comes after it; not the backward's.
+    # The optimizer's idle time and the following forward's, not the backward's.
     assert found.saves_s == pytest.approx(2.25 * MS)
     assert found.title == "The CPU waits for the GPU once per step"
     assert "cudaStreamSynchronize, 1 per step" in found.saw
@@ -146,7 +144,7 @@ def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_gra
     calls: tuple[HostCallStats, ...], said: bool
 ) -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0}, host_calls=calls)
-    for fields in ({}, {"compile": "reduce-overhead"}):  # what is a graph already is told something else
+    for fields in ({}, {"compile": "reduce-overhead"}):  # graphs already get another finding
         found = launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0))))
         assert found is not None
         assert ("remove that first" in found.note) == (said and not fields)

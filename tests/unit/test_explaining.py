@@ -1,5 +1,3 @@
-"""From the store to findings, and findings tried: with measurements that are made up, so that the outcome is known."""
-
 import dataclasses
 from pathlib import Path
 
@@ -45,8 +43,6 @@ def findings(*found: Finding) -> Findings:
 
 
 def bench(**outcomes: float | str | Exception) -> FakeSession:
-    """A session in which each spec has its time, failure or refusal as told."""
-
     def told(spec: StepSpec) -> float | str | Exception:
         what = next((k for k in outcomes if k in (spec.compile, spec.attention, f"batch_{spec.batch}")), "base")
         return outcomes[what]

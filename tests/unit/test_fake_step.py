@@ -1,5 +1,3 @@
-"""A step that torch runs on tensors without content, against the dry run, which is checked against recorded steps."""
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -109,7 +107,7 @@ def test_an_overlapped_update_has_its_peak_in_the_backward_pass() -> None:
     assert dry.phase_peaks.keys() == fake.phase_peaks.keys() == {"forward", "backward"}
     assert fake.peak().phase == dry.peak().phase == "backward"
     assert fake.peak().num_bytes == pytest.approx(dry.peak().num_bytes, abs=2 * MIB)
-    assert "optimizer" in {op.phase for op in operators_of_fake(spec)}  # its time is told apart, to say what is hidden
+    assert "optimizer" in {op.phase for op in operators_of_fake(spec)}  # its time is separate, for the hidden share
 
 
 def by_category(peak: Peak) -> Counter[str]:
@@ -120,7 +118,6 @@ def by_category(peak: Peak) -> Counter[str]:
 
 
 def told(op: Operator) -> tuple[object, ...]:
-    """Without the random numbers' state of attention, and the numbers of steps."""
     return (op.phase, op.recomputed, op.kind, op.name, op.product, round(op.written_bytes, -2))
 
 
@@ -151,8 +148,6 @@ def test_compiled_code_looks_its_kernels_up_anew_after_a_step_as_on_cuda() -> No
 
 
 class Foreign(nn.Module):
-    """Blocks of torch's own, with dropout and a mask."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(1000, 64)
@@ -239,8 +234,6 @@ def recurrent(batch: int, context: int, device: torch.device) -> tuple[nn.Module
 
 
 class Flat(Foreign):
-    """Its peak is outside of blocks."""
-
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return cross_entropy(self.head(self.embedding(tokens_BT)).flatten(0, 1), targets_BT.flatten())
 
@@ -304,7 +297,6 @@ def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.Monkey
 
 
 def _line_of(text: str) -> int:
-    """The line of this file that has the text first."""
     return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
 
 
@@ -358,7 +350,6 @@ def test_the_line_that_makes_a_mask_in_each_step_is_named_and_costs_nothing() ->
 
 
 def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
-    """The host's wait for it is not predicted, which is said; its memory is that of the model that reads nothing."""
     logged, silent = (plan_time(f"{__name__}:{each}", context=64) for each in ("logging", "foreign"))
     (note,) = set(logged.notes) - set(silent.notes)
     place = f"test_fake_step.py:{_line_of('self.total += loss')}"
@@ -375,7 +366,6 @@ def asked(factory: str, **fields: object) -> StepSpec:
 
 
 def profiled(factory: str) -> Run:
-    """A record of a step of a model of one's own, profiled on an H200."""
     seen = profile([op("aten::mul", "elementwise", 3.0, where="blocks.*")])
     return dataclasses.replace(own({"model": "small"}, seen, timing(4.0)), spec=asked(factory))
 
@@ -417,7 +407,6 @@ def test_a_model_that_cannot_be_run_dry_has_a_record_that_says_why(monkeypatch: 
 
 
 def test_a_fault_of_the_dry_run_costs_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it said that the trace could not be read."""
     whole = profiled("missing_module:build")
 
     def measured(task: StepTask, **others: object) -> Run:
@@ -446,7 +435,6 @@ def test_nothing_is_predicted_of_another_device_and_of_what_is_compiled(changed:
 
 
 def asked_here(job: str, task: object, **options: object) -> Answer:
-    """The answer of a measuring process, without the process."""
     result = JOBS[job].do(msgspec.Raw(encode(task)), Observer(), None)
     return Answer(result=msgspec.json.decode(encode(result), type=JOBS[job].result), environment=None, measured=None)
 
@@ -461,7 +449,6 @@ def gpt2(tmp_path: Path) -> str:
 
 
 def test_masters_are_traced_without_their_optimizer_and_refused_where_there_are_no_linear_layers(gpt2: str) -> None:
-    """The head of a GPT-2 is the embedding's weight, and its other layers are transformers' own."""
     own: dict[str, object] = {"context": "64", "precision": "bf16_master", "optimizer": "adamw_triton"}
     with pytest.raises(Unsupported, match="it has a kernel of its own; use --pass forward_backward"):
         plan_memory(resolve_step(own | {"model": gpt2}))
@@ -492,7 +479,7 @@ def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
 
 
 def test_experts_are_predicted_in_fp32_too(tmp_path: Path) -> None:
-    """torch refuses their grouped product in fp32 without content alone."""
+    """torch refuses their grouped product in fp32 only without content."""
     path = tmp_path / "moe.json"
     path.write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     assert plan_time(f"hf:{path}").central_s > 0

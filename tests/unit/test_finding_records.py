@@ -1,5 +1,3 @@
-"""Which records a text stands for: the same ones in every command that takes several."""
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ RUN = make_run({"model": "tiny", "context": 32})
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with a study and a single run of its name, and a run that is called as an id begins."""
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as store:
         study = store.begin_study(study_from_grids("nightly", "", [{"model": ["tiny"], "context": [32]}]))
@@ -47,7 +44,6 @@ def test_a_text_stands_for_the_same_records_everywhere(path: Path, text: str, id
 
 
 def test_a_study_without_records_is_told_as_that(path: Path) -> None:
-    """As one that was interrupted in its first measurement; it is a study all the same."""
     with Store.open(path, write=True) as store:
         study = store.begin_study(study_from_grids("begun", "", [{"model": ["tiny"]}]))
     for text in ("begun", study):

@@ -1,5 +1,3 @@
-"""Every diagnosis on recorded profiles of an H200: one in which it must fire, one in which it must not; and trials."""
-
 import gzip
 import json
 import lzma
@@ -25,7 +23,7 @@ from steplab.records.run import Run
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 CASES = {
-    # finding: (a profile that has the fault, one that has not)
+    # finding: (a profile with the fault, one without)
     "launch_bound": ("small-256-bf16-off", "2.7b-1024-fp32-off"),
     "scores_materialised": ("large-1024-fp32-off", "head dimension"),
     "fp32_matmul": ("large-1024-fp32-off", "large-1024-bf16-off"),
@@ -44,7 +42,6 @@ FOREIGN = (
     *("copies_exposed", "data_loading", "fp64_work", "tiny_kernels"),
     *("straggler", "imbalance", "late_message", "slow_group"),
 )
-"""Faults that no record here has: test_explain_foreign.py and test_trace_ranks.py have traces of them."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,7 @@ TRIED = [
     ("2.7b-1024-bf16-off", "fusable_elementwise"),
     ("vocabulary", "vocabulary_padding"),
 ]
-"""Where one cause rules the step, the gain is predicted to within a third."""
+"""Where one cause dominates, the saving is predicted within a third."""
 
 
 @pytest.mark.parametrize(("cell", "kind"), TRIED)
@@ -126,8 +123,7 @@ def trial_of(run: Run, kind: str) -> Trial:
 
 
 def test_the_gain_of_bf16_throughout_is_near_the_measured_one(runs: dict[str, Run]) -> None:
-    """Of the step with micro-steps, which can have no fp32 masters; the trial is of the step without them, whose casts
-    and kernels are the same."""
+    """With micro-steps there can be no fp32 masters; the trial has none of them, but equal casts and kernels."""
     run, trial = runs["2.7b-1024-bf16-off"], trial_of(runs["2.7b-1024-bf16-off"], "weight_casts")
     assert run.spec is not None
     finding = found_in(replace(run, spec=replace(run.spec, accumulation=2)))["weight_casts"]
@@ -136,8 +132,6 @@ def test_the_gain_of_bf16_throughout_is_near_the_measured_one(runs: dict[str, Ru
 
 
 def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[str, Run]) -> None:
-    """Every recorded eager step whose compiled one was recorded or tried too, and where fusing saves enough to be told;
-    the profiles are of before the shares of a dry run were part of them."""
     saved = {cell: step_s(eager) - step_s(compiled) for cell, eager, compiled in recorded_both_ways(runs)}
     for cell in ("vocabulary", "head dimension"):
         saved[cell] = trial_of(runs[cell], "fusable_elementwise").saved_s or 0.0
@@ -152,7 +146,6 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
 
 
 def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
-    """examples/mygpt_gpu.py, whose eager profile has the shares of its dry run."""
     lines = gzip.decompress((GOLDEN / "own_model_h200_202611.jsonl.gz").read_bytes()).splitlines()
     eager, compiled = (run for run in map(decode, lines) if isinstance(run, Run))
     saved_s = step_s(eager) - step_s(compiled)
@@ -179,7 +172,6 @@ def test_without_a_dry_run_the_smallest_recorded_saving_of_compiling_is_predicte
 
 
 def recorded_both_ways(runs: dict[str, Run]) -> list[tuple[str, Run, Run]]:
-    """The eager steps, by cell, whose compiled step was recorded too."""
     pairs = ((cell, run, runs.get(cell.replace("-off", "-default"))) for cell, run in runs.items())
     return [(cell, run, compiled) for cell, run, compiled in pairs if cell.endswith("-off") and compiled]
 
@@ -209,17 +201,16 @@ def step_s(run: Run) -> float:
 
 
 def test_nothing_is_predicted_of_a_step_that_the_profiler_did_not_see(runs: dict[str, Run]) -> None:
-    """The growing model computes more in its profiled steps than all of a timed one."""
+    """The growing model computes more in its profiled steps than in all of a timed one."""
     finding = found_in(runs["growing"])["fp32_matmul"]
     assert finding.saves_s is None
     assert "not the same step" in finding.prediction
 
 
 def test_idle_time_and_overlap_are_those_of_holistic_trace_analysis(tmp_path: Path) -> None:
-    """Two GPUs under torch's DDP, two streams: what HolisticTraceAnalysis 0.5 says of the same trace, by
-
-    TraceAnalysis(trace_dir, include_last_profiler_step=True).get_temporal_breakdown() and get_comm_comp_overlap(), with
-    HTA_DISABLE_NS_ROUNDING=1 in the environment.
+    """Two GPUs under torch's DDP, two streams: HolisticTraceAnalysis 0.5 on the same trace, by TraceAnalysis(trace_dir,
+    include_last_profiler_step=True).get_temporal_breakdown() and get_comm_comp_overlap(), with
+    HTA_DISABLE_NS_ROUNDING=1.
     """
     theirs = {"idle_us": 93934.495625, "kernels_us": 147244.832156, "overlap_percent": 35.02}
     trace = tmp_path / "rank0.json"

@@ -1,5 +1,3 @@
-"""Findings as people and programs read them."""
-
 import dataclasses
 
 import msgspec

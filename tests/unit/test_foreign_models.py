@@ -1,5 +1,3 @@
-"""Models of transformers of every kind: what is built of a configuration, its FLOPs, and its operators."""
-
 import dataclasses
 import gzip
 import json
@@ -112,7 +110,6 @@ def test_fused_attention_is_counted_where_heads_share_keys() -> None:
 
 
 SHARED = ((2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16))
-"""Shapes of queries, keys and values."""
 
 
 def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
@@ -121,8 +118,6 @@ def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that compute, by how often each runs."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Counter[str]()
@@ -134,7 +129,6 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [LLAMA, BERT, mixtral(4)], ids=lambda config: config["model_type"])
 def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
-    """Products and fused attention of a step on the CPU, and of the traced one."""
     spec = of_config(config, attention="sdpa_math", **{"pass": "forward_backward"}, precision="bf16_pure")
     step = ModelStep(build_workload(spec, CPU), spec, CPU)
     with Operators() as seen:
@@ -146,7 +140,7 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, MLA], ids=lambda config: config["model_type"])
 def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
-    """Flash attention does not serve values that are wider than queries."""
+    """Flash attention does not serve values wider than queries."""
     flops = {}
     for compiled in ("off", "default"):
         operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
@@ -160,8 +154,6 @@ def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[st
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter."""
-
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
@@ -174,7 +166,6 @@ class Adapted(nn.Module):
 
 
 def adapted(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Any]:
-    """A llama with frozen weights and adapters of its queries."""
     workload = build_workload(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
     model: Any = workload.module
     model.requires_grad_(False)
@@ -232,13 +223,11 @@ def test_every_command_has_one_answer(name: str, precision: str) -> None:
 
 @cache
 def recorded() -> tuple[Run, ...]:
-    """Steps of models of transformers on one H200 and on two, which no rate is fitted to."""
     content = (ROOT / "benchmarks/results/foreign_models_h200_202611.jsonl.gz").read_bytes()
     return tuple(run for run in map(decode, gzip.decompress(content).splitlines()) if isinstance(run, Run))
 
 
 def told() -> list[Run]:
-    """All compiled steps and all on two GPUs, and of eager ones the smallest of each family."""
     small = [
         run for run in recorded() if run.spec and (run.spec.model.label.endswith("-S") or run.spec.compile != "off")
     ]
@@ -258,7 +247,6 @@ _LONG = (
     "qwen2-S-off",
     "llama-M-block",
 )
-"""Steps whose traces take seconds, of a kind that a smaller one stands for."""
 
 
 def _case(run: Run) -> Any:

@@ -1,5 +1,3 @@
-"""Casts to fp8 against torch's own, bit by bit; products and gradients against float64."""
-
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,14 +23,13 @@ FORMATS = [E4M3, E5M2]
 SHAPES = [(3, 7), (70, 130), (1, 16), (80, 48)]
 WEIGHT_GRADIENTS: list[WeightGradient] = ["fp8", "bf16"]
 FAST_BITS = 13
-"""Bits after the leading one that Hopper's tensor cores keep of a sum taken fast."""
+"""Bits of a fast sum behind the leading one on Hopper's tensor cores."""
 
 
 # --- casts ----------------------------------------------------------------------------------------------------------
 
 
 def every_bf16_number(device: str) -> Tensor:
-    """Of all 65,536 patterns of bits, among them infinities and NaN."""
     bits = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16)
     return bits.view(torch.bfloat16).view(256, 256)
 
@@ -47,7 +44,6 @@ def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
 
 
 def check_casts(x: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
-    """The bits of torch's cast in both layouts, and of the inverse scale."""
     rows, columns, inverse_scale = plain_cast_both(x, largest, dtype)
     operands = cast(x, largest, dtype), *cast_both(x, largest, dtype)
     for operand, wanted in zip(operands, (rows, rows, columns), strict=True):
@@ -59,7 +55,7 @@ def check_casts(x: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
 def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
     x = every_bf16_number("cpu")
-    x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # of which the interpreter makes other float32 numbers
+    x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # the interpreter changes subnormals
     check_casts(x, torch.tensor(largest), dtype)
 
 
@@ -135,7 +131,7 @@ def test_a_product_is_that_of_its_operands(formats: tuple[torch.dtype, torch.dty
 def check_product(
     sizes: tuple[int, int, int], formats: tuple[torch.dtype, torch.dtype], fast: bool, device: str
 ) -> None:
-    """Off by the rounding of the result, and of sums: each 32 summands to a few bits where they are fast."""
+    """Off by rounding the result, and by sums: each 32 summands to a few bits in fast mode."""
     torch.manual_seed(0)
     rows, summed, columns = sizes
     given = torch.randn(rows, summed, device=device), torch.randn(columns, summed, device=device)
@@ -148,7 +144,6 @@ def check_product(
 
 
 def outputs_and_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
-    """given: the arguments, then the gradient of the output."""
     *inputs, dy = given
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     y = function(*leaves)
@@ -166,7 +161,7 @@ def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
 def check_layer(
     sizes: tuple[int, int, int, int], weight_gradient: WeightGradient, gradients: torch.dtype, device: str
 ) -> None:
-    """At most 1.1 times as far off as the float64 products of the operands by torch's casts."""
+    """At most 1.1 times the error of float64 products of torch's casts."""
     torch.manual_seed(0)
     batch, tokens, inputs, outputs = sizes
     x = torch.randn(batch, tokens, inputs, device=device).bfloat16()
@@ -215,7 +210,6 @@ def test_producers_give_the_largest_magnitude_of_what_they_write(
 
 
 def check_producers(sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    """The values are those without it, bit by bit; a NaN is not hidden."""
     torch.manual_seed(0)
     batch, context, num_heads, num_kv_heads, head_dim = sizes
 
@@ -249,7 +243,6 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def assert_amax_beside(wanted: Sequence[Tensor], *found: Tensor) -> None:
-    """The wanted tensors are found, and then the largest magnitude of the first."""
     *values, largest = found
     assert all(map(same, values, wanted))
     assert largest.dtype == torch.float32
@@ -257,7 +250,6 @@ def assert_amax_beside(wanted: Sequence[Tensor], *found: Tensor) -> None:
 
 
 def feed_forward_of(device: str, tokens: int = 16, width: int = 48, inner: int = 32) -> list[Tensor]:
-    """x, both weights and dy."""
     torch.manual_seed(0)
     sizes = (2, tokens, width), (2 * inner, width), (width, inner), (2, tokens, width)
     return [torch.randn(size, device=device).bfloat16() for size in sizes]
@@ -275,7 +267,6 @@ def one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, weight_gradient: Weight
 
 
 def heads_of(device: str, context: int = 8, head_dim: int = 16) -> list[Tensor]:
-    """x, the weight of 3 heads and 1 of keys and values, and the gradient of all heads."""
     torch.manual_seed(0)
     sizes = (2, context, 48), (5 * head_dim, 48), (2, 5, context, head_dim)
     return [torch.randn(size, device=device).bfloat16() for size in sizes]

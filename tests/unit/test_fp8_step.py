@@ -1,6 +1,3 @@
-"""Steps whose blocks take fp8: as near to float64 as the formats allow, the same however operators are fused, and
-refused in one line where fp8 does not serve."""
-
 import sys
 from collections.abc import Callable
 
@@ -43,7 +40,6 @@ def built(precision: str, fields: dict[str, object]) -> ModelStep:
 
 
 def gradients(step: ModelStep) -> dict[str, Tensor]:
-    """Of the first batch, by parameter."""
     step.forward()
     assert step.loss is not None
     step.loss.backward()
@@ -51,8 +47,6 @@ def gradients(step: ModelStep) -> dict[str, Tensor]:
 
 
 class Emulated(torch.autograd.Function):
-    """A float64 layer of operands rounded to fp8 by torch's casts, and nothing else rounded."""
-
     @staticmethod
     def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
         x8, w8 = rounded(x, E4M3), rounded(weight, E4M3)
@@ -78,7 +72,6 @@ class EmulatedLinear(nn.Linear):
 
 
 def in_float64(fields: dict[str, object], *, emulated: bool) -> dict[str, Tensor]:
-    """Gradients of the step of fp32 in float64; its linear layers have bf16 weights, as with masters."""
     step = built("fp32", fields | {"optimizer": "sgd"})
     module = step.module.double()
     for each in module.modules():
@@ -94,7 +87,6 @@ def in_float64(fields: dict[str, object], *, emulated: bool) -> dict[str, Tensor
 
 
 def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """The largest relative error of a parameter's gradient."""
     return max(float((found[name].double() - each).norm() / each.norm()) for name, each in exact.items())
 
 
@@ -227,8 +219,6 @@ def test_a_plan_refuses_what_it_does_not_know() -> None:
 
 
 def test_what_is_saved_for_backward_is_what_a_plan_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By blocks: what a second adds."""
-
     def saved_by(num_layers: int, precision: str) -> int:
         step = built(precision, MERGED | {"block_ops": "triton", "attention": "sdpa", "model.num_layers": num_layers})
         weights = {parameter.untyped_storage().data_ptr() for parameter in step.module.parameters()}

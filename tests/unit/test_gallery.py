@@ -1,5 +1,3 @@
-"""The committed page of a full study says what its records say."""
-
 import html
 import re
 from importlib.util import module_from_spec, spec_from_file_location

@@ -1,5 +1,3 @@
-"""Recorded runs of a real GPU, held to arithmetic done by hand and to each other."""
-
 import gzip
 import itertools
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A step that is recorded and replayed, with a recorder that calls again what it was given instead of a CUDA graph."""
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +29,6 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
 class CallsAgain:
-    """A recording whose replay is the function itself: what it reads is read anew, wherever that is."""
-
     def __init__(self) -> None:
         self.recorded: list[Callable[[], None]] = []
 
@@ -48,8 +44,6 @@ class CallsAgain:
 
 
 class DoesNotBearIt(CallsAgain):
-    """A recording in which whatever is run waits for the device, as torch reports it."""
-
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore of it")
 

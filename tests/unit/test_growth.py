@@ -1,6 +1,5 @@
-"""Time and memory of each reader grow as the file does, whatever there is more of in it: N, 2N and 4N of each.
-
-A quadratic reader would take 16 times as long for 4N; allowed are 3 times what is in proportion, on a noisy machine.
+"""Time and memory of each reader grow linearly: N, 2N and 4N of everything. Quadratic growth would be 16-fold for 4N; 3
+times linear is allowed on a noisy machine.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from steplab.reading.traces.reading import read_trace
 N = 500
 SLACK = 3
 LEAST_S, LEAST_BYTES = 0.05, 2e6
-"""What is too little to be compared."""
+"""Seconds and bytes too small to compare."""
 
 Event = dict[str, Any]
 
@@ -35,7 +34,6 @@ def event(number: int, cat: str = "cpu_op", **more: object) -> Event:
 
 
 def kernel(number: int, name: str = "k", stream: int = 7, device: int = 0, **more: object) -> Iterator[Event]:
-    """A kernel and the call that launched it."""
     correlation = {"correlation": number + 1}
     yield event(number, "cuda_runtime", name="cudaLaunchKernel", args=correlation, **more)
     yield event(number, "kernel", name=name, args={"stream": stream, "device": device} | correlation)

@@ -1,5 +1,3 @@
-"""The catalogue of GPUs against what can be worked out without it."""
-
 import dataclasses
 import math
 import re
@@ -34,7 +32,7 @@ def peak(name: str, dtype: str) -> float:
 #   H100 NVL: 132 SMs, 1,785 MHz (product brief).
 #   RTX 3090 (GA102): 82 SMs, 1,695 MHz. RTX 4090 (AD102): 128 SMs, 2,520 MHz. RTX 5090 (GB202): 170 SMs,
 #     2,407 MHz. RTX 5070 Ti (GB203): 70 SMs, 2,452 MHz. 128 FP32 lanes per SM; the tensor cores do 256 FP16
-#     multiply-adds per SM per clock with FP32 accumulation, half of what they do with FP16 accumulation.
+#     multiply-adds per SM per clock with FP32 accumulation, half of the rate with FP16 accumulation.
 #   L40S (AD102): 142 SMs, 2,520 MHz; not a GeForce, so FP32 accumulation runs at the full rate.
 #   MI300X (CDNA 3): 304 compute units, 2,100 MHz; 256 FP32, 2,048 FP16 FLOPs per unit per clock.
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_l40s_half_precision_is_the_printed_dense_figure() -> None:
     assert peak("L40S", "bf16") == pytest.approx(142 * 1024 * 2.520e9, rel=0.013)
 
 
-# What NVIDIA prints with sparsity, in units of 1e12, for the number of GPUs the row is about.
+# NVIDIA's figures with sparsity, in units of 1e12, for the row's number of GPUs.
 @pytest.mark.parametrize(
     ("name", "gpus", "tf32", "bf16", "fp8"),
     [

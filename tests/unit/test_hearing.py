@@ -1,4 +1,4 @@
-"""What becomes of a run of several processes, by what is heard of each; the ranks are played by this process."""
+"""The outcome of runs of several processes, from their messages; this process plays the ranks."""
 
 import os
 import signal
@@ -28,8 +28,6 @@ LOST = Failure(kind="error", message="RuntimeError: gloo/transport: Connection c
 
 
 class Process:
-    """A rank that this process plays, and how its parent sees it end."""
-
     def __init__(self, words: Sequence[str], *, pass_fds: Sequence[int], **rest: object) -> None:
         self.wire = Wire(Connection(os.dup(pass_fds[0])))
         self.code: int | None = None
@@ -46,8 +44,6 @@ class Process:
 
 
 class World:
-    """Two ranks that are measuring."""
-
     def __init__(self) -> None:
         self.heard = list[Progress]()
         self.listener = Listener(JOBS["step"], self.heard.append)

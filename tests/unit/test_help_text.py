@@ -1,5 +1,3 @@
-"""The help of a command is the docstring of its file, without the line breaks of the source."""
-
 import re
 import shlex
 from importlib import import_module
@@ -41,7 +39,7 @@ def test_every_command_has_an_example_of_options_that_it_takes(file: Path) -> No
 
 
 def test_options_that_choose_records_name_no_default() -> None:
-    """Without one, runs with any value of the field are taken."""
+    """Otherwise only runs with the default value are chosen."""
     chosen = [option.__metadata__[0].help for option in ChosenSteps.__annotations__.values()]
     assert len(chosen) == len(FIELDS)
     assert not [text for text in chosen if "[default" in text]

@@ -1,5 +1,3 @@
-"""Configurations of transformers, read without it: against the models that it builds, and what is refused by name."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Which kernels flash_triton has, by the version of Triton, and the trial of one that nobody tried."""
-
 import importlib.metadata
 import json
 import warnings
@@ -48,7 +46,7 @@ def test_the_table_has_every_kernel_of_every_tried_version_without_a_failure() -
 
 
 def test_the_installed_triton_is_in_the_table() -> None:
-    """One that is not: `python tests/hopper_modules.py --table tests/golden/hopper_kernels.json` adds it."""
+    """Add another by `python tests/hopper_modules.py --table tests/golden/hopper_kernels.json`."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))
     installed = importlib.metadata.version("triton")
     assert release(installed) in {release(row["triton"]) for row in rows}

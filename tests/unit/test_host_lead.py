@@ -1,5 +1,3 @@
-"""What is said of steps that wait for Python, from how far it was ahead of the device."""
-
 import dataclasses
 
 import pytest
@@ -17,7 +15,6 @@ from steplab.report.run.verdict import facts
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
-    """Of two steps of a second, with these leads at the ends of their halves."""
     least = min(forward_s, backward_s)
     return (
         PhaseSamples(phase="forward", device_s=(0.5, 0.5), lead_s=(forward_s, forward_s)),

@@ -1,5 +1,3 @@
-"""One judgement of step times: the page and `compare` say the same of every pair of recorded runs."""
-
 import dataclasses
 import gzip
 import itertools
@@ -65,7 +63,6 @@ def test_page_and_compare_never_contradict_each_other(recorded: dict[str, list[R
 
 
 def test_half_the_time_is_decided_on_all_records_but_those_of_an_overloaded_cpu(recorded: dict[str, list[Run]]) -> None:
-    """Nor on the few whose own steps are twice as long for a while."""
     for run in (run for runs in recorded.values() for run in runs if len(run.samples_s) >= 10 and not run.turns):
         assert run.timing is not None
         step = run.timing.phase("step")
@@ -111,7 +108,6 @@ def test_a_record_has_one_figure_of_tokens_per_second(recorded: dict[str, list[R
 
 
 def test_a_page_of_a_busy_machine_begins_with_what_is_known(recorded: dict[str, list[Run]]) -> None:
-    """A tiny model beside other programs, which took more processors than there are."""
     verdict = runs_verdict(cells_of(recorded["busy_cpu_202611.jsonl.gz"]))
     assert "With one thread 4 of 6 steps are faster, up to 40.5×: set OMP_NUM_THREADS=1." in verdict.sentences
     (doubt,) = verdict.cautions

@@ -1,5 +1,3 @@
-"""Watching a step from Python: what is kept when something fails, and what a run is set against."""
-
 import dataclasses
 import gc
 import gzip
@@ -57,8 +55,6 @@ MARKS = Marks(
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, run: Run, snapshot: bytes | None) -> None:
-    """In place of the child: it leaves that snapshot and gives that run."""
-
     def measure(task: StepTask, **others: object) -> Run:
         if snapshot is not None:
             assert task.snapshot is not None
@@ -113,7 +109,7 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
 @pytest.mark.parametrize(
     ("written", "why"),
     [
-        (b"{", "holds no marks of a memory snapshot"),
+        (b"{", "not the marks of a memory snapshot"),
         (b'{"schema": "steplab.memory_marks/2"}', "this version reads steplab.memory_marks/1"),
         (encode(dataclasses.replace(MARKS, block_bytes=(100, -30))), "Expected `int` >= 0 - at `$.block_bytes[1]`"),
         (encode(MARKS).replace(b":4096", b":9223372036854775808"), "at `$.owned[0].address`"),
@@ -124,11 +120,11 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         (encode(MARKS).replace(b"schema", b"scheme"), "missing required field `schema`"),
         (b'{"schema": "steplab.memory_marks/1"}', "does not name its snapshot"),
         (encode(dataclasses.replace(MARKS, device_index=1)), "the snapshot has no device 1"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block in it is smaller"),
-        (encode(MARKS).replace(b":4096", b":4160"), "the snapshot has 0 of the 1 addresses in it"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block is smaller"),
+        (encode(MARKS).replace(b":4096", b":4160"), "only 0 of its 1 addresses match"),
         (encode(dataclasses.replace(MARKS, phases=(Stretch(name="forward", start=0, end=2),), owned=())),
-         "none of the model's parameters"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "its digest is not that of"),
+         "no parameters of the model"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "its digest differs from"),
     ],
 )  # fmt: skip
 def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path, written: bytes, why: str) -> None:
@@ -143,7 +139,6 @@ def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path
 
 
 def test_marks_know_their_history_by_every_address_size_and_action_in_it(tmp_path: Path) -> None:
-    """The digest is worked out here from its definition, and each number of the history is changed in turn."""
     trace = SNAPSHOT["device_traces"][0]
     columns = [[["alloc", "free_requested", "free_completed"].index(entry["action"]) for entry in trace]]
     columns += [[entry[key] for entry in trace] for key in ("addr", "size")]
@@ -223,7 +218,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
             store.add(record)
     found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
     assert [other.id for other in found.others] == [newer.id, whole.id]
-    assert found.forecasts == {}  # what has a cell in fp32 needs none
+    assert found.forecasts == {}  # cells measured in fp32 need none
     assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
 
 
@@ -232,7 +227,6 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
 def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
     tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    """To the byte, category by category: from the second micro-step on all gradients are there when the peak comes."""
     sizes = {"num_layers": 2, "d_model": 32, "d_ff": 80, "num_heads": 4, "vocab_size": 5000}
     step: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
     step |= {"batch": 2, "context": 48, "warmup": 1, "steps": 1, "device": "cpu"} | fields

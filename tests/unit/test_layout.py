@@ -1,5 +1,3 @@
-"""Steps of several processes: how they are asked for, told, keyed and counted, and what a rank's step is made of."""
-
 from dataclasses import replace
 from typing import Any
 
@@ -30,16 +28,13 @@ CPU = torch.device("cpu")
 
 
 class Alone:
-    """Collectives of a rank whose partners are all like itself."""
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def __getattr__(self, name: str) -> Any:
         return lambda *tensors, **settings: self  # a collective that is under way
 
-    def wait(self) -> None:
-        """It is done already."""
+    def wait(self) -> None: ...
 
     def host_maximum(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -49,7 +44,6 @@ class Alone:
 
 
 def world_of(rank: int, size: int = 2) -> World:
-    """Seen from one rank."""
     return World(
         rank=rank,
         size=size,

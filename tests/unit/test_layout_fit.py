@@ -1,5 +1,3 @@
-"""What does not divide is refused in one line that names what would fit, before anything is built."""
-
 import re
 from pathlib import Path
 

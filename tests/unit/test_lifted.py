@@ -1,5 +1,3 @@
-"""ops and parallel, each copied into another project: every module is imported there, and something of it works."""
-
 import shutil
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Lists of records: conditions, order and columns, what an id may be, and what users add to records."""
-
 import dataclasses
 import json
 from pathlib import Path
@@ -32,7 +30,6 @@ RUNS = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with four runs, a loop and a data-parallel study."""
     with Store.open(tmp_path / "store.db", write=True) as store:
         for run in (
             *RUNS,

@@ -1,5 +1,3 @@
-"""A store of many records: what is asked for is read, and no more."""
-
 import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +19,6 @@ from steplab.store.database import Store
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of 200 records, every other one of a study of its own."""
     made = tmp_path / "store.db"
     run = make_run()
     with Store.open(made, write=True) as store:
@@ -70,7 +67,7 @@ def test_the_newest_that_can_be_read_is_found_behind_many_that_cannot(path: Path
     with Store.open(path, write=True) as store:
         for number in range(150, 200):
             store._connection.query("UPDATE record SET body = x'00' WHERE id = ?", f"{number:012x}")
-    with pytest.warns(UserWarning, match="cannot be read"):
+    with pytest.warns(UserWarning, match="is unreadable"):
         found = records_to_report(store=path).records
     assert [record.id for record in found][-1] == f"{149:012x}"
 
@@ -84,7 +81,6 @@ def test_a_record_whose_row_denies_what_it_is_is_reported_alone(tmp_path: Path) 
 
 
 def test_an_export_is_written_record_by_record(tmp_path: Path) -> None:
-    """When the second piece is made, the first is in the file."""
     seen = list[int]()
 
     def pieces() -> Iterator[str]:

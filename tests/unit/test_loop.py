@@ -1,5 +1,3 @@
-"""The measuring loop on a device whose clocks are told what time it is."""
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -12,9 +10,8 @@ from steplab.records.timing import PhaseSamples
 
 
 class FakeDevice:
-    """A device with a queue: a phase costs the host a launch and the device some work, which may go on alone.
-
-    Times are whole numbers of seconds, so that sums and differences of them are exact.
+    """A device with a queue: a phase costs the host a launch and the device some work, which may continue alone. Times
+    are whole seconds, so sums are exact.
     """
 
     torch_device = torch.device("cpu")
@@ -68,7 +65,6 @@ class FakeDevice:
         self.events.append("free unused")
 
     def phase(self, name: str, costs: Sequence[tuple[float, float]]) -> Phase:
-        """A phase that takes (launch, work) seconds of the host and of the device, one pair a call."""
         remaining = iter(costs)
 
         def run() -> None:
@@ -88,8 +84,6 @@ class FakeDevice:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDevice]:
-    """Makes a fake device whose host clock is the loop's."""
-
     def make(*, asynchronous: bool = True, peaks: list[tuple[int, int]] | None = None) -> FakeDevice:
         made = FakeDevice(asynchronous=asynchronous, peaks=peaks)
         clock = SimpleNamespace(perf_counter=lambda: made.host_s, perf_counter_ns=lambda: int(made.host_s * 10**9))
@@ -144,7 +138,6 @@ def test_as_many_marks_are_prepared_as_are_made(device: Make, num_phases: int, i
 
 
 def test_the_steps_leave_no_gap_between_them(device: Make) -> None:
-    """Their times add up to that of the loop, also where the host keeps the device waiting."""
     fake = device()
     forward, backward = [(3, 8), (20, 1), (3, 2)], [(9, 1), (1, 32), (1, 64)]
     phases = [fake.phase("forward", forward), fake.phase("backward", backward)]
@@ -154,7 +147,6 @@ def test_the_steps_leave_no_gap_between_them(device: Make) -> None:
 
 
 def test_the_host_runs_ahead_of_the_device(device: Make) -> None:
-    """When the last step has been given to the device, the device has yet to begin most of them."""
     fake = device()
     seen: list[tuple[float, float]] = []
     run_back_to_back(
@@ -222,7 +214,6 @@ def test_a_whole_step_that_is_one_phase_is_reported_once(device: Make) -> None:
 
 
 def test_a_step_of_one_phase_is_that_phase_and_a_step(device: Make) -> None:
-    """Inference has a forward pass alone."""
     for asynchronous in (True, False):
         fake = device(asynchronous=asynchronous)
         samples, _ = run_back_to_back([fake.phase("forward", [(0, 3), (0, 5)])], fake, 2, fake.on_step)
@@ -275,7 +266,6 @@ def test_synchronised_samples_hold_both_clocks(device: Make) -> None:
 
 
 def test_the_hosts_clock_also_counts_what_the_device_does_not_see(device: Make) -> None:
-    """Work of the host after the last launch, while the device is done already."""
     fake = device()
 
     def run() -> None:

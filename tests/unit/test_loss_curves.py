@@ -1,5 +1,3 @@
-"""benchmarks/loss_curves.py: the same start, data and weights for every variant, and figures that can fail."""
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

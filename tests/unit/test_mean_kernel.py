@@ -1,5 +1,3 @@
-"""The kernel that averages what peers sent, in Triton's interpreter, against sums in float64."""
-
 import os
 from typing import Any
 
@@ -44,7 +42,7 @@ def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
 
 
 def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from_its_first() -> None:
-    """Its first two, so that no more memory than theirs is needed."""
+    """Its first two, to save memory."""
     torch.manual_seed(0)
     own, others, target = torch.randn(2 * BLOCK), torch.randn(2 * BLOCK), torch.full((2 * BLOCK,), 7.0)
     (_, starts, counts), programs = mean_arguments([Piece(own.data_ptr(), 0, 4 * (2**31 - 1))], own.dtype)
@@ -54,7 +52,7 @@ def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from
 
 
 def test_the_kernel_is_compiled_for_pieces_that_32_bits_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton takes the width of a number from the one that it is launched with first."""
+    """Triton takes a number's width from its first launch."""
     launched: list[tuple[Any, ...]] = []
 
     class Kernel:
@@ -69,7 +67,6 @@ def test_the_kernel_is_compiled_for_pieces_that_32_bits_do_not_count(monkeypatch
 
 @pytest.mark.parametrize("skipped", [0, 4])
 def test_more_pieces_than_a_launch_takes_are_several_launches(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
-    """Of the kernel that knows how they lie: all at multiples of 16 bytes, or one gradient not."""
     launched: list[Any] = []
 
     class Compiled:

@@ -1,5 +1,3 @@
-"""Histories small enough to add up by hand, digested."""
-
 import random
 from itertools import pairwise
 from typing import Any
@@ -31,10 +29,10 @@ def told(snapshot: Any, marks: Marks | None = None, **more: Any) -> MemoryProfil
 
 
 class Step:
-    """A training step of two layers, and the marks that a recorder would make of it.
+    """A training step of two layers, with a recorder's marks.
 
     Layer: parameters 10 MiB, activation 4 MiB + 100 B, a temporary of 1000 B. History and marks begin with the forward
-    pass; everything before it is in no event.
+    pass; earlier memory is in no event.
     """
 
     def __init__(self, *, recomputed: bool = False) -> None:
@@ -121,7 +119,7 @@ ALWAYS = {"parameters": 20 * MIB, "optimizer_state": 40 * MIB, "inputs": 8 * KIB
 
 
 def test_the_peak_of_a_step_by_hand() -> None:
-    """Reached with the second gradient, when one activation, the loss and its gradient are still there."""
+    """Reached with the second gradient, while one activation, the loss and its gradient remain."""
     step = Step()
     profile = told(step.snapshot(), step.marks(counted_peak_bytes=1))
     activation = 4 * MIB + 100
@@ -178,7 +176,6 @@ def test_of_two_owners_the_first_one_named_has_it() -> None:
 
 
 def test_inference_keeps_no_activations() -> None:
-    """What outlives its forward pass there is its output."""
     step = Step()
     profile = told(step.snapshot(), step.marks(phases=(step.forward_phase,)))
     assert profile.at_peak["activations"] == 0
@@ -226,7 +223,7 @@ def test_marks_that_count_more_allocations_than_the_history_are_told_of() -> Non
     step = Step()
     late = Stretch(name="optimizer", start=0, end=99)
     profile = told(step.snapshot(), step.marks(phases=(late,)))
-    assert any("99 allocations were counted as the step ran" in note for note in profile.notes)
+    assert any("99 allocations were counted during the step" in note for note in profile.notes)
 
 
 # --- saved tensors and blocks -------------------------------------------------------------------------------
@@ -316,7 +313,7 @@ def test_a_failed_allocation_is_told_of() -> None:
     allocator.malloc(5 * MIB)
     allocator.events.append({"action": "oom", "device_free": 1, "size": 80 * 1024 * MIB, "stream": 0})
     (note, *others) = told(allocator.snapshot()).notes
-    assert "1 allocation failed, the largest of 80.0 GiB" in " ".join((note, *others))
+    assert "1 allocation failed, the largest with 80.0 GiB" in " ".join((note, *others))
 
 
 def test_of_several_devices_the_one_with_the_highest_peak_is_told() -> None:
@@ -327,7 +324,7 @@ def test_of_several_devices_the_one_with_the_highest_peak_is_told() -> None:
     whole = {"segments": segments, "device_traces": [small.events, [], [], large.events]}
     profile = told(whole)
     assert (profile.device, profile.peak_bytes) == ("cuda:3", 50 * MIB)
-    assert any("those of cuda:3" in note and "cuda:0" in note for note in profile.notes)
+    assert any("figures show cuda:3" in note and "cuda:0" in note for note in profile.notes)
     assert told(whole, Marks(device_index=0)).peak_bytes == 5 * MIB
 
 
@@ -338,7 +335,7 @@ def test_a_snapshot_without_history_is_told_as_it_stands() -> None:
     assert profile.at_peak == {"before": 5 * MIB + 1, "during": 0, "rounding": 511}
     assert profile.timeline.time_s == (0.0,)
     assert profile.largest[0].source == "project/app/model.py:81 in forward"
-    assert any(note.startswith("history: the snapshot has none") for note in profile.notes)
+    assert any(note.startswith("history: missing in the snapshot") for note in profile.notes)
 
 
 def test_events_without_times_are_counted() -> None:
@@ -353,7 +350,6 @@ def test_events_without_times_are_counted() -> None:
 
 
 def test_a_history_made_elsewhere_has_the_sizes_it_says() -> None:
-    """As of a CPU: a segment a block, completions alone, and nothing rounded."""
     held = {"address": 64, "size": 1000, "requested_size": 1000, "state": "active_allocated", "frames": []}
     events = [
         {"action": "alloc", "addr": 4096, "size": 3_000_001, "stream": 0, "time_us": 1},
@@ -367,7 +363,7 @@ def test_a_history_made_elsewhere_has_the_sizes_it_says() -> None:
 
 @pytest.mark.parametrize("empty", [{"segments": []}, {"segments": [], "device_traces": [[], []]}])
 def test_a_snapshot_of_nothing_says_so(empty: dict[str, Any]) -> None:
-    with pytest.raises(SteplabError, match="holds no allocation"):
+    with pytest.raises(SteplabError, match="contains no allocations"):
         told(empty)
 
 

@@ -1,5 +1,3 @@
-"""Recorded memory of an H200: categories against the allocator's own counts, and what was predicted of it."""
-
 import dataclasses
 import itertools
 import lzma
@@ -34,16 +32,15 @@ STUDY = {
     *(f"small-512-train-fp16-{optimizer}" for optimizer in OPTIMIZERS),
     "small-512-train-bf16_pure-adamw_fused",
 }
-"""The cells that must be there, by name; there may be more."""
 
 OTHERWISE_UNWATCHED = {"xl-512-train-bf16-default": 872 * 1024, "xl-512-train-bf16-full-default": 1976 * 1024}
-"""Cells whose steps timed back to back reached so much more than the watched one and those timed phase by phase, which
-agree: which free block serves a request is not the same in each step."""
+"""Cells whose back-to-back steps reached so much more than the watched one: the free block for a request varies between
+steps.
+"""
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    """By name. Decoded once: everything here reads the same records."""
     records = map(decode, lzma.decompress(GOLDEN.read_bytes()).splitlines())
     return {record.name: record for record in records if isinstance(record, Run)}
 
@@ -114,7 +111,7 @@ def test_parameters_and_optimizer_state_are_as_large_as_the_model(runs: dict[str
 
 
 def kept_by_a_block(spec: StepSpec) -> int:
-    """The sums of docs/memory_formulas.md; what fused kernels keep for dropout, a seed and an offset, apart."""
+    """Sums of docs/memory_formulas.md; dropout's seed and offset in fused kernels are apart."""
     shape = spec.model.shape
     assert shape is not None
     B, T, d, f, h = spec.batch, spec.context, shape.d_model, shape.d_ff, shape.num_heads
@@ -169,11 +166,9 @@ KINDS: dict[str, Callable[[StepSpec], bool]] = {
     "`sdpa_flash`, `sdpa_efficient`, `sdpa_cudnn`, `sdpa_math`": lambda spec: spec.attention != "plain",
     "small in fp16 (each optimizer) and bf16_pure": lambda spec: spec.precision in ("fp16", "bf16_pure"),
 }
-"""The rows of the chapter's table of eager cells; a cell is of the last row that it fits."""
 
 
 def rows_by_kind(runs: dict[str, Run], off: dict[str, float]) -> Iterator[str]:
-    """The chapter's table of errors."""
     kind_of = {name: [kind for kind, is_one in KINDS.items() if is_one(spec_of(runs[name]))][-1] for name in off}
     for kind in KINDS:
         of_kind = [error for name, error in off.items() if kind_of[name] == kind]
@@ -189,7 +184,7 @@ def test_the_eager_peak_is_predicted(runs: dict[str, Run], predictions: dict[str
 def test_every_eager_category_but_rounding_is_predicted(
     runs: dict[str, Run], predictions: dict[str, MemoryPrediction]
 ) -> None:
-    """To a thousandth of a MiB: which free block serves a request is all that a dry run does not know."""
+    """To a thousandth of a MiB: a dry run does not know which free block serves a request."""
     for name, run in runs.items():
         if spec_of(run).compile == "off":
             memory, predicted = memory_of(run), predictions[name]
@@ -200,7 +195,6 @@ def test_every_eager_category_but_rounding_is_predicted(
 
 
 def test_the_table_tells_the_errors_of_today(runs: dict[str, Run], predictions: dict[str, MemoryPrediction]) -> None:
-    """What is quoted of eager and of compiled steps alike, of which the latter are an estimate and held to nothing."""
     text = TABLE.read_text()
     for kind, compiled in (("Eager", False), ("Compiled", True)):
         off = errors(runs, predictions, compiled=compiled).values()

@@ -1,5 +1,3 @@
-"""A watched step: the one that runs alone, every allocation of it, and whose they are."""
-
 import dataclasses
 import gc
 import math
@@ -63,12 +61,10 @@ def watch(folder: Path, spec: StepSpec, observer: Observer | None = None) -> Run
 
 
 Watched = Callable[..., WatchedFiles]
-"""watched("forward", precision="bf16")"""
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Gives what was seen of the tiny step with such fields; each is measured once."""
     seen: dict[str, WatchedFiles] = {}
 
     def watched(pass_name: str = "train", **fields: object) -> WatchedFiles:
@@ -98,7 +94,7 @@ def bytes_of(blocks: object) -> int:
 
 @pytest.fixture(autouse=True)
 def _no_garbage(earlier_tests_left_no_garbage: None) -> Iterator[None]:
-    """What an earlier test left would be found alive before the step; and collecting it may come at any moment."""
+    """Garbage of earlier tests would seem alive before the step, and may go at any moment."""
     gc.collect()
     gc.disable()
     yield
@@ -118,7 +114,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def allocated_unwatched(spec: StepSpec) -> list[int]:
-    """What a step allocates, as the allocator tells the profiler; nothing else is attached."""
     step = make_step(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
 
     def run() -> None:
@@ -142,7 +137,7 @@ def allocated_unwatched(spec: StepSpec) -> list[int]:
 
 
 def released_together(sizes: list[int]) -> list[int]:
-    """What is released between two allocations as one sum: autocast drops its copies in any order."""
+    """Sum of releases between two allocations: autocast drops its copies in any order."""
     sums: list[int] = []
     for size in sizes:
         if size < 0 and sums and sums[-1] < 0:
@@ -201,14 +196,12 @@ def test_a_parameter_and_its_gradient_go_by_its_name(watched: Watched) -> None:
 
 
 def parameters() -> dict[str, int]:
-    """Name and number of elements of each."""
     module = build_workload(spec_of(), torch.device("cpu")).module
     assert module is not None
     return {name: parameter.numel() for name, parameter in module.named_parameters()}
 
 
 def matrices() -> list[str]:
-    """Names of the weights that are multiplied with."""
     return [name for name in parameters() if "norm" not in name and "embedding" not in name]
 
 
@@ -256,8 +249,6 @@ def test_masters_of_weights_in_bf16_are_state_of_the_optimizer(watched: Watched)
 
 
 class Tied(nn.Module):
-    """One matrix, used twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
@@ -278,8 +269,6 @@ def test_a_tied_weight_counts_once(tmp_path: Path) -> None:
 
 
 class Caching(nn.Module):
-    """Replaces what it keeps at every step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(7, 1, bias=False)
@@ -305,7 +294,6 @@ def test_what_the_step_before_left_behind_is_there_and_is_seen_to_go(tmp_path: P
 
 
 def kept_by_torch(spec: StepSpec) -> Counter[tuple[str, tuple[int, ...], str]]:
-    """Module, shape and dtype of each tensor that autograd packs in a forward pass, as its own hooks tell."""
     step = make_step(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
     assert isinstance(step, ModelStep)
     packed: Counter[tuple[str, tuple[int, ...], str]] = Counter()
@@ -349,8 +337,6 @@ def test_the_saved_tensors_and_the_loss_are_all_that_is_left_of_the_forward_pass
 
 
 class Chain(nn.Module):
-    """Linear, softmax, linear: what each keeps is known."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(6, 10, bias=False), nn.Linear(10, 2, bias=False)
@@ -421,7 +407,6 @@ def test_what_is_saved_is_that_of_one_micro_step(watched: Watched, fields: dict[
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_every_checkpointed_block_keeps_the_same(watched: Watched, checkpointing: str) -> None:
-    """Also where the memory of what an early block kept is a gradient's when the step is over."""
     wide = {"model.num_layers": 6, "model.d_model": 128, "model.d_ff": 512, "model.num_heads": 4, "context": 64}
     saved = watched(checkpointing=checkpointing, **wide, batch=4).marks.saved
     kept: dict[str, Counter[tuple[object, ...]]] = {}
@@ -504,14 +489,11 @@ def test_the_line_that_asked_is_found_and_autograd_has_none(watched: Watched) ->
 
 
 class CountingDevice(HostClockDevice):
-    """A CPU that counts as CUDA devices do."""
-
     def peak(self, phase: str) -> Any:
         return PeakMemory(phase=phase, peak_allocated_bytes=1000, peak_reserved_bytes=2000)
 
 
 def witnessed(folder: Path, monkeypatch: pytest.MonkeyPatch, history: Callable[[list[int]], list[int]]) -> Marks:
-    """The marks of a step on a device with a history, in which are those addresses of what was allocated."""
     snapshot: dict[str, Any] = {"segments": [], "device_traces": [[]]}
 
     class Told(StepMarks):
@@ -563,7 +545,7 @@ def test_where_the_two_differ_nobody_says_whose_anything_is(
 def test_a_compiled_step_has_phases_and_owners_but_no_modules_and_no_lines(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hooks and modes would be compiled in, or compile it again. What stands in for the compiler runs it eagerly."""
+    """Hooks and modes would be compiled in, or recompile it. The stand-in compiler runs eagerly."""
     monkeypatch.setattr(torch, "compile", lambda module, mode: module)
     files = watched(compile="default")
     marks = files.marks
@@ -605,8 +587,6 @@ def test_a_fused_path_that_minds_being_looked_at_is_left_alone(tmp_path: Path) -
 
 
 class Sensing(nn.Module):
-    """Notes at every forward pass whether anything is attached."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
@@ -628,7 +608,7 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 BEFORE_WATCHING = 1 + 2 + 1
-"""Warm-up, measured steps, and the one whose FLOPs are counted."""
+"""Warm-up, measured steps, and the step for counting FLOPs."""
 
 
 @pytest.mark.parametrize("wrap", [torch.func.vmap, torch.func.functionalize])
@@ -664,8 +644,6 @@ def test_nothing_is_attached_to_a_step_that_is_timed_nor_after(tmp_path: Path) -
 
 
 class Failing(nn.Module):
-    """Fails when it is watched."""
-
     def __init__(self, fail: Callable[[], object]) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)

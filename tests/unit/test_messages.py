@@ -1,4 +1,4 @@
-"""Messages of another process are checked where they enter: in the parent, and in a rank."""
+"""Parents and ranks check received messages."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ REQUEST = Request(job="step", task=msgspec.Raw(b"null"))
 
 
 def heard(folder: Path, program: str) -> Failure:
-    """What becomes of a child that does this with its connection, the descriptor `fd`."""
+    """The outcome of a child that runs `program`; descriptor `fd` is its connection."""
     head = "import os, sys, time\nfrom multiprocessing.connection import Connection\nmain, fd = int, int(sys.argv[1])"
     (folder / "sayer.py").write_text(f"{head}\n{program}\n")
     found_there = Surroundings(environment=os.environ | {"PYTHONPATH": str(folder)})

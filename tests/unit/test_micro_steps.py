@@ -1,5 +1,3 @@
-"""Micro-steps whose gradients are averaged, and blocks compiled by themselves, in one process."""
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -35,8 +33,6 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
 class Squares(nn.Module):
-    """(x w - y)^2, on average."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
@@ -46,7 +42,6 @@ class Squares(nn.Module):
 
 
 def gradient(x_BC: Tensor, y_B: Tensor, micro_steps: int) -> Tensor:
-    """That of a step over so many parts of the batch, one after the other."""
     spec = resolve_step({"model": "toy", "pass": "forward_backward", "accumulation": micro_steps, "device": "cpu"})
     step = ModelStep(Workload(module=Squares(), make_batch=lambda: ()), spec, CPU)
     step.batches = list(zip(x_BC.chunk(micro_steps), y_B.chunk(micro_steps), strict=True))
@@ -60,7 +55,7 @@ def gradient(x_BC: Tensor, y_B: Tensor, micro_steps: int) -> Tensor:
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 4, 8])
 def test_the_gradient_is_that_of_all_sequences_together_to_the_last_bit(micro_steps: int) -> None:
-    """Small integers and divisors that are powers of two: float64 holds every sum, and 2 / N X^T (X w - y), exactly."""
+    """Small integers and power-of-two divisors: float64 holds every sum, and 2 / N X^T (X w - y), exactly."""
     numbers = torch.randint(-8, 8, (16, 4), generator=torch.Generator().manual_seed(3)).double()
     x, y = numbers[:, :3], numbers[:, 3]
     w = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -99,7 +94,6 @@ def test_a_whole_step_of_ones_own_has_no_micro_steps() -> None:
 
 @pytest.fixture
 def num_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """How many graphs were compiled, without code generation, which takes longer than all the rest."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -142,7 +136,7 @@ def test_decoder_layers_of_transformers_are_its_blocks(num_graphs: Callable[[], 
 
 
 def test_a_block_that_stands_twice_in_the_list_is_one() -> None:
-    """Sharding it twice fails, and compiling or recomputing it twice wraps what is wrapped."""
+    """Sharding, compiling or recomputing it twice would fail or wrap the wrapped."""
     block, other = nn.Linear(2, 2), nn.Linear(2, 2)
     assert repeated_blocks(nn.Sequential(nn.ModuleList([block, other, block]))) == [block, other]
 

@@ -1,5 +1,3 @@
-"""Nsight Systems exports: of the schema 3.16 (nsys 2024.6), and of others, and what is missing from them."""
-
 import hashlib
 import sqlite3
 from collections.abc import Sequence
@@ -65,7 +63,6 @@ ROWS: dict[str, list[Sequence[Any]]] = {
 
 
 def export(path: Path, rows: dict[str, list[Sequence[Any]]] = ROWS, renamed: dict[str, str] | None = None) -> Path:
-    """An export with these tables."""
     with closing(sqlite3.connect(path)) as connection:
         for table, content in rows.items():
             name = (renamed or {}).get(table, table)
@@ -163,7 +160,6 @@ def test_columns_of_an_older_schema(tmp_path: Path) -> None:
 
 
 def test_every_process_counts_its_own_correlations(tmp_path: Path) -> None:
-    """A kernel goes with the call of its own process, though both have the number 11."""
     rows = dict(ROWS)
     kernel, call = ROWS["CUPTI_ACTIVITY_KIND_KERNEL"][1], ROWS["CUPTI_ACTIVITY_KIND_RUNTIME"][0]
     rows["CUPTI_ACTIVITY_KIND_KERNEL"] = [kernel, (700, 750, *kernel[2:7], OTHER_PID, *kernel[8:])]
@@ -219,7 +215,7 @@ def test_bad_utf8_in_a_name_is_replaced(tmp_path: Path) -> None:
 def test_the_file_is_not_touched(tmp_path: Path) -> None:
     path = export(tmp_path / "a name with ? and # and %20.sqlite")
     with closing(sqlite3.connect(path)) as connection:
-        # In this mode SQLite keeps files beside the database for as long as it is open, even for reading.
+        # In this mode SQLite keeps files next to an open database, even for reading.
         connection.execute("PRAGMA journal_mode = WAL")
     before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
     seen = list[tuple[int, int]]()
@@ -240,7 +236,7 @@ def test_another_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE runs (id)")
-    with pytest.raises(UserError, match=r"other.db is an SQLite database, but no export of Nsight Systems"):
+    with pytest.raises(UserError, match=r"other.db is an SQLite database, but not an export of Nsight Systems"):
         read_trace(path)
 
 
@@ -254,13 +250,13 @@ def test_a_damaged_export_gives_what_it_can(tmp_path: Path) -> None:
     assert 10_000 < len(trace.work.name) < 50_000
     assert len(trace.calls.name) == 4
     assert len(trace.notes) == 1
-    assert trace.notes[0].startswith("table CUPTI_ACTIVITY_KIND_KERNEL could not be read to its end: ")
+    assert trace.notes[0].startswith("table CUPTI_ACTIVITY_KIND_KERNEL is unreadable in part: ")
 
 
 def test_a_cut_export_is_refused_in_one_line(tmp_path: Path) -> None:
     path = export(tmp_path / "t.sqlite")
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(UserError, match="cannot be read as one: database disk image is malformed"):
+    with pytest.raises(UserError, match="is a damaged SQLite database: database disk image is malformed"):
         read_trace(path)
 
 
@@ -283,9 +279,9 @@ def test_values_of_other_types_are_left_out_and_counted(tmp_path: Path) -> None:
     assert len(trace.calls.name) == 3
     assert trace.device_name is None
     notes = " ".join(trace.notes)
-    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL left out because they do not end" in notes
-    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL with values of the wrong type, which are left out: 1" in notes
-    assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of the wrong type, which are left out: 1" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL left out, without an end" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL with values of a wrong type, which are left out: 1" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of a wrong type, which are left out: 1" in notes
 
 
 @pytest.mark.parametrize(
@@ -304,7 +300,7 @@ def test_what_no_exporter_writes_is_refused(statement: str, what: str, tmp_path:
     path = export(tmp_path / "t.sqlite")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(statement)
-    with pytest.raises(UserError, match=f"'{what}', which no export of Nsight Systems has"):
+    with pytest.raises(UserError, match=f"'{what}', unlike an export of Nsight Systems"):
         read_trace(path)
 
 

@@ -1,5 +1,3 @@
-"""The one place where names become devices, with machines that have other devices than this one."""
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +11,6 @@ from steplab.measurement.machine.torchrun import ProcessPlace  # noqa: E402
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine with two GPUs; gives those that were made the current one."""
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -24,7 +21,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a Metal GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
 

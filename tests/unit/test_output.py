@@ -1,5 +1,3 @@
-"""Where data goes: a file is replaced whole, a device or pipe is written to, and nothing else is harmed."""
-
 import gzip
 import os
 import pickle
@@ -36,7 +34,6 @@ PROFILED = profiled_run()
 
 
 def to(output: Path, **others: Any) -> FileOptions:
-    """The options of a command that writes that file, and has a store elsewhere."""
     return FileOptions(**{"output": output, "store": output.parent / "elsewhere" / "store.db"} | others)
 
 
@@ -63,14 +60,13 @@ def test_a_failing_output_of_a_measurement_says_where_its_record_is() -> None:
     if not Path("/dev/full").is_char_device():
         pytest.skip("no /dev/full")
     document, out = Document(title="a run", sections=()), to(Path("/dev/full"))
-    with pytest.raises(SteplabError, match="No space left on device; what was measured is stored: `steplab show aaaa`"):
+    with pytest.raises(SteplabError, match="No space left on device; the measurement is stored: `steplab show aaaa`"):
         emit_document(document, "md", out, stored="aaaa")
     with pytest.raises(SteplabError, match=r"No space left on device$"):
         emit_document(document, "md", out)
 
 
 def test_a_file_system_that_takes_no_file_is_known_before_any_work() -> None:
-    """Its folder may seem to be writable, as root's do."""
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc")
     with pytest.raises(SteplabError, match=r"cannot write /proc/table\.md: "):
@@ -107,9 +103,9 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("page.pdf", r"the suffix \.pdf is not that of a format; choose one with --format: table, json"),
-        ("rows.gz", r"the suffix \.gz is not that of a format"),
-        ("rows.json.xz", r"the suffix \.xz is not that of a format"),
+        ("page.pdf", r"unknown format \.pdf; set --format to one of table, json"),
+        ("rows.gz", r"unknown format \.gz"),
+        ("rows.json.xz", r"unknown format \.xz"),
         ("", "it is a folder; name a file in it"),
     ],
 )
@@ -142,10 +138,9 @@ def test_a_store_is_not_made_where_its_folder_has_no_folder(tmp_path: Path) -> N
 
 
 def test_a_store_in_a_folder_that_cannot_be_made_blames_that_folder() -> None:
-    """What is around it is there."""
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc")
-    with pytest.raises(SteplabError, match="/proc/nope cannot be made; name another store"):
+    with pytest.raises(SteplabError, match="/proc/nope cannot be created; choose another store"):
         Store.open(Path("/proc/nope/store.db"), write=True)
 
 
@@ -157,7 +152,7 @@ def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:
         pass
 
 
-# What is never replaced
+# Files that are never replaced
 
 
 def _linked(store: Path) -> Path:

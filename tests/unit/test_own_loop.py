@@ -1,5 +1,3 @@
-"""The lines that a report shows for a loop of the user's own: programs, and such as train as the plain loop does."""
-
 import ast
 import copy
 import importlib
@@ -44,7 +42,6 @@ OF_THE_MODEL = {
 
 
 def steps(choices: dict[str, tuple[Any, ...]], **fixed: object) -> Iterator[StepSpec]:
-    """Every step of these choices that there is."""
     for values in itertools.product(*choices.values()):
         try:
             yield resolve_step({"model": "tiny", **fixed, **dict(zip(choices, values, strict=True))})
@@ -53,7 +50,6 @@ def steps(choices: dict[str, tuple[Any, ...]], **fixed: object) -> Iterator[Step
 
 
 def undefined(body: list[ast.stmt], known: set[str]) -> set[str]:
-    """Names that are used before anything defines them; those that are defined come to `known`."""
     found: set[str] = set()
     for statement in body:
         inner: list[ast.stmt] = getattr(statement, "body", [])
@@ -115,7 +111,6 @@ def test_every_change_is_in_the_lines(change: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:recipe fast")
 def test_the_recipe_builds_its_optimizer_once_and_records_the_update_in_the_graph() -> None:
-    """All of it together, in the order in which a program needs it."""
     lines = own_loop(resolve_with_recipe({"model": "small", "recipe": "fast"}, lambda _: "cuda"))
     text = "\n".join(lines)
     assert text.count("OneKernelAdamW(") == text.count("for batch in batches:") == 1
@@ -134,8 +129,6 @@ def test_the_recipe_builds_its_optimizer_once_and_records_the_update_in_the_grap
 
 
 class Small(nn.Module):
-    """A model whose loss over a batch is the mean of those over its parts."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -149,7 +142,6 @@ class Small(nn.Module):
 
 
 def rate(*, sgd: bool) -> float:
-    """A learning rate at which a step left out would be seen."""
     return 0.5 if sgd else 0.02
 
 
@@ -166,8 +158,9 @@ def trained_plainly(batches: list[Tensor], *, autocast: bool, sgd: bool) -> Smal
 
 
 def check_loop(spec: StepSpec, batches: list[Tensor], *, first_again: int = 0) -> None:
-    """What the loop of a step makes of the model is what the plain one does, which takes the first batch as often more
-    before all of them as a loop with a CUDA graph does."""
+    """A step's loop changes the model as the plain loop does, which first repeats batch one as often as a CUDA-graph
+    loop.
+    """
     device, autocast, sgd = batches[0].device, spec.precision != "fp32", spec.optimizer == "sgd"
     model = Small().to(device)
     names = {"model": model, "batches": batches, "device": device, "lr": rate(sgd=sgd)}
@@ -202,8 +195,6 @@ NAMES = "inputs", "targets"
 
 
 class WithTargets(Small):
-    """Is called with two tensors of a batch, and gives what `returned` makes of output and loss."""
-
     returned: Any = staticmethod(lambda output, loss: loss)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Any:  # type: ignore[override]

@@ -1,5 +1,3 @@
-"""The committed records of collectives and of data parallelism on H200s: what the documents say of them holds."""
-
 import gzip
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +28,12 @@ def records(name: str, kind: type[Record]) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def studies() -> dict[str, DdpRun]:
-    """By id; the first three by their names."""
     runs = records("ddp_h200_202611.jsonl.gz", DdpRun)
     return {run.id: run for run in runs} | {run.name: run for run in runs[:3]}
 
 
 @pytest.fixture(scope="module")
 def studies_of_updates() -> dict[str, DdpRun]:
-    """By id."""
     return {run.id: run for run in records("ddp_update_h200_202611.jsonl.gz", DdpRun)}
 
 
@@ -68,7 +64,7 @@ def test_peer_copies_expose_about_a_third_of_what_torch_ddp_does(
 def test_four_ranks_that_send_in_turns_expose_a_third_at_every_bucket_size(
     studies: dict[str, DdpRun], size_mb: int, share: float
 ) -> None:
-    """Of what torch's DDP exposed in the study an hour before, whose step without communication took as long."""
+    """Against torch's DDP an hour earlier, with an equal step without communication."""
     turns, before = studies["16fec02a687f"], studies["3d6a55bb805c"]
     label = f"bucketed {size_mb} MB, peer_copy"
     exposed_s, best_s = figures.exposed_s(cell(turns, label)), figures.best_ddp_s(before.cells)
@@ -153,7 +149,6 @@ def test_with_a_head_start_python_was_ahead_of_every_step(studies: dict[str, Ddp
 def test_a_slow_forward_pass_has_longer_gaps_between_kernels_and_the_same_matmuls(
     studies: dict[str, DdpRun], name: str, fast: str, slow: str, num_kernels: int
 ) -> None:
-    """In the traced step: the window of the forward pass less its kernels, in microseconds per kernel."""
     (fast_gaps, fast_matmuls), (slow_gaps, slow_matmuls) = (
         gaps_and_matmuls_us(cell(studies[name], label), num_kernels) for label in (fast, slow)
     )
@@ -229,7 +224,6 @@ def test_peer_copies_have_more_bandwidth_than_nccl_and_a_larger_overhead() -> No
 
 
 def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> None:
-    """The recorded ones were steady; one with a tenth more beside a variant is not."""
     for run in studies.values():
         assert not disturbed(run)
     run = studies["compiled, 4 GPUs"]
@@ -248,7 +242,7 @@ def a_tenth_longer(samples: PhaseSamples) -> PhaseSamples:
 
 
 def test_after_an_update_in_parts_the_state_of_all_of_them_is_there(studies_of_updates: dict[str, DdpRun]) -> None:
-    """Two moments in fp32 of each of xl's 2.0 G parameters, whatever the parts in which they were made."""
+    """Two fp32 moments of xl's 2.0 G parameters, however the update was divided."""
     for study in studies_of_updates.values():
         for each in study.cells:
             memory = [rank.moment("after_step") for rank in each.ranks]

@@ -1,5 +1,3 @@
-"""The export that Perfetto opens: valid, complete, and nested as its rows must be."""
-
 import json
 import random
 from collections import defaultdict
@@ -31,12 +29,10 @@ def timeline_of(run: Run) -> Timeline:
 
 
 def read(run: Run) -> dict[str, Any]:
-    """The export, its numbers as they are written."""
     return dict(json.loads(chrome_trace(run), parse_float=Decimal))
 
 
 def rows_of(trace: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The slices of each row, by the names of its process and of the row."""
     processes, threads = {}, {}
     for event in trace["traceEvents"]:
         if event["name"] == "process_name":

@@ -1,5 +1,3 @@
-"""The accounting against arithmetic that shares nothing with it: by hand, and by trying batches and splits."""
-
 import csv
 import io
 import json
@@ -55,7 +53,7 @@ def test_every_figure_of_the_derivation_by_hand_agrees_to_three_digits() -> None
 
 
 def times(batch: float, fsdp: float, tp: float) -> tuple[float, float, float]:
-    """Products, gathered weights and activations of a block of xxl, in seconds: the book's formulas."""
+    """Seconds of products, gathered weights and activations of an xxl block, by the book's formulas."""
     return (
         2 * 2 * batch * D * F / (fsdp * tp * C),
         2 * 2 * D * F / (tp * W * MX),
@@ -139,7 +137,7 @@ def test_any_model_has_the_state_of_its_parameters(model: str) -> None:
 
 
 def test_a_gpus_communications_share_one_link() -> None:
-    """An H100: 989 TFLOP/s in bf16 and 450 GB/s in one direction; 8b's blocks, by the times added up."""
+    """An H100: 989 TFLOP/s in bf16 and 450 GB/s in one direction; 8b's blocks, by summed times."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=32,tp=2")
     own, width, keys, inner = figures(found), 4096, 4096, 11008
     elements = 2 * width * (width + keys) + 3 * width * inner
@@ -173,7 +171,7 @@ def test_an_answer_for_the_link_of_a_node_says_so_where_the_mesh_spans_several(
 
 
 def test_without_tensor_parallelism_weights_alone_are_communicated() -> None:
-    """An H100 then needs its FLOPs for a byte of its link in tokens, whatever the model."""
+    """An H100 needs its FLOPs per byte of link in tokens, for any model."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=16")
     own = figures(found)
     assert own["b"] == pytest.approx(C_H100 / 450e9)
@@ -228,7 +226,6 @@ def test_a_page_shows_a_derivation_too() -> None:
 
 
 def test_the_figures_that_are_put_in_give_the_figure_that_comes_out() -> None:
-    """What is shown is read back and computed; it is rounded to four digits."""
     for model, card in (("xxl", "TPU v5p"), ("8b", "H100 SXM"), ("small", "TPU v5p")):
         for figure in derived(accounting(model, gpu=card, mesh="fsdp=16,tp=2")).values():
             assert figure.in_figures is not None

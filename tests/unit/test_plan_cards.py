@@ -1,5 +1,3 @@
-"""Whether a step fits a card: the margins against steps recorded on an H200, the verdicts by hand."""
-
 import gzip
 import lzma
 from functools import cache, partial
@@ -35,7 +33,6 @@ def recorded() -> tuple[Run, ...]:
 
 
 def test_the_margin_is_not_wider_than_the_most_fragmented_step_asks_for() -> None:
-    """That it is wide enough for each is held where their peaks are (test_plan_memory.errors, test_memory_golden)."""
     asked = ("2.7b", 256, "forward_backward", "bf16", "default")
     worst = [
         (spec, peak.peak_reserved_bytes)

@@ -1,5 +1,3 @@
-"""Predictions beside measurements of stored runs, and whether the fits find figures that are known."""
-
 import dataclasses
 import gzip
 import json
@@ -49,7 +47,6 @@ H200 = gpu_named("H200 SXM")
 
 @cache
 def golden_runs() -> tuple[Run, ...]:
-    """One cell of each kind: fitted, held out, host-bound, a transformers model, out of memory."""
     lines = gzip.decompress((GOLDEN / "step_h200_202611.jsonl.gz").read_bytes()).splitlines()
     return tuple(record for record in map(decode, lines) if isinstance(record, Run))
 
@@ -76,7 +73,6 @@ def chosen_runs() -> list[Run]:
 
 
 def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> None:
-    """On an H100, whose records no rate was fitted to."""
     lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
     runs = [run for run in map(decode, lines) if isinstance(run, Run)]
     checks = check_runs(runs, predicted)
@@ -103,7 +99,6 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
 
 
 def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() -> None:
-    """What was predicted is as it was committed beforehand."""
     results = ROOT / "benchmarks/results"
     lines = gzip.decompress((results / "other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
     by_id = {run.id: run for run in map(decode, lines) if isinstance(run, Run)}
@@ -204,7 +199,6 @@ def test_the_rates_of_products_are_found_again() -> None:
 
 
 def test_what_a_step_adds_is_found_again() -> None:
-    """The five figures of a step, from phases that are made of them."""
     true = StepRates(
         gap_s=3e-6,
         replayed_gap_s=2e-6,
@@ -242,7 +236,7 @@ def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> No
 
 
 def test_the_table_was_fitted_to_the_committed_records() -> None:
-    """As many until the moment that it states; newer ones are for the next fit, and check this one."""
+    """Newer records are for the next fit, and check this one."""
     for rates in fitted_rates():
         hardware = hardware_named(rates.name)
         fitted = records_to_fit(committed_records(), hardware, rates.held_out, rates.until_utc)
@@ -294,7 +288,7 @@ def test_a_step_in_tf32_that_no_fit_has_seen_is_predicted_by_the_share_that_fp32
 
 
 def test_kernels_that_widen_what_they_read_are_told_from_others() -> None:
-    """What autocast adds to a residual stream, rotates and converts; the records have them at half the bandwidth."""
+    """Autocast's additions to a residual stream, rotations and conversions run at half the bandwidth."""
     operators = [op for op in operators_of(resolve_step({"precision": "bf16"})) if op.kind == "streaming"]
     assert {op.name for op in operators if widens(op)} == {"add", "copy", "mul"}
     full = [op for op in operators_of(resolve_step({"precision": "fp32"})) if op.kind == "streaming"]

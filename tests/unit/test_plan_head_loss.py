@@ -1,5 +1,3 @@
-"""The memory of the loss in chunks: predicted against what torch's allocator is asked for, and by hand."""
-
 import gzip
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -29,19 +27,16 @@ from steplab.specs.resolve import resolve_step
 B, T, V, d = 2, 24, 70, 16
 SHAPE = TransformerShape(vocab_size=V, d_model=d, d_ff=32, num_layers=1, num_heads=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "bf16_pure": torch.bfloat16}
-"""Number format of the weights, by precision."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def makes_nothing(*arguments: object, **options: object) -> None:
-    """In place of a kernel that writes into memory that is there."""
+def makes_nothing(*arguments: object, **options: object) -> None: ...
 
 
 def losses_without_rows(
     hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, scale: Tensor | None, ignore_index: int,
     label_smoothing: float, z_loss: float, dtype: torch.dtype, wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The operator of the fused loss, whose kernel makes no tensors."""
     with torch.autocast("cpu", enabled=False):
         losses, gradients = losses_in_chunks(
             hidden, weight, bias, targets, scale, Terms(ignore_index, label_smoothing, z_loss),
@@ -51,7 +46,6 @@ def losses_without_rows(
 
 
 def peaks_of_torch(run: Callable[[], Iterator[None]]) -> list[tuple[int, int]]:
-    """Most bytes above those at the start, and what is left of them, after each part of a generator's work."""
     found: list[tuple[int, int]] = []
     alive, most = 0, 0
     parts = run()
@@ -127,7 +121,6 @@ def test_what_the_fused_loss_allocates_is_predicted_to_the_byte(
 
 
 def test_the_peak_of_a_fused_loss_by_hand() -> None:
-    """It is at the logits of a chunk, in the forward pass; a plain loss holds them whole, several times."""
     fields: dict[str, object] = {"model": "small", "context": 128, "batch": 256, "precision": "bf16_pure"}
     fields |= {
         "pass": "forward_backward",
@@ -153,7 +146,6 @@ def test_the_plain_softmax_of_chunks_is_an_estimate() -> None:
 
 
 def test_a_compiled_model_has_the_loss_in_chunks_of_an_eager_one() -> None:
-    """It is an operator of its own there: the gradients are formed in the forward pass, and logits are never whole."""
     fields: dict[str, object] = {"model": "small", "context": 512, "precision": "bf16", "attention": "sdpa_flash"}
     fields |= {"model.vocab_size": 131_072, "model.num_layers": 2}
     plain, fused = (predict_memory(resolve_step(fields | {"loss": loss, "compile": "default"})) for loss in LOSSES)
@@ -178,7 +170,7 @@ LOSSES = ("plain", "fused")
 
 
 def test_the_peaks_of_an_8b_model_that_two_h200s_share_are_predicted() -> None:
-    """Recorded with torch 2.11, whose compiler keeps what flash_triton gives of a block that is recomputed."""
+    """Recorded with torch 2.11, whose compiler keeps flash_triton's results of recomputed blocks."""
     records = Path(__file__).parents[2] / "benchmarks/results/eight_b_h200_202611.jsonl.gz"
     runs = [run for run in map(decode, gzip.decompress(records.read_bytes()).splitlines()) if isinstance(run, Run)]
     errors = {}
@@ -199,7 +191,6 @@ def test_the_peaks_of_an_8b_model_that_two_h200s_share_are_predicted() -> None:
 
 
 def test_the_loss_of_ranks_that_share_parameters_has_the_memory_of_one_process() -> None:
-    """Without the state, which they share: logits are what is left out."""
     fields = {"model": "small", "context": 1024, "batch": 8, "precision": "bf16", "attention": "sdpa_cudnn"}
 
     def saved(layout: str) -> int:
@@ -211,7 +202,6 @@ def test_the_loss_of_ranks_that_share_parameters_has_the_memory_of_one_process()
 
 
 def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
-    """As closely as that of the plain loss beside it: by what the allocator adds."""
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "cross_entropy_h200_202611.jsonl.gz"
     errors: dict[str, set[int]] = {}
     for line in gzip.decompress(results.read_bytes()).splitlines():
@@ -230,8 +220,9 @@ def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "bf16_master"])
 @pytest.mark.parametrize("head", ["untied", "tied"])
 def test_parts_of_a_step_have_the_memory_of_the_whole(precision: str, head: str) -> None:
-    """Blocks compiled one by one are put together of parts; where all is recomputed and sequences are short, head and
-    loss are most of the memory, and those are the same in an eager step, which is run dry whole."""
+    """Blocks compiled alone are composed of parts. With all recomputed and short sequences, head and loss dominate, as
+    in an eager step.
+    """
     fields = {
         "model": "small", "model.vocab_size": 131_072, "model.head": head, "context": 64, "batch": 8, "loss": "fused",
         "precision": precision, "attention": "flash_triton", "checkpointing": "full", "pass": "forward_backward",

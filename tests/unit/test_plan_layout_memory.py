@@ -1,5 +1,3 @@
-"""Memory by rank: against recorded peaks of two and four GPUs, the dry run of one process, and the code that runs."""
-
 import dataclasses
 import gzip
 from collections import Counter
@@ -44,9 +42,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TORCH_OF_RECORDS = Gathering(fused_norms=False)
 """The layouts were measured with torch 2.11."""
 OTHER_OWNERS = 1e-5
-"""The share by which what a rank owns differs, where buckets were divided otherwise."""
 OLDER_FSDP2 = Gathering(low_precision=False)
-"""The data-parallel studies on two GPUs were measured when FSDP2 gathered weights as they are kept."""
+"""The studies on two GPUs predate FSDP2's gathering in low precision."""
 
 
 @cache
@@ -55,7 +52,6 @@ def records(name: str) -> tuple[object, ...]:
 
 
 def elements_of(shape: TransformerShape) -> tuple[int, ...]:
-    """Elements of all weights in the order of the model's parameters."""
     blocks = weights_of(shape, "block", 1) * shape.num_layers
     every = (*weights_of(shape, "embedding", 1), *blocks, *weights_of(shape, "head", 1))
     return tuple(weight.elements for weight in every)
@@ -71,7 +67,6 @@ def cells() -> list[tuple[DdpRun, DdpCell]]:
 
 
 def is_of_earlier_code(cell: DdpCell) -> bool:
-    """Whether every rank had all averages, as the sharded optimizer had them when it was last recorded over NCCL."""
     return cell.contender.kind == "sharded" and cell.contender.transport == "collectives"
 
 
@@ -127,7 +122,7 @@ def test_the_peak_of_every_recorded_variant_is_within_one_and_a_half_percent() -
         if cell.contender.kind == "torch_ddp" and real > 1.03 * found:
             again = study.facts.gradient_bytes if study.facts else 0  # both sets of buckets are there for a while
             found += again
-        if cell.contender.kind == "sharded":  # its gradients go one by one, of which the plan keeps some too long
+        if cell.contender.kind == "sharded":  # its gradients leave one by one; the plan keeps some too long
             of_sharded.append(found / real - 1)
             assert 0 < found / real - 1 < 0.035
             continue
@@ -143,13 +138,12 @@ def test_the_peak_of_every_recorded_variant_is_within_one_and_a_half_percent() -
 
 
 def cases_of(errors: Sequence[float]) -> str:
-    """Cells of the chapter's table: how many, their median and their worst."""
     sizes = [abs(error) for error in errors]
     return f"{len(sizes)} | {100 * median(sizes):.1f} % | {100 * max(sizes):.1f} %"
 
 
 def test_every_rank_of_every_recorded_layout() -> None:
-    """Eager layouts within 1 % and compiled ones, an estimate, within 1.5 %; what is reserved within 8 %."""
+    """Eager layouts within 1 %, compiled ones, an estimate, within 1.5 %; reserved bytes within 8 %."""
     errors: dict[str, list[float]] = {"eager": [], "compiled": [], "reserved": []}
     for run in records("layout_h200_202611.jsonl.gz"):
         assert isinstance(run, Run)
@@ -185,7 +179,7 @@ def test_every_rank_of_every_recorded_layout() -> None:
      {"model.norm": "layernorm", "model.biases": "all", "model.feed_forward": "gelu"}],
 )  # fmt: skip
 def test_one_process_put_together_is_the_step_run_dry(fields: dict[str, object]) -> None:
-    """All but the rounding to the byte: the allocator's gaps depend on all that was there before."""
+    """To the byte except rounding, which depends on earlier allocations."""
     spec = resolve_step({"model": "small", "context": 512} | fields)
     (rank,), whole = memory_by_rank(spec, HOPPER_WORKSPACE.value), predict_memory(spec)
     found = by_category(rank.terms)
@@ -213,8 +207,6 @@ def test_weights_are_those_of_the_model_in_its_order(parts: dict[str, Any]) -> N
 
 
 class RankZero:
-    """Rank 0 of so many, which share memory that has no content."""
-
     rank, device = 0, torch.device("meta")
 
     def __init__(self, size: int) -> None:
@@ -228,7 +220,6 @@ class RankZero:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("size_mb", [0.1, 0.3, 25.0])
 def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: int, size_mb: float) -> None:
-    """Messages, and the bytes of all buffers, of the objects that run, on tensors without content."""
     shape, limit, rank = MODEL_SIZES["tiny"], size_mb * 1e6, cast("Any", RankZero(ranks))
     forwards = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in elements_of(shape)]
     backwards = forwards[::-1]
@@ -244,7 +235,6 @@ def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: in
     assert buckets_of(elements_of(shape), "bucketed", size_mb, 4, peers=ranks).shared_bytes == rank.shared_bytes
 
     def exchanged(exchange: Exchange) -> list[int]:
-        """Bytes of the buffers of parameters."""
         runs = [[forwards[index] for index in run] for run in runs_of([p.nbytes for p in forwards], limit)]
         return [FlatParameters(run, [owners[p] for p in run], rank, exchange).num_bytes for run in runs]
 
@@ -265,7 +255,6 @@ def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: in
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_what_is_in_flight_is_what_torchs_schedules_have(pp: int, rounds: int) -> None:
-    """torch's own order of operations, forward and backward, replayed."""
     from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
     microbatches, stages = pp * rounds, 2
@@ -341,7 +330,7 @@ def test_a_variant_of_another_layout_is_refused() -> None:
 
 
 def test_without_sequence_parallelism_each_rank_keeps_all_tokens() -> None:
-    """A recomputed block keeps its input alone, [B, T, C] in fp32; with tp=4 and tokens split, a quarter of that."""
+    """A recomputed block keeps its input [B, T, C] in fp32; with tp=4 and split tokens, a quarter."""
     spec = resolve_step({"model": "small", "context": 1024, "checkpointing": "full", "layout": "tp=4"})
 
     def kept(*, sequence_parallel: bool) -> int:

@@ -1,5 +1,3 @@
-"""The search for a layout: against brute force, and what is said of it."""
-
 import itertools
 import re
 import shlex
@@ -54,7 +52,6 @@ def test_an_overlapped_update_is_said_to_be_planned_as_one_afterwards(update: st
 
 
 def test_fields_that_one_process_alone_cannot_have_are_those_of_the_layouts() -> None:
-    """A model compiled as a whole has its gradients at the end, but those of other ranks arrive one by one."""
     fields: dict[str, Any] = {"model": "small", "compile": "default", "update": "overlapped", "bucket_size_mb": 50}
     plan = plan_layout(gpus=2, global_batch=2, **fields)
     specs = {each.layout: each.spec for each in plan.candidates if each.spec}
@@ -66,7 +63,6 @@ def test_fields_that_one_process_alone_cannot_have_are_those_of_the_layouts() ->
 
 
 def test_the_search_agrees_with_brute_force() -> None:
-    """Every group of ranks, every micro-batch and schedule, one by one."""
     plan = planned(gpus=8, global_batch=16, gpu="A100 SXM 40GB")
     verdicts = {each.layout: each for each in plan.candidates}
     for layout in layouts_of(8):
@@ -138,7 +134,6 @@ def test_a_batch_that_no_layout_can_share_out_is_told_of_with_one_that_can() -> 
 
 
 def test_of_a_layout_that_must_recompute_as_few_blocks_are_recomputed_as_it_fits_with() -> None:
-    """As a step on that layout chooses."""
     long = {"model": "8b", "context": 32768, "attention": "flash_triton", "loss": "chunked", "precision": "bf16"}
     job: dict[str, Any] = {"gpus": 2, "global_batch": 2, "gpu": "H200 SXM"}
     (best, *_) = planned(spec=long | {"checkpointing": "auto"}, **job).candidates
@@ -177,7 +172,6 @@ def test_a_small_gpu_needs_more_shards() -> None:
 
 
 def test_four_thousand_gpus_take_seconds() -> None:
-    """By the processor's time, since tests share their machine."""
     started = time.process_time()
     plan = planned(gpus=4096, global_batch=4096, spec=JOB | {"model": "8b", "checkpointing": "full"})
     chapter_says("plan_layout", f"{len(plan.candidates)} layouts of 4,096 GPUs take")
@@ -243,7 +237,7 @@ def test_where_only_the_network_is_unknown_the_answer_names_the_option_for_it() 
 
 
 def test_a_stated_network_is_reached_as_that_of_the_catalogue() -> None:
-    """400 Gb/s is what the catalogue has for H100s; half of it is what half of the reached bandwidth is."""
+    """400 Gb/s is an H100's in hardware.toml; half of it reaches half the bandwidth."""
     small = JOB | {"model": "small"}
     known = planned(spec=small)
     stated, half = (planned(spec=small, links=[f"network={number}Gb/s"]) for number in (400, 200))

@@ -1,5 +1,3 @@
-"""Messages and time of a layout: against recorded studies, what torch and steplab send, and what must hold of any."""
-
 import dataclasses
 import gzip
 import itertools
@@ -39,7 +37,6 @@ from steplab.specs.step import StepSpec
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = hardware_named("H200 SXM")
 AS_KEPT = Gathering(low_precision=False)
-"""How FSDP2 gathered weights when two of the studies were measured: as they are kept, the embedding with the head."""
 
 
 @cache
@@ -53,7 +50,6 @@ def cells(name: str = "ddp_h200_202611.jsonl.gz") -> list[tuple[DdpRun, DdpCell]
 
 
 def is_of_earlier_code(cell: DdpCell) -> bool:
-    """Whether every rank had all averages, as the sharded optimizer had them when it was last recorded over NCCL."""
     return cell.contender.kind == "sharded" and cell.contender.transport == "collectives"
 
 
@@ -62,13 +58,11 @@ def by_peer_copies(cell: DdpCell) -> bool:
 
 
 def kernels_began_late(cell: DdpCell) -> bool:
-    """Whether a forward pass in which nothing is sent was longer, as with some streams of earlier code."""
     longer_s = median_s(cell, "forward") - median_s(cell, "forward", baseline=True)
     return by_peer_copies(cell) and cell.contender.kind == "bucketed" and longer_s > 1e-3
 
 
 def waited_for_python(cell: DdpCell) -> bool:
-    """Whether the head start was too short for Python to be ahead of the devices, which the clock here assumes."""
     lead_s = figures.host_lead_s(cell)
     return lead_s is not None and lead_s < 0.01 * median_s(cell)
 
@@ -82,7 +76,6 @@ def sharing(study: DdpRun, cell: DdpCell) -> Sharing:
 
 
 def gathering(study: DdpRun, cell: DdpCell) -> Gathering:
-    """By what the record says that FSDP2 gathered; torch 2.11 composes norms."""
     gathered = sum(each.total_bytes for each in cell.messages if each.collective == "all_gather")
     assert study.facts is not None
     return AS_KEPT if gathered > 1.5 * study.facts.gradient_bytes else Gathering(fused_norms=False)
@@ -132,7 +125,7 @@ def test_messages_of_an_axis_are_as_many_as_documented(layout: str, counts: dict
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from(["fp32", "bf16"]))
 def test_bytes_of_sharded_gradients_are_conserved(fsdp: int, dp: int, precision: str) -> None:
-    """Whatever the shards, all gradients are reduced once: over fsdp whole, over dp the shards."""
+    """All gradients are reduced once: over fsdp whole, over dp the shards."""
     if dp * fsdp == 1 or fsdp == 1:
         return
     spec = resolve_step({"model": "tiny", "precision": precision, "layout": f"dp={dp},fsdp={fsdp}"})
@@ -169,7 +162,7 @@ def test_what_links_reach_is_what_was_fitted() -> None:
 
 
 def test_contention_is_what_was_fitted() -> None:
-    """Medians over the variants of two GPUs: what was exposed, less copies into buckets, over the messages alone."""
+    """Medians over the variants of two GPUs: exposed time, less copies into buckets, over the messages alone."""
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None), head_start=True)
     shares: dict[str, list[float]] = {name: [] for name in CONTENTION}
     for study, cell in cells():
@@ -192,7 +185,6 @@ def test_contention_is_what_was_fitted() -> None:
 
 
 def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_interval() -> None:
-    """The median over backward passes, of the time of the bytes through a GPU's memory; two and four GPUs."""
     gpu = gpu_named("H200 SXM")
     clock = LayoutClock(gpu, machine_of(H200, None), head_start=True)
     shares, errors = [], []
@@ -235,7 +227,7 @@ def test_a_group_uses_the_adapters_that_it_has_in_each_node() -> None:
 
 
 def test_between_nodes_adapters_reach_what_is_published_of_nccl() -> None:
-    """192 GB/s of bus bandwidth between DGX A100s, and 46 to 48 GB/s of one NDR adapter."""
+    """192 GB/s of bus bandwidth between DGX A100s, and 46 to 48 GB/s per NDR adapter."""
     a100s = machine_of(hardware_named("A100 SXM 80GB"), None)
     assert bandwidth(a100s, "all_reduce", Group(size=16, stride=1)) == pytest.approx(192e9)
     alone = bandwidth(machine_of(H200, None), "all_gather", Group(size=4, stride=8))
@@ -288,8 +280,9 @@ def test_every_recorded_strategy_is_within_eight_percent_in_the_median() -> None
 
 
 def test_recorded_layouts_lie_within_their_intervals() -> None:
-    """All but that of selective checkpointing, whose dispatch in Python is not in the host's time, and one whose Python
-    took 95 µs for each kernel of split tensors, where the quickest host is taken to take 105."""
+    """Except selective checkpointing, whose Python dispatch is not in the host's time, and one with 95 µs of Python per
+    split-tensor kernel, where the fastest host is assumed to take 105.
+    """
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None))
     outside, num_runs = [], 0
     for run in records("layout_h200_202611.jsonl.gz"):
@@ -344,7 +337,7 @@ def test_a_step_gathers_as_today() -> None:
 
 
 def test_published_layouts_of_one_job_are_ranked_as_measured() -> None:
-    """Four of five pairs that differ by more than 5 %; nothing was fitted to them."""
+    """Four of five pairs that differ by more than 5 %; they were not fitted."""
     rows = read_rows()
     (job,) = {row.model.key for row in rows if row.group == "vtrain" and row.scored}
     clock = LayoutClock(gpu_named("A100 SXM 80GB"), machine_of(hardware_named("A100 SXM 80GB"), 8), head_start=True)

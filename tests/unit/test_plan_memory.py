@@ -1,5 +1,3 @@
-"""The predicted peak: against peaks measured on the H200, against sums by hand, against what torch itself keeps."""
-
 import csv
 import gzip
 import io
@@ -79,7 +77,6 @@ def predict(**fields: object) -> MemoryPrediction:
 
 @cache
 def golden() -> tuple[Run, ...]:
-    """Runs of built-in sizes with measured peaks, a cell each."""
     runs: dict[tuple[object, ...], Run] = {}
     for line in gzip.decompress(GOLDEN.read_bytes()).splitlines():
         run = decode(line)
@@ -90,7 +87,6 @@ def golden() -> tuple[Run, ...]:
 
 
 def errors(run: Run) -> dict[str, float]:
-    """Of the predicted against the measured peak of each phase and of the step; what is said to be safe must be."""
     assert run.spec is not None
     assert run.memory is not None
     found = predict_memory(run.spec, device="NVIDIA H200")
@@ -101,7 +97,7 @@ def errors(run: Run) -> dict[str, float]:
 
 
 def is_accepted(spec: StepSpec) -> bool:
-    """2.7b in every context, small, large and xl at 512, forward alone and whole steps: held to 0.2 %."""
+    """2.7b at every context, small, large and xl at 512, forward and whole steps: within 0.2 %."""
     size, whole = (spec.model.name, spec.context), spec.pass_name != "forward_backward"
     return whole and (size[0] == "2.7b" or size in {("small", 512), ("large", 512), ("xl", 512)})
 
@@ -137,7 +133,6 @@ def test_compiled_peaks_of_the_h200_are_estimated() -> None:
 
 
 def test_peaks_of_steps_that_are_compiled_block_by_block_are_estimated() -> None:
-    """Of steplab's own Transformer, by one process."""
     of_steps, reserved = list[float](), list[float]()
     for name in ("fast_h200", "walk_h200", "walk_fitted_h200", "other_gpu_h100"):
         lines = gzip.decompress((RESULTS / f"{name}_202611.jsonl.gz").read_bytes()).splitlines()
@@ -162,7 +157,7 @@ def test_peaks_of_steps_that_are_compiled_block_by_block_are_estimated() -> None
 
 
 def test_what_an_eager_step_holds_in_fp32_by_hand() -> None:
-    """The peak is at the loss, where the vocabulary is: log softmax kept, its gradient and that of the logits made."""
+    """The peak is at the loss with its vocabulary: log softmax kept, its gradient and the logits' made."""
     found = predict(**{"pass": "forward_backward"})
     # A block keeps its input, norm, q, k, v, attention output, the stream between its halves and the second norm.
     block = 4 * (8 * STREAM + 4 * INNER + SCORES + 2 * ROWS) + T * T
@@ -197,7 +192,7 @@ def test_checkpointing_keeps_one_residual_stream_a_block() -> None:
     block = 4 * (8 * STREAM + 4 * INNER + SCORES + 2 * ROWS) + T * T
     assert every.at_peak["activations"] == 2 * 4 * STREAM + block + head + 4
     selective = predict(checkpointing="selective", **{"pass": "forward_backward"})
-    products = 4 * (6 * STREAM + 2 * INNER + SCORES)  # seven linear layers' outputs and those of both batched products
+    products = 4 * (6 * STREAM + 2 * INNER + SCORES)  # outputs of seven linear layers and both batched products
     assert selective.at_peak["activations"] == L * (products + 4 * STREAM) + head + 4
 
 
@@ -212,13 +207,12 @@ def test_from_the_second_micro_step_on_gradients_are_there_at_the_peak_by_hand()
         assert three.at_peak["temporaries"] == one.at_peak["temporaries"] + scalars
         million = predict(accumulation=1_000_000, **fields)  # which is not run a million times
         assert (million.peak_bytes, million.phase_peaks) == (three.peak_bytes, three.phase_peaks)
-    # Of a model compiled as a whole all gradients of a micro-step are there before they are added up.
+    # A model compiled as a whole has all gradients of a micro-step before adding them.
     compiled = predict(accumulation=2, compile="default", batch=1, context=1)
     assert compiled.phase_peaks["backward"] >= 4 * N + ROTARY // T + 2 * 4 * N + 8 * N
 
 
 def test_blocks_compiled_one_by_one_keep_what_they_keep_compiled_as_a_whole() -> None:
-    """Head and loss are those of an eager model."""
     eager, whole, blocks = (
         predict(compile=mode, attention="sdpa_flash", precision="bf16") for mode in ("off", "default", "block")
     )
@@ -257,7 +251,7 @@ IN_BLOCKS = ("query, key, value and output", "gate, up and their product", "atte
     ],
 )
 def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: int, within: int) -> None:
-    """Of one token, so that nothing else is large. The largest weights are the vocabulary's."""
+    """For one token, so nothing else is large; the vocabulary's weights are the largest."""
     found = predict(optimizer=optimizer, precision=precision, batch=1, context=1)
     width = 2 if precision == "bf16_pure" else 4
     weights = width * N + 4 * d // h
@@ -270,11 +264,10 @@ def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: 
 
 
 MATRICES = L * WEIGHTS + d * V
-"""Elements of the linear layers."""
 
 
 def test_what_weights_in_bf16_with_masters_hold_by_hand() -> None:
-    """Of one token, at the optimizer's step: 16 bytes for each weight of a linear layer, 2 of them its gradient's."""
+    """For one token, at the optimizer's step: 16 bytes per weight of a linear layer, 2 of them its gradient's."""
     masters: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
     found, others, layers = predict(**masters), N - MATRICES, 7 * L + 1
     each = 4 + 8 + 8 + 12  # the number of its steps, and rows of tables
@@ -297,7 +290,6 @@ def test_what_weights_in_bf16_with_masters_hold_by_hand() -> None:
 
 
 def test_weights_in_bf16_with_masters_have_no_copies_where_autocast_makes_them() -> None:
-    """Eager and compiled; activations are the same."""
     for compiled in ("off", "default", "block"):
         fields: dict[str, object] = {"pass": "forward_backward", "attention": "sdpa_flash", "compile": compiled}
         autocast, masters = (predict(**fields, precision=name) for name in ("bf16", "bf16_master"))
@@ -308,7 +300,6 @@ def test_weights_in_bf16_with_masters_have_no_copies_where_autocast_makes_them()
 
 
 def test_a_step_compiled_block_by_block_has_its_masters_beside_other_state() -> None:
-    """By parts, which hold what the dry run of all blocks does."""
     few: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
     blocks, whole = predict(**few, compile="block"), predict(**few)
     for category in ("parameters", "gradients"):
@@ -331,7 +322,7 @@ def test_a_planning_size_has_masters_beside_its_moments() -> None:
 
 
 def test_what_a_model_like_gpt_2_holds_in_fp32_by_hand() -> None:
-    """LayerNorm keeps two numbers a row, and plain attention copies of queries and keys, which nothing rotates."""
+    """LayerNorm keeps two numbers a row; plain attention keeps unrotated copies of queries and keys."""
     found = predict(**GPT_2, **{"pass": "forward_backward"})
     block = 4 * (8 * STREAM + 2 * INNER + SCORES + 4 * ROWS) + T * T
     head = 4 * (2 * STREAM + 2 * ROWS + LOGITS)
@@ -342,7 +333,7 @@ def test_what_a_model_like_gpt_2_holds_in_fp32_by_hand() -> None:
 
 
 def test_a_tied_weight_has_two_gradients_until_both_are_there() -> None:
-    """In fp32 torch adds the second to the first out of place, for that is a view: three in all at that moment."""
+    """In fp32 torch adds the second to the first, a view, out of place: three at that moment."""
     few: dict[str, object] = {"pass": "forward_backward", "batch": 1, "context": 1}
     tied, untied = predict(**few, **{"model.head": "tied"}), predict(**few)
     weight = 4 * d * V
@@ -384,7 +375,6 @@ def test_a_size_for_planning_only_has_the_least_it_can_have() -> None:
 
 
 def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor | None) -> int:
-    """Bytes of all storages that autograd keeps, parameters and buffers aside."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -438,8 +428,9 @@ def test_a_block_keeps_what_autograd_keeps(
 
 @cache
 def _without_inductor() -> subprocess.CompletedProcess[str]:
-    """The tests of torch's partitioner in a process of their own: once Inductor is imported, as models of others need
-    it, the backend that they use takes operators apart by its rules."""
+    """Inductor, once imported, changes how the partitioner's backend decomposes operators; these tests need their own
+    process.
+    """
     words = ("-q", "-p", "no:cacheprovider", "-k", "torchs_partitioner_chooses", __file__)
     there = os.environ | {"STEPLAB_TEST_ALONE": "1"}
     return subprocess.run(
@@ -461,7 +452,7 @@ def _tried_alone() -> bool:
     ids=named,
 )
 def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses(variant: dict[str, object]) -> None:
-    """The lists in dry_run/compiled.py are read off; scalars, and what a row has one number of, are not all in them."""
+    """The lists in dry_run/compiled.py are read off; scalars and one number per row are partly missing."""
     if _tried_alone():
         return
     fields = TINY | variant | {"pass": "forward_backward", "model.num_layers": 1}
@@ -493,7 +484,7 @@ def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses(variant: di
 def test_a_block_compiled_by_itself_under_autocast_keeps_what_torchs_partitioner_chooses(
     variant: dict[str, object],
 ) -> None:
-    """A model of two blocks less one of one, so that head and loss, which other devices cast otherwise, drop out."""
+    """Two blocks less one, so that head and loss, cast differently on other devices, cancel."""
     if _tried_alone():
         return
 
@@ -575,7 +566,6 @@ STEPS = st.fixed_dictionaries(
 
 
 def _valid(drawn: dict[str, Any]) -> dict[str, Any]:
-    """The fields without those that have no effect, and with as many heads of keys as there can be."""
     fields, parts = {name: value for name, value in drawn.items() if name != "parts"}, drawn["parts"]
     if fields["pass"] == "forward":
         del fields["accumulation"]
@@ -590,7 +580,6 @@ def _valid(drawn: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_served(fields: dict[str, Any]) -> bool:
-    """Whether torch's kernels take such a step on CUDA, as their own messages say."""
     attention, half = fields["attention"], "16" in fields["precision"]
     width = fields["model.d_model"] // fields["model.num_heads"]
     if attention in ("sdpa_flash", "sdpa_cudnn", "flash_attn_4") and not half:

@@ -1,5 +1,3 @@
-"""The operators of a step run dry: against closed forms, and against what torch dispatches for the real model."""
-
 import dataclasses
 import itertools
 from collections import Counter
@@ -41,12 +39,11 @@ def operators(**fields: object) -> tuple[Operator, ...]:
 
 
 def computed(spec: StepSpec) -> float:
-    """FLOPs of the step's matmuls and fused attention."""
     return sum(op.flops for op in operators_of(spec) if op.kind != "streaming")
 
 
 def executed(spec: StepSpec) -> float:
-    """By the closed form, less what it counts of norms and biases, which are in no matmul."""
+    """Closed form without norms and biases, which are in no matmul."""
     shape = spec.model.shape
     assert shape is not None
     per_token = executed_flops_per_token(
@@ -63,7 +60,6 @@ def executed(spec: StepSpec) -> float:
 
 
 def num_matrix_elements(shape: TransformerShape) -> int:
-    """Of all linear layers of the built module."""
     with torch.device("meta"):
         module = Transformer(shape, context=1, attention=attention_named("plain"))
     return sum(inner.weight.numel() for inner in module.modules() if isinstance(inner, torch.nn.Linear))
@@ -148,8 +144,6 @@ def test_the_matmuls_are_those_that_torch_counts(
 
 
 class Moved(TorchDispatchMode):
-    """Bytes that each operator reads and writes, by its name."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read, self.written, self.calls = Counter[str](), Counter[str](), Counter[str]()
@@ -166,7 +160,7 @@ class Moved(TorchDispatchMode):
 
 
 class OneNorm(torch.autograd.Function):
-    """RMSNorm as one operator that the mode does not see: a CPU has no fused kernel for it, and runs many."""
+    """RMSNorm as one operator, hidden from the mode: a CPU runs several."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -189,11 +183,10 @@ ALIKE = (*PRODUCTS, "mul", "add", "sub", "neg", "cat", "silu", "silu_backward", 
          "masked_fill", "triu", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
          "embedding_dense_backward")  # fmt: skip
 LAYER_NORM = ("native_layer_norm", "native_layer_norm_backward")
-"""Whose means a CPU has in the type of its input, and CUDA in fp32."""
+"""A CPU has its means in the input's type, CUDA in fp32."""
 
 
 COMPOSED = (*PRODUCTS, "sum")
-"""What of torch's composed attention is told operator by operator; its mask and softmax are told in other words."""
 
 
 @pytest.mark.parametrize(
@@ -262,15 +255,13 @@ def test_the_matmuls_of_a_loss_in_chunks_are_those_that_torch_counts() -> None:
 # --- the whole step, against what a CPU allocates -----------------------------------------------------------------
 
 SCALARS = 64
-"""Bytes of what has one element and lives elsewhere on a CPU; every other tensor here is larger."""
+"""Bytes of single elements, which live elsewhere on a CPU; other tensors are larger."""
 LIKE_CUDA: list[dict[str, object]] = [
     variant | {"model.norm": "layernorm"} for variant in VARIANTS if variant.get("model.norm") != "layernorm"
 ]
-"""RMSNorm is several operators on a CPU, and LayerNorm one, as on CUDA."""
 
 
 def most_allocated(spec: StepSpec) -> int:
-    """Bytes at the highest moment of a micro-step above those at its beginning, by torch's profiler."""
     forward, backward = real_step(spec)
     divide = spec.micro_steps > 1
 

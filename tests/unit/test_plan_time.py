@@ -1,5 +1,3 @@
-"""Predicted step times: against recorded steps that no rate was fitted to, and against what must hold of any model."""
-
 import dataclasses
 import gzip
 from functools import cache
@@ -45,7 +43,6 @@ H200 = gpu_named("H200 SXM")
 
 @cache
 def recorded(name: str) -> tuple[Run, ...]:
-    """The steps of steplab's own models in a file of records."""
     lines = gzip.decompress((GOLDEN / name).read_bytes()).splitlines()
     runs = [record for record in map(decode, lines) if isinstance(record, Run)]
     return tuple(run for run in runs if run.timing and run.spec and run.spec.model.kind == "transformer")
@@ -59,7 +56,6 @@ def predicted(gpu: Gpu = H200, /, **fields: Any) -> StepTimePrediction:
 
 
 def held_out_steps() -> list[tuple[StepTimePrediction, float]]:
-    """Predictions of the recorded steps that were held out of the fit, and of which the host was surely ahead."""
     found = []
     files = ("step_h200_202611.jsonl.gz", "plan_time_h200_202611.jsonl.gz", f"{RESULTS}/fast_h200_202611.jsonl.gz")
     for run in (run for file in files for run in recorded(file)):
@@ -74,7 +70,6 @@ def held_out_steps() -> list[tuple[StepTimePrediction, float]]:
 
 
 def test_steps_held_out_of_the_fit_are_predicted() -> None:
-    """At least one size and one context that the fit has not seen; eager and compiled, fp32 and bf16."""
     found = held_out_steps()
     specs = [prediction.spec for prediction, _ in found if prediction.spec]
     assert {spec.compile for spec in specs} == {"off", "default", "block", "reduce-overhead"}
@@ -93,8 +88,9 @@ def test_steps_held_out_of_the_fit_are_predicted() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> None:
-    """Forward, to the kernel; backward in the sum of the records: whether the gradient of a norm's weight has kernels
-    of its own differs with sizes."""
+    """Forward to the kernel; backward in the sum over records, since kernels of a norm's weight gradient vary with
+    sizes.
+    """
     predicted_and_made = []
     for run in recorded("profile_h200_202611.jsonl.gz"):
         assert run.spec is not None
@@ -117,7 +113,6 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_blocks_that_are_compiled_one_by_one_take_as_long_as_recorded(phase: str) -> None:
-    """What lies between their products: a block writes what it passes on, and the next one reads it."""
     runs = [run for run in recorded(f"{RESULTS}/fast_h200_202611.jsonl.gz") if run.profile]
     blocks = [run for run in runs if run.spec and run.spec.compile == "block" and run.spec.block_ops == "plain"]
     assert blocks
@@ -131,8 +126,9 @@ def test_blocks_that_are_compiled_one_by_one_take_as_long_as_recorded(phase: str
 
 
 def test_optimizers_of_one_kernel_take_as_long_as_recorded() -> None:
-    """torch's fused AdamW and steplab's, of 2.7b on an H200: each in its interval, and what the one saves of the other
-    within a quarter (records of the fused one alone differ by 4 %, a fourth of what is saved)."""
+    """torch's fused AdamW and steplab's, of 2.7b on an H200: each within its interval, and the saving within a quarter
+    (records of the fused one differ by 4 %).
+    """
     saved: dict[str, tuple[float, float]] = {}
     for run in recorded(f"{RESULTS}/fast_h200_202611.jsonl.gz"):
         assert run.spec is not None
@@ -165,8 +161,6 @@ def test_auto_is_predicted_as_what_it_chooses() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_two_parts_of_a_tensor_are_both_read(phase: str) -> None:
-    """Gate and up from one product or from two: the kernel that multiplies them moves the same bytes."""
-
     def moved(projections: str) -> list[int]:
         spec = resolve_step({"model": "2.7b", "model.num_layers": 1, "model.projections": projections, "context": 512,
                              "precision": "bf16", "compile": "block", "attention": "sdpa"})  # fmt: skip
@@ -261,7 +255,6 @@ def test_blocks_compiled_one_by_one_with_block_ops_cast_no_gradients_of_weights(
 
 
 def streaming(name: str, read: int, written: int) -> Operator:
-    """From one memory to another, of a MiB each."""
     return Operator(name=name, kind="streaming", dtype="fp32", flops=0.0, read_bytes=MIB, written_bytes=MIB,
                     reads=(Operand(read, MIB),), writes=(Operand(written, MIB),), strided=False, product=None,
                     phase="backward", where="", what="", recomputed=False)  # fmt: skip
@@ -283,7 +276,7 @@ def test_a_product_is_no_faster_than_the_roofline(m: int, n: int, k: int, dtype:
 
 
 def test_products_of_odd_rows_take_as_long_as_recorded() -> None:
-    """Those of the head with a vocabulary of 50,257: the gradient of its weight reads rows of that length too."""
+    """The head's, with a vocabulary of 50,257: its weight's gradient reads rows of that length too."""
     (run,) = (run for run in recorded("profile_h200_202611.jsonl.gz") if run.spec and "50257" in run.spec.model.label)
     assert run.spec is not None
     assert run.profile is not None
@@ -296,7 +289,6 @@ def test_products_of_odd_rows_take_as_long_as_recorded() -> None:
 
 
 def test_an_odd_number_of_tokens_makes_no_product_slow() -> None:
-    """Tokens are no row of what the gradient of a weight reads, nor of what the other products of a layer do."""
     fields = {"model": "small", "batch": 1, "precision": "bf16", "attention": "sdpa_flash"}
     odd, even = (operators_of(resolve_step(fields | {"context": context})) for context in (127, 128))
     times = [
@@ -351,7 +343,6 @@ def test_another_gpu_has_the_shares_of_the_fitted_one_and_a_wider_interval() -> 
 
 
 def test_a_gpu_without_a_fit_whose_steps_were_measured_has_the_interval_of_the_fitted_one() -> None:
-    """Their errors are smaller than those that the fit itself has of sizes that it has not seen."""
     tried = gpu_named("H100 SXM")
     for fields in ({"precision": "bf16"}, {"precision": "fp32", "compile": "block"}):
         here, there = (step_spread(resolve_step({"model": "xl"} | fields), gpu) for gpu in (H200, tried))

@@ -1,5 +1,3 @@
-"""Several steps planned in one table: what each command says of one step, and what was measured of it."""
-
 import dataclasses
 import re
 from typing import Any

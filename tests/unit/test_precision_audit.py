@@ -1,5 +1,3 @@
-"""The audit of a step's precision, against hooks of the test's own, torch's behaviour, and losses put in by hand."""
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -44,8 +42,6 @@ def audit(**fields: object) -> Audit:
 
 
 def audit_of(build: Build, monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[Audit, Numerics]:
-    """The audit of a module of the test's own."""
-
     def workload(spec: object, device: torch.device) -> Workload:
         module, make_batch = build()
         return Workload(module=module, make_batch=make_batch)
@@ -61,8 +57,6 @@ def module(found: Audit, name: str) -> ModuleAudit:
 
 
 class Products(TorchDispatchMode):
-    """The types that aten::mm and aten::bmm multiply."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.types: Counter[tuple[str, ...]] = Counter()
@@ -76,8 +70,6 @@ class Products(TorchDispatchMode):
 
 @dataclasses.dataclass
 class Truth:
-    """What a step did, seen by torch's own hooks."""
-
     outputs: dict[str, Tensor]
     output_gradients: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -86,7 +78,6 @@ class Truth:
 
 
 def truth(fields: dict[str, object]) -> Truth:
-    """The step of a built-in model under autocast, run and watched here."""
     spec = resolve_step({"batch": 2, "context": 8, "device": "cpu"} | fields)
     workload = build_workload(spec, CPU)
     model, make_batch = workload.module, workload.make_batch
@@ -148,7 +139,6 @@ def test_backward_products_are_those_the_dispatcher_sees(model: str, precision: 
 
 
 def test_backward_products_belong_to_the_modules_they_differentiate() -> None:
-    """Of a linear layer, a product for its input's gradient and one for its weight's; of the first the latter alone."""
     products = [m for m in audit(precision="bf16").matmuls if m.phase == "backward"]
     assert [(m.module, m.node, m.calls) for m in products] == [("fc2", "MmBackward0", 2), ("fc1", "MmBackward0", 1)]
     tiny = [m for m in audit(**TINY, precision="bf16").matmuls if m.phase == "backward"]
@@ -160,7 +150,7 @@ def test_backward_products_belong_to_the_modules_they_differentiate() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_toys_types_under_autocast_on_a_cpu(precision: str) -> None:
-    """As on a GPU but for the norm, for which a CPU's autocast has no rule; the audit says that a GPU's has one."""
+    """As on a GPU, except the norm: a CPU's autocast lacks its rule."""
     found, low = audit(precision=precision), dtype_name(DTYPES[precision])
     assert {p for m in found.modules for p in m.parameters} == {"float32"}
     assert {g for m in found.modules for g in m.gradients} == {"float32"}
@@ -237,7 +227,6 @@ def test_a_forward_pass_alone_has_no_gradients() -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_a_rule_is_what_the_operation_does(op: Any, given: tuple[tuple[int, ...], ...]) -> None:
-    """Given fp32 it comes out low under the rule low_precision alone; given bf16 it comes out fp32 under fp32 alone."""
     rule, _ = rule_of(op_name(op), "cpu", ())
 
     def outcome(dtype: torch.dtype) -> torch.dtype:
@@ -260,7 +249,7 @@ def test_the_widest_input_decides_where_the_rule_is_to_promote(op: Any) -> None:
 
 
 def test_an_operation_made_of_parts_has_their_rule() -> None:
-    """On CUDA cross_entropy has none of its own: log_softmax and nll_loss have. Torch knows that without a GPU."""
+    """On CUDA its parts log_softmax and nll_loss have rules. torch knows that without a GPU."""
     ran = ["_to_copy", "_log_softmax", "nll_loss_forward"]
     assert rule_of("cross_entropy", "cuda", ran) == ("fp32", ("log_softmax", "nll_loss"))
     assert rule_of("cross_entropy", "cpu", ran) == ("fp32", ())
@@ -293,8 +282,6 @@ def test_a_cast_of_the_models_own_is_told_from_autocasts(monkeypatch: pytest.Mon
 
 
 class Extremes(nn.Module):
-    """Its layer gives x, whatever it is, in low precision; its loss hands the layer's output the gradients `g`."""
-
     def __init__(self, g: Tensor) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1, bias=False)
@@ -306,9 +293,7 @@ class Extremes(nn.Module):
 
 
 OUTPUTS = [0.0, 1.0, 2.0**-30, 2.0**-18, 65_504.0, 70_000.0, -1e20]
-"""For fp16: one underflow, one subnormal, two overflows."""
 GRADIENTS = [1e-3, 2.0**-26, 2.0**-27, 0.0, 2.0**-20, 2.0**-3, 2.0**-14]
-"""For fp16: two underflows, one subnormal."""
 
 
 def extremes() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -406,7 +391,7 @@ def test_the_suggested_scale_leaves_an_eighth_and_saves_what_was_lost(monkeypatc
 
 
 def test_the_scale_is_halved_until_nothing_inside_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between modules a gradient may be larger than at any of them: only running the step with the factor shows it."""
+    """Between modules a gradient may exceed all of theirs, so only a run shows the factor."""
 
     class Hidden(nn.Module):
         def __init__(self) -> None:

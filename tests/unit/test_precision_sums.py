@@ -1,5 +1,3 @@
-"""The accumulation study, against the same sums made in exact fractions and rounded by hand."""
-
 import lzma
 import math
 from collections import Counter
@@ -19,14 +17,14 @@ from steplab.records.numerics import Accumulation, Elements, Numerics
 from steplab.report.precision.figures import explanation, line, printed
 
 BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
-"""Significant binary digits: IEEE 754 binary16 and binary32, and bfloat16."""
+"""Significant bits: IEEE 754 binary16 and binary32, and bfloat16."""
 
 STUDY = accumulate(torch.device("cpu"))
 BY_TYPES = {(a.accumulator, a.addend, a.cast): a for a in STUDY}
 
 
 def rounded(exact: Fraction, dtype: str) -> Fraction:
-    """The nearest number of a type, ties to even; far from its subnormals, where these sums are."""
+    """Nearest number of a type, ties to even, away from subnormals."""
     if not exact:
         return exact
     exponent = 0
@@ -39,7 +37,6 @@ def rounded(exact: Fraction, dtype: str) -> Fraction:
 
 
 def sums(accumulator: str, addend: str) -> list[Fraction]:
-    """Every partial sum, the first of them zero."""
     value = rounded(Fraction(NUMBER), addend)
     made = [Fraction(0)]
     for _ in range(NUM_ADDITIONS):
@@ -86,7 +83,7 @@ def explained(accumulator: str, addend: str, cast: bool = False) -> str:
 
 
 def test_fp16_is_explained_by_its_spacing() -> None:
-    """From 8 on fp16's numbers are 2^-7 apart: 0.0100021 is 1.28 of them, and adds one."""
+    """From 8 on fp16's spacing is 2^-7: 0.0100021 is 1.28 of it, and adds one."""
     words = explained("float16", "float16")
     assert "0.01 is 0.0100021362 in fp16" in words
     assert "from 4 to 8 it is 2^-8, and each adds 0.01171875" in words
@@ -119,10 +116,7 @@ SMALLEST_NORMAL = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126, torch.flo
 INF, NAN = math.inf, math.nan
 
 FP32_RUN = [0.0, 1.0, 2.0**-26, 2.0**-10, 2.0**-20, 70_000.0, INF, NAN, 1e-7, -3.0]
-"""What the elements are in fp32. In fp16: 2^-26 is below its range; 70,000 beyond it."""
 HERE = [0.0, 1.0, 0.0, 0.0, 2.0**-20, INF, INF, NAN, 0.0, NAN]
-"""What became of them: underflow below the range, underflow within it, a subnormal, overflow, both undeserved no more,
-and a number that is none any more."""
 
 
 def count(here: Tensor, reference: Tensor | None = None, low: torch.dtype = torch.float16) -> Elements:
@@ -240,7 +234,7 @@ def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: 
 
 
 def test_norms_of_the_residual_stream_need_no_rule() -> None:
-    """torch 2.11 has none for rms_norm, 2.12 has fp32: of fp32 inputs both make fp32, which is what `plan` follows."""
+    """torch 2.11 has none for rms_norm, 2.12 has fp32: for fp32 inputs both give fp32."""
     found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
     audits = [record.audit for record in found if isinstance(record, Numerics) and record.name != "toy"]
     norms = [use for audit in audits if audit for use in audit.operations if use.op == "rms_norm"]

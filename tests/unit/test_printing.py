@@ -1,5 +1,3 @@
-"""No record, file or name steers the terminal, the editor or the browser of its reader, in any format."""
-
 import io
 import json
 import sys
@@ -23,7 +21,6 @@ from steplab.store.database import Store
 HOSTILE = "".join(text for text in CONTROLS if "\n" not in text)
 FREE_TEXTS = ("name", "comment", "tags", "notes", "message", "hostname", "host", "cpu", "steplab_version",
               "gpu_names", "last_lines", "peak_source", "torch", "python")  # fmt: skip
-"""Fields whose texts a record may have from anywhere."""
 
 
 def test_the_functions() -> None:
@@ -39,14 +36,13 @@ def test_the_functions() -> None:
 
 
 def test_a_text_of_beginnings_alone_is_read_once() -> None:
-    """Each was followed to the end of the text: a trace of 60 kB, whose kernel had such a name, took a minute."""
+    """Each once was followed to the end: a 60 kB trace with such a kernel name took a minute."""
     assert plain("\x9da\x9db\x07") == r"\x9da"
     for beginning in ("\x9d", "\x1b]", "\x9b", "\x1b["):
         assert "\x1b" not in plain(beginning * 100_000)
 
 
 def hostile(value: Any, key: str = "") -> Any:
-    """Plain data whose free texts hold everything that steers."""
     if isinstance(value, dict):
         return {name: hostile(content, name) for name, content in value.items()}
     if isinstance(value, list):
@@ -56,7 +52,6 @@ def hostile(value: Any, key: str = "") -> Any:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store with a hostile record of every kind, past the checks of imports."""
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as opened:
         for record in EXAMPLES.values():

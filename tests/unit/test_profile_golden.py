@@ -1,5 +1,3 @@
-"""Recorded profiles of a real GPU, held to its events, to themselves, and to a count made from the raw trace."""
-
 import gzip
 import itertools
 import json
@@ -30,14 +28,12 @@ Cell = tuple[str, int, str, str]
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Run]:
-    """Every profiled run."""
     lines = gzip.decompress((GOLDEN / "profile_h200_202611.jsonl.gz").read_bytes()).splitlines()
     return [record for record in map(decode, lines) if isinstance(record, Run) and record.profile]
 
 
 @pytest.fixture(scope="module")
 def runs(recorded: list[Run]) -> dict[Cell, Run]:
-    """Those of the study."""
     return {
         (run.spec.model.name, run.spec.context, run.spec.precision, run.spec.compile): run
         for run in recorded
@@ -84,7 +80,6 @@ def test_different_kernels_of_a_profile_have_different_short_names(recorded: lis
 
 
 def test_the_small_trace_gives_the_recorded_profile(runs: dict[Cell, Run], tmp_path: Path) -> None:
-    """What was read on the machine that recorded it, and what is read here."""
     trace = tmp_path / "steps.json"
     trace.write_bytes(lzma.decompress((GOLDEN / "trace_small_256_bf16.json.xz").read_bytes()))
     recorded = profile_of(runs["small", 256, "bf16", "off"])
@@ -101,12 +96,10 @@ class Kernel:
     seconds: float
     phase: str
     part: str
-    """scores, softmax or values, if it was launched inside one of these ranges."""
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[Kernel]:
-    """Every kernel of the three profiled steps, by the range in which the host launched it."""
     events = json.loads(lzma.decompress((GOLDEN / "excerpt_large_1024_fp32.json.xz").read_bytes()))["traceEvents"]
     launched = {e["args"]["correlation"]: e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
     ranges = defaultdict(list)
@@ -134,7 +127,6 @@ END = "end of the report"
 
 
 def stated(run: Run, heading: str, until: str) -> str:
-    """A section of the report."""
     text = render(profile_document(run), width=240) + f"\n  {END}\n"
     return text[text.index(f"\n  {heading}\n") : text.index(f"\n  {until}\n")]
 
@@ -170,7 +162,7 @@ def test_top_kernel_calls_and_share(runs: dict[Cell, Run], kernels: list[Kernel]
 
 
 def is_matmul(kernel: Kernel) -> bool:
-    """cuBLAS' products, and the sums of those that it split along the inner dimension."""
+    """cuBLAS' products, and its sums over split inner dimensions."""
     return "gemm" in kernel.name or "splitK" in kernel.name
 
 

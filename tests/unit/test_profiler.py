@@ -1,5 +1,3 @@
-"""Steps under a profiler: after all timing, every part of the model in the trace, and never at the timing's cost."""
-
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -165,7 +163,6 @@ def test_a_compiled_step_is_marked_by_phase_alone_and_the_record_says_so(
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The models that are built from here on."""
     seen: list[Any] = []
 
     def build(*arguments: Any, **options: Any) -> Workload:
@@ -188,8 +185,6 @@ def test_a_run_that_is_not_profiled_has_a_model_without_ranges(monkeypatch: pyte
 
 
 class Sensing(nn.Module):
-    """Notes at every forward pass whether a profiler watches, and how many hooks there are."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
@@ -210,8 +205,6 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 class Failing(nn.Module):
-    """Fails on the forward pass of that number."""
-
     def __init__(self, at: int, fail: Callable[[], object]) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
@@ -237,7 +230,6 @@ def refuse() -> None:
 
 
 BEFORE_PROFILING = 1 + 2 + 1
-"""Warm-up, measured steps, and the one whose FLOPs are counted."""
 
 
 def exploding_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -358,8 +350,6 @@ def test_a_failure_before_is_a_failure_and_nothing_is_profiled(tmp_path: Path) -
 
 
 class Log(list[str]):
-    """What was done, in order."""
-
     def phase(self, name: str) -> Phase:
         return Phase(name=name, run=lambda: self.append(name))
 
@@ -369,7 +359,6 @@ class Log(list[str]):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """With a CUDA that notes what it is told."""
     log = Log()
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(f"<{name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append(">"))

@@ -1,5 +1,3 @@
-"""What progress lines say of a measurement that will take long."""
-
 import threading
 import time
 
@@ -12,7 +10,6 @@ from steplab.measurement.progress import Progress
 
 
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, step_s: float, warmup: int) -> str:
-    """What stands on standard error during a measurement of ten steps with steps of this length."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with ProgressLine(num_steps=warmup + 10) as line:
@@ -77,8 +74,8 @@ def test_what_has_no_steps_is_told_of_once_it_takes_long_and_not_after_its_end(
 @pytest.mark.parametrize(
     ("resume", "skipped", "said"),
     [
-        (True, 3, "3 measurements made already, 2 to go\n"),
-        (True, 0, "nothing to resume: no finished measurement of this study is in the store, 2 to go\n"),
+        (True, 3, "3 measurements already made, 2 to go\n"),
+        (True, 0, "nothing to resume: the store has no finished measurement of this study, 2 to go\n"),
         (False, 0, ""),
     ],
 )

@@ -1,5 +1,3 @@
-"""Steps that others published: predictions beside them, their factors, and what the chapters say of both."""
-
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -52,7 +50,6 @@ def errors(checks: Iterable[RowCheck]) -> list[float]:
 
 
 def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_peak() -> None:
-    """Each row by a fit that has seen no model of its size; the constant is fitted to all rows."""
     own = [check for check in checked() if check.row.group == "mosaicml"]
     constant = [abs(check.constant_error) for check in own if check.constant_error is not None]
     assert len(errors(own)) == len(constant) == 135
@@ -76,7 +73,6 @@ SOURCES = {
     "BigScience, 384 A100s (no fit)": "bigscience",
     "KempnerForge, 1 and 4 H200s (no fit)": "kempnerforge",
 }
-"""Rows of the chapter's table, and the groups of a check that they are."""
 
 
 def test_the_chapter_tells_the_errors_of_today() -> None:
@@ -134,7 +130,7 @@ def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"steplab_gpu": None}, "not in the catalogue"),
+        ({"steplab_gpu": None}, "the GPU is unknown"),
         ({"layout": PublicLayout(cp=2)}, "split sequences"),
         ({"scope": "mixture of experts"}, "not a dense decoder"),
         ({"precision": {"compute": "fp8"}}, "number format"),
@@ -160,7 +156,6 @@ def test_a_row_becomes_the_step_of_one_rank() -> None:
 
 
 def test_a_source_of_one_model_on_one_number_of_gpus_has_no_factors() -> None:
-    """No row is left that a fit could be tried on."""
     rows = [row for row in published() if row.group == "mosaicml" and counts(row) and not row.is_split]
     alike = [row for row in rows if (row.model.key, row.gpus, row.card) == ("mpt-1b", 8, "H100 SXM")]
     assert len(alike) >= 4

@@ -1,5 +1,3 @@
-"""Every verb is a function of Python, over the same use cases as its command; what it gives can be looked at."""
-
 import importlib
 import inspect
 import json
@@ -28,7 +26,6 @@ from steplab.store.database import Store
 COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "cli" / "commands").glob("[!_]*.py")}
 UNDER_ANOTHER_NAME: dict[str, str | None] = {"run": "measure", "list": "list_records", "import": "import_files"}
 UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "schema": None, "completion": None}
-"""Commands without a function of their name: the name that there is, or None."""
 
 
 # --- warnings ---------------------------------------------------------------------------------------------
@@ -69,7 +66,7 @@ def test_help_shows_every_function_with_its_docstring() -> None:
 
 
 def test_a_folder_does_not_take_the_place_of_a_function() -> None:
-    """In whatever order they are imported; in a fresh process, where none is imported yet."""
+    """In any order of imports, in a fresh process."""
     names = ("explain", "plan", "report")
     for name in names:
         importlib.import_module(f"steplab.{name}")
@@ -80,7 +77,6 @@ def test_a_folder_does_not_take_the_place_of_a_function() -> None:
 
 
 def test_paths_may_be_texts() -> None:
-    """By the annotation of every parameter that names a file or a folder."""
     for name in steplab.__all__:
         value = getattr(steplab, name)
         for parameter in inspect.signature(value).parameters.values() if inspect.isroutine(value) else ():
@@ -92,7 +88,7 @@ def test_paths_may_be_texts() -> None:
 
 
 class Asked(Exception):
-    """What a use case was asked to measure."""
+    pass
 
 
 BOTH_WAYS: dict[str, tuple[str, list[str], Any]] = {
@@ -181,7 +177,7 @@ def test_a_shown_record_is_text_at_a_prompt_and_what_the_command_writes(
     assert json.loads(steplab.show(make_run(), store=filled).render("json")) == json.loads(
         encode_with_summary(make_run())
     )
-    with pytest.raises(UserError, match="there is no format 'pdf'"):
+    with pytest.raises(UserError, match="unknown format 'pdf'"):
         view.render("pdf")
 
 
@@ -209,7 +205,7 @@ def test_a_report_replaces_no_file_of_another_kind(filled: str, tmp_path: Path) 
     assert view.save(taken).read_text().startswith("<!doctype html>")
     with pytest.raises(UserError):
         view.save(filled, "html", force=True)
-    with pytest.raises(UserError, match="does not say a format"):
+    with pytest.raises(UserError, match="unknown format for"):
         view.save(tmp_path / "page.pdf")
 
 
@@ -235,8 +231,6 @@ def test_findings_are_shown_with_their_run(filled: str) -> None:
 
 
 class Seen(HTMLParser):
-    """The elements of a fragment, and what they refer to."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []

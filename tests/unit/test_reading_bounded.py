@@ -1,5 +1,3 @@
-"""Files of others are read in a process that the operating system bounds, and that ends with who started it."""
-
 import json
 import os
 import signal
@@ -33,14 +31,12 @@ COLLIDING = 2**61 - 1
 
 
 def colliding(path: Path, num_keys: int = 400_000) -> Path:
-    """A snapshot with a dict whose keys all have the hash 0."""
     keys = ((number * COLLIDING).to_bytes(11, "little") for number in range(1, num_keys + 1))
     path.write_bytes(b"\x80\x04}(" + b"".join(b"\x8a\x0b" + key + b"N" for key in keys) + b"u.")
     return path
 
 
 def children() -> set[str]:
-    """The processes that read a file for someone, by number and command line."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -76,7 +72,7 @@ def test_keys_that_collide_end_at_the_limit_of_time(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         read_memory(path, unwatched, limits=Limits(processor_s=2))
     why = "reading it takes more than 2 s of processor time"
-    assert str(error.value) == f"{path}: {why}; if the file is right, --raise-limits 4 allows up to four times as much"
+    assert str(error.value) == f"{path}: {why}; if you trust the file, --raise-limits 4 allows four times as much"
 
 
 def test_objects_without_end_end_at_the_limit_of_memory(tmp_path: Path) -> None:
@@ -89,17 +85,17 @@ def test_objects_without_end_end_at_the_limit_of_memory(tmp_path: Path) -> None:
 def test_a_key_whose_hash_recurses_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(b"\x80\x04})" + b"\x85" * 10_000_000 + b"Ns.")
-    with pytest.raises(UserError, match=f"{path}: the process that read it ended by SIG"):
+    with pytest.raises(UserError, match=f"{path}: its reader ended by SIG"):
         read_memory(path, unwatched)
 
 
 def test_what_is_no_file_of_its_kind_is_told_as_by_the_reader(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"na\xffme")
     path.write_text("[]")
-    with pytest.raises(SteplabError, match=r"has no kernel and no operator") as error:
+    with pytest.raises(SteplabError, match=r"has no kernel or operator") as error:
         read_profile(path, None)
     assert not isinstance(error.value, UserError)
-    with pytest.raises(UserError, match=r"na\\udcffme: it is no pickle of protocol 2 or later"):
+    with pytest.raises(UserError, match=r"na\\udcffme: it is not a pickle of protocol 2 or later"):
         read_memory(path, unwatched)
 
 
@@ -107,7 +103,7 @@ def test_what_is_no_file_of_its_kind_is_told_as_by_the_reader(tmp_path: Path) ->
 def test_what_is_no_regular_file_is_told_with_the_fix() -> None:
     ends = os.pipe()
     try:
-        with pytest.raises(UserError, match=r"/dev/fd/\d+ is no regular file, .*; write it to a file and name that"):
+        with pytest.raises(UserError, match=r"/dev/fd/\d+ is not a regular file; save it to a file first"):
             read_profile(Path(f"/dev/fd/{ends[0]}"), None)
     finally:
         for end in ends:
@@ -156,13 +152,10 @@ READERS = {
     "trace.json": ("import-trace", long_trace),
     "trace.sqlite": ("import-trace", long_export),
 }
-"""The command that reads each kind of file, and how one is made that takes long: the first for hours, deaf to
-signals."""
 
 
 @pytest.fixture
 def reading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that reads a file that takes long."""
     command_name, make = READERS[name := getattr(request, "param", "snapshot.pickle")]
     words = [command_name, str(make(tmp_path / name)), "--store", str(tmp_path / "store.db")]
     before = children()

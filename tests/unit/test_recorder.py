@@ -1,5 +1,3 @@
-"""A loop of one's own, recorded: what is kept of it, also when it ends badly."""
-
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,8 +20,6 @@ from steplab.store.database import Store
 
 
 class Clock:
-    """The host's clock, which moves when it is told to."""
-
     def __init__(self) -> None:
         self.ns = 10**12
 
@@ -344,7 +340,6 @@ def test_recording_ends_after_the_steps_that_were_asked_for(clock: Clock, record
 
 
 def train(rec: Recorder, clock: Clock, num_steps: int) -> list[bool]:
-    """So many steps of a small model; whether the recorder was complete after each."""
     layer = torch.nn.Linear(4, 4)
     complete = []
     for number in range(num_steps):

@@ -1,5 +1,3 @@
-"""What the recorder accepts can be loaded, exported and imported again, and no loop is lost for a name or a number."""
-
 import math
 import os
 import re
@@ -23,8 +21,6 @@ from steplab.store.database import Store
 
 
 class Mute:
-    """A value that has no text."""
-
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -44,7 +40,6 @@ PLAIN_NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, 204
 
 
 def as_others(number: float) -> Any:
-    """The number as a library has it."""
     number = number if isinstance(number, float) or abs(number) < 2**62 else float("nan")
     kinds: list[Callable[[Any], Any]] = [np.float64, np.float32, torch.tensor, str, lambda value: np.array(value)]
     return st.sampled_from(kinds).map(lambda kind: kind(number))
@@ -54,7 +49,6 @@ NUMBERS = st.one_of(st.none(), PLAIN_NUMBERS, PLAIN_NUMBERS.flatmap(as_others), 
 
 
 def comes_back(run: Run, folder: Path) -> None:
-    """A stored record can be listed, loaded, exported and imported."""
     store = folder / "store.db"
     assert load(run.id, store=store) == run
     with Store.open(store) as opened:

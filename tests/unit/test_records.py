@@ -1,5 +1,3 @@
-"""Records survive JSON unchanged, read what newer versions wrote, and come to rows that invent nothing."""
-
 import dataclasses
 import gzip
 import inspect
@@ -168,7 +166,6 @@ def test_fields_of_a_later_version_are_ignored(record: Run | Ceilings, value: ob
 
 
 def with_extra_fields(value: Any, extra: object) -> Any:
-    """A field more in every object that steplab defines, at any depth; free-form mappings are left alone."""
     if isinstance(value, list):
         return [with_extra_fields(item, extra) for item in value]
     if not isinstance(value, dict):
@@ -425,7 +422,7 @@ BAD: dict[str, tuple[Record, tuple[str | int, ...], Any, str]] = {
         make_run(),
         ("timing", "back_to_back", 1, "phase"),
         "sideways",
-        "timing.back_to_back[1].phase 'sideways' is not known",
+        "timing.back_to_back[1].phase 'sideways' is unknown",
     ),
     "layers without end": (make_run(), ("spec", "model", "shape", "num_layers"), 10**9, "num_layers must be at most"),
     "a short column": (PROFILED, ("profile", "timeline", "stream"), [7], "profile.timeline.stream has 1 entries"),
@@ -434,10 +431,10 @@ BAD: dict[str, tuple[Record, tuple[str | int, ...], Any, str]] = {
         PROFILED,
         ("profile", "kernels", 0, "category"),
         "magic",
-        "profile.kernels[0].category 'magic' is not known",
+        "profile.kernels[0].category 'magic' is unknown",
     ),
     "no steps": (PROFILED, ("profile", "num_steps"), 0, "profile.num_steps must be at least 1"),
-    "memory of nobody": (WATCHED, ("memory_profile", "at_peak"), {"magic": 1}, "at_peak 'magic' is not known"),
+    "memory of nobody": (WATCHED, ("memory_profile", "at_peak"), {"magic": 1}, "at_peak 'magic' is unknown"),
     "a peak that is no sum": (WATCHED, ("memory_profile", "peak_bytes"), 1, "memory_profile.at_peak sums to"),
     "a short curve": (WATCHED, ("memory_profile", "timeline", "allocated_bytes", 0), [1], "allocated_bytes[0] has 1"),
     "an empty curve": (WATCHED, ("memory_profile", "timeline", "time_s"), [], "timeline.time_s is empty"),

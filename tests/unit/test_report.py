@@ -1,5 +1,3 @@
-"""What is shown equals what was recorded, in every format, whatever the record holds."""
-
 import csv
 import io
 import json
@@ -37,7 +35,6 @@ MIXED = [*STUDY, out_of_memory({"model": "xl"}), recorder_run()]
 
 
 def timed(samples: list[float], warmup: list[float] | None = None) -> Run:
-    """A recorder's run with exactly these step times."""
     before = (PhaseSamples(phase="step", host_s=tuple(warmup)),) if warmup else ()
     timing = Timing(warmup=before, back_to_back=(PhaseSamples(phase="step", host_s=tuple(samples)),))
     return recorder_run(timing=timing)

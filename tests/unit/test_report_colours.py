@@ -1,4 +1,4 @@
-"""Text on a page has enough contrast in both colour schemes (WCAG 2.2, 1.4.3: 4.5 to 1)."""
+"""Contrast of a page's text in both colour schemes (WCAG 2.2, 1.4.3: 4.5 to 1)."""
 
 import re
 from pathlib import Path
@@ -15,13 +15,11 @@ CSS = (Path(steplab.__file__).parent / "report" / "kit" / "page.css").read_text(
 
 
 def scheme(name: str) -> dict[str, str]:
-    """The colours of a scheme by their variables."""
     light, dark = re.findall(r":root \{(.*?)\}", CSS, flags=re.DOTALL)[:2]
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if name == "light" else dark))
 
 
 def luminance(color: str) -> float:
-    """Relative luminance (WCAG 2.2)."""
     channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -54,8 +52,6 @@ def test_contrast_is_that_of_the_standard() -> None:
 
 
 def palettes() -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Background and the categories' colours, linear RGB: of the light scheme, then of the dark one."""
-
     def linear(text: str) -> NDArray[np.float64]:
         value = np.array([int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)])
         return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
@@ -95,7 +91,7 @@ def test_categories_can_be_told_apart_by_everyone_and_from_the_page(vision: str,
     paper, colors = palettes()[scheme]
     seen = oklab(np.clip(colors @ VISIONS[vision].T, 0, 1))
     distances = np.linalg.norm(seen[:, None] - seen[None], axis=-1)[np.triu_indices(len(seen), 1)]
-    assert distances.min() > 0.075  # 0.02 is about what can just be told apart side by side
+    assert distances.min() > 0.075  # 0.02 is just distinguishable side by side
     luminance = colors @ np.array([0.2126, 0.7152, 0.0722])
     background = paper @ np.array([0.2126, 0.7152, 0.0722])
     contrast = (np.maximum(luminance, background) + 0.05) / (np.minimum(luminance, background) + 0.05)

@@ -1,5 +1,3 @@
-"""A figure that is missing has its reason, one that cannot be right says so, and a small one is not zero."""
-
 import re
 from dataclasses import replace
 
@@ -20,7 +18,6 @@ OVER = "MFU over 100 %: the ceiling `steplab doctor` measured is below what the 
 
 
 def read(page: str) -> str:
-    """A page's text as a terminal has it."""
     return page.replace("\u00a0", " ").replace("<code>", "`").replace("</code>", "`")
 
 

@@ -1,5 +1,3 @@
-"""Documents of reports: one description, printed for a terminal, a page, Markdown, LaTeX and programs."""
-
 import csv
 import dataclasses
 import io
@@ -153,7 +151,7 @@ def test_pictures_are_for_the_page() -> None:
 
 
 def test_figures_and_names_in_a_chart_keep_all_their_digits() -> None:
-    """Coordinates are cut to hundredths: a tick of 0.015 % was labelled 0.01 %."""
+    """Coordinates are cut to hundredths: a tick of 0.015 % was once labelled 0.01 %."""
     with drawing(300, 200, "shares") as made:
         axes = made.axes(40, 20, 5, 5)
         (mark,) = axes.plot([0.123456], [0.00015], "o")

@@ -1,5 +1,3 @@
-"""Labels name what tells a cell apart, and fit where they stand."""
-
 import math
 from dataclasses import replace
 
@@ -221,7 +219,7 @@ def test_unlike_things_are_not_ranked() -> None:
 
     small, medium, loop = make_run(), make_run({"model": "medium"}), recorder_run()
     answer = " ".join(runs_verdict(cells_of([small, loop])).sentences)
-    assert "Fastest" not in told(small, medium)  # the fastest step is that of the smallest model
+    assert "Fastest" not in told(small, medium)  # the smallest model has the fastest step
     assert "as long" not in answer
     assert "From small to medium the step takes" in runs_verdict(cells_of([small, medium])).sentences[0]
     assert "as long" not in " ".join(runs_verdict(cells_of([loop, recorder_run(name="another", id="other")])).sentences)

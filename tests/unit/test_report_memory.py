@@ -1,5 +1,3 @@
-"""What a memory profile says in words, tables and rows is what its record holds."""
-
 import json
 import lzma
 import random
@@ -84,7 +82,7 @@ def test_what_was_predicted_alone_or_measured_alone_has_a_row_and_no_error_out_o
 
 
 def test_on_a_cpu_the_prediction_is_compared_in_what_it_covers() -> None:
-    """A prediction is of CUDA: of cuBLAS's workspaces and the allocator's rounding there is nothing on a CPU."""
+    """Predictions are for CUDA: a CPU lacks cuBLAS's workspaces and the allocator's rounding."""
     profile = replace(profile_of(FP32), source="cpu allocator", at_peak={"parameters": 100, "workspaces": 4})
     profile = replace(profile, peak_bytes=104)
     prediction = replace(
@@ -259,7 +257,6 @@ def test_an_error_that_rounds_away_is_told_from_none() -> None:
 
 
 def like(run: Run, at_peak_mib: dict[str, int], **fields: Any) -> Run:
-    """The run with a peak of these MiB by category."""
     sizes = {name: size * MIB for name, size in at_peak_mib.items()}
     profile = replace(profile_of(run), at_peak=sizes, peak_bytes=sum(sizes.values()), **fields)
     return replace(run, memory_profile=profile)
@@ -436,7 +433,6 @@ SETTINGS = [watched_run({"context": 128, "checkpointing": name}, checkpointed=Tr
 
 
 def parts_of(runs: list[Run]) -> list[Section]:
-    """The sections of the chapter."""
     chapter = memory_chapter(cells_of(runs), {})
     assert chapter is not None
     return [block for block in drawn(chapter).blocks if isinstance(block, Section)]
@@ -591,7 +587,6 @@ def runs() -> list[Run]:
 
 @pytest.fixture(scope="module")
 def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
-    """Every cell in low precision with the same in fp32."""
     by_spec = {run.spec: run for run in runs}
     low = [run for run in runs if run.spec and run.spec.precision not in ("fp32", "tf32")]
     twins = [(run, by_spec.get(replace(run.spec, precision="fp32"))) for run in low if run.spec]

@@ -1,5 +1,3 @@
-"""The pictures of memory: what is drawn is as high, as long and as coloured as the record says; no labels collide."""
-
 import random
 import re
 from dataclasses import replace
@@ -27,7 +25,7 @@ FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precis
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
 ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": imported_snapshot(), "cpu": cpu_run()}
 HALF_A_STEP = 0.35  # pixels: edges are drawn at half pixels, the rules that the scale is read off at tenths
-SMALLEST = 210  # pixels of the bytes' axis in a picture beside others
+SMALLEST = 210  # pixels of the bytes' axis in a small multiple
 Point = tuple[float, float]
 
 
@@ -37,7 +35,6 @@ def profile_of(run: Run) -> MemoryProfile:
 
 
 def svg_of(profile: MemoryProfile, *, beside: int = 0, capacity: int | None = None) -> str:
-    """The picture, alone or with others beside it."""
     names = ["" if not beside else f"context {128 << i}" for i in range(1 + beside)]
     chart = memory_timelines([Shown(title=name, profile=profile, capacity=capacity) for name in names])
     assert chart is not None
@@ -45,7 +42,6 @@ def svg_of(profile: MemoryProfile, *, beside: int = 0, capacity: int | None = No
 
 
 def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> MemoryProfile:
-    """Anything a digest could write: bursts at one time, categories that come and go, phases of all lengths."""
     rng = random.Random(seed)
     categories = tuple(sorted(rng.sample(MEMORY_CATEGORIES, rng.randrange(1, 7)), key=MEMORY_CATEGORIES.index))
     times = [0.0]
@@ -76,7 +72,6 @@ def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> Me
 
 
 def edges_of(svg: str) -> dict[str, list[Point]]:
-    """Of each area, by its colour, the corners (x, height over zero) of its upper edge."""
     found = {}
     for path, color in re.findall(r'<path d="(M62 [^"]*z)" fill="(var\(--c\d+\))"><title>', svg):
         x, zero = map(float, re.match(r"M(\S+) ([\d.]+)", path).groups())  # type: ignore[union-attr]
@@ -94,7 +89,6 @@ def height_at(corners: list[Point], x: float) -> float:
 
 
 def bytes_per_px(svg: str) -> float:
-    """Bytes a pixel, from the labels of the axis."""
     ticks = re.findall(r'y="([\d.]+)" font-size="11" text-anchor="end"[^>]*>([\d.]+) ([KMG]i)?B<', svg)
     scale = {"": 1, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
     (low_y, *_), (high_y, number, unit) = ticks[0], ticks[-1]
@@ -127,7 +121,6 @@ def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int, be
 
 
 def _column_px(svg: str, width: int) -> float:
-    """How wide the columns were drawn: the widest that all corners lie on."""
     corners = {x for edge in edges_of(svg).values() for x, _ in edge}
     return max(
         px
@@ -223,7 +216,6 @@ def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
 
 
 def label_boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
-    """Text, left, top, right, bottom of every label, whichever way it was drawn."""
     found = []
     for attributes, text in re.findall(r"<text ([^>]*)>([^<]*)</text>", svg):
         x, y = (float(re.search(rf'\b{axis}="([-\d.]+)"', attributes)[1]) for axis in "xy")  # type: ignore[index]
@@ -341,7 +333,6 @@ def test_a_category_has_a_colour_of_its_own() -> None:
 
 
 def settings_of_one_cell(figures: dict[str, tuple[float, int]]) -> list[Run]:
-    """The same cell with these checkpointing settings: step time in seconds and peak in MiB."""
     runs = []
     for setting, (time_s, peak_mib) in figures.items():
         run = watched_run({"context": 128, "checkpointing": setting})

@@ -1,5 +1,3 @@
-"""What is shown of an audit: sentences and tables that say what the record says, in every format; what is stored."""
-
 import dataclasses
 import json
 from pathlib import Path
@@ -142,7 +140,6 @@ def test_a_record_survives_the_store_and_is_reported_with_its_study(tmp_path: Pa
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...] = ()) -> list[StepSpec | None]:
-    """Have audits answered at once; those of `refused` precisions are."""
     asked: list[StepSpec | None] = []
 
     def answer(

@@ -1,5 +1,3 @@
-"""What is said and drawn of a profile equals what follows from its kernels, counted here in the plainest way."""
-
 import csv
 import io
 import json
@@ -51,7 +49,6 @@ H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S = 67e12, 4.8e12
 
 
 DOCUMENTS = {run.id: profile_document(run) for run in (LARGE, SMALL, CPU, IMPORTED)}
-"""Made once: pictures take their time."""
 
 
 def render_profile(run: Run, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
@@ -60,7 +57,6 @@ def render_profile(run: Run, format: str = "table", *, width: int | None = None,
 
 
 def shown(table: Table) -> list[dict[str, str]]:
-    """Texts of a table by their headings, a row each; of columns with one heading the last."""
     found = sheet(table)
     return [dict(zip([column.heading for column in found.columns], row, strict=True)) for row in found.rows]
 
@@ -75,7 +71,6 @@ def duration_s(kernels: list[Kernel]) -> float:
 
 
 def where(*, phase: str | None = None, category: str | None = None, part: str | None = None) -> list[Kernel]:
-    """The raw kernels of the large run that fit."""
     return [
         k
         for k in KERNELS
@@ -579,7 +574,6 @@ def test_the_columns_of_a_timeline_hold_each_nanosecond_once(seed: int) -> None:
 
 
 def areas(svg: str) -> dict[str, float]:
-    """Area of each category's path, by the colour it is filled with."""
     found: dict[str, float] = defaultdict(float)
     for path, number in re.findall(r'<path d="([^"]*)" fill="var\(--c(\d+)\)"/>', svg):
         for width, height in re.findall(r"h([\d.]+)v([\d.]+)h-", path):

@@ -1,6 +1,3 @@
-"""Every kind of record is reported in every format, by itself, with others, and on a page; sections do not know each
-other's renderers, and the kit knows no section."""
-
 import ast
 import csv
 import dataclasses
@@ -107,7 +104,6 @@ def test_a_document_says_the_same_each_time() -> None:
 
 
 def imported(path: Path) -> set[str]:
-    """Parts of the report that a file imports: kit, run, page."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
@@ -147,7 +143,6 @@ ARROWS = {
     "page": {"report", "run", "attempts", "environments", "kit"},
     "__init__": set(),
 }
-"""Part of the report -> the parts it may import, itself aside. They point one way."""
 
 
 def test_sections_know_the_kit_and_what_is_below_them() -> None:

@@ -1,5 +1,3 @@
-"""Temporary folders: held while anyone uses them, and removed once nobody does."""
-
 import fcntl
 import os
 import tempfile
@@ -12,7 +10,6 @@ from steplab.measurement.processes.scratch import remove_left_over, scratch_fold
 
 
 def left_over(folder: Path, name: str = ".steplab-tmp-0a_9zzzz") -> Path:
-    """A folder as a killed command leaves it."""
     made = folder / name
     made.mkdir()
     (made / "trace.json").write_text("{}")

@@ -1,5 +1,3 @@
-"""One cell measured on the CPU, end to end: what a step does to the model, and what the record says of it."""
-
 import dataclasses
 import math
 import statistics
@@ -57,12 +55,9 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 @dataclasses.dataclass
 class Watched:
-    """A measured cell's model, as it was built and as it is now."""
-
     module: nn.Module
     before: dict[str, Tensor]
     gradients: dict[str, list[Tensor]]
-    """Every gradient that reached a parameter."""
 
     def changed(self) -> set[str]:
         return {name for name, value in self.module.state_dict().items() if not torch.equal(value, self.before[name])}
@@ -74,7 +69,6 @@ def keep_a_copy(kept: list[Tensor], gradient: Tensor) -> None:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    """The models that are built from here on."""
     seen: list[Watched] = []
 
     def build(spec: Any, device: torch.device) -> Workload:
@@ -121,7 +115,6 @@ def test_a_pass_has_its_phases_and_a_sample_a_step(pass_name: str) -> None:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_step_is_the_sum_of_its_phases(warmup: int) -> None:
-    """Each phase ends on the very mark the next one begins with."""
     timing = succeeded(measured(warmup=warmup)).timing
     assert timing is not None
     *parts, step = timing.back_to_back
@@ -153,7 +146,7 @@ def test_every_step_with_a_backward_has_gradients_and_leaves_none(watch: list[Wa
 
 
 def test_gradients_do_not_accumulate_over_steps(watch: list[Watched]) -> None:
-    """Without an optimizer the parameters stay, and every second step sees the same batch: the same gradient."""
+    """Without an optimizer parameters stay, and every second step has the same batch and gradient."""
     succeeded(measured(**{"pass": "forward_backward"}, warmup=0, steps=4))
     for name, (first, second, third, fourth) in watch[0].gradients.items():
         assert torch.equal(first, third), name
@@ -232,7 +225,6 @@ def test_the_implementation_of_adamw_is_the_one_asked_for(optimizer: str, fused:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
-    """The types in which linear layers give their results."""
     seen: set[torch.dtype] = set()
     forward = nn.Linear.forward
 
@@ -307,7 +299,7 @@ def test_weights_with_masters_are_those_of_products_and_train_in_fp32(
 
 
 def test_pure_bf16_keeps_the_angles_of_the_rotary_embedding_in_fp32(watch: list[Watched]) -> None:
-    """bf16 has eight bits: positions beyond 256 would share their angles."""
+    """bf16 has eight bits: positions beyond 256 would share angles."""
     succeeded(measured(precision="bf16_pure"))
     assert {buffer.dtype for buffer in watch[0].module.buffers()} == {torch.float32}
 
@@ -326,7 +318,7 @@ def test_only_fp16_scales_its_loss_by_the_scaler_that_torch_begins_with(
 
 
 def test_training_in_fp16_undoes_the_scale_before_the_update(watch: list[Watched]) -> None:
-    """With SGD an update that kept the scale of 65536 would be that much larger."""
+    """SGD's update would otherwise be 65536 times as large."""
     for precision in ("fp16", "fp32"):
         succeeded(measured(precision=precision, optimizer="sgd", warmup=0, steps=1))
     updates = [
@@ -351,7 +343,7 @@ def test_tf32_is_allowed_where_it_was_asked_for_and_nowhere_else(precision: str,
 
 
 def test_tf32_on_a_device_that_has_none_is_refused() -> None:
-    """An explicit choice never falls back silently: the CPU would compute in fp32 and be called tf32."""
+    """The CPU would compute in fp32 under the name tf32."""
     with pytest.raises(Unsupported, match="tf32"):
         measured(precision="tf32")
 
@@ -361,7 +353,6 @@ def test_tf32_on_a_device_that_has_none_is_refused() -> None:
 
 @pytest.mark.parametrize(("mode", "given"), [("default", None), ("max-autotune", "max-autotune")])
 def test_the_step_that_compiles_is_timed_apart(monkeypatch: pytest.MonkeyPatch, mode: str, given: str | None) -> None:
-    """On a clock that stands still but for the forward pass: 40 s for the first one, 2 s for each other."""
     now_ns = 0
     modes = []
 
@@ -401,8 +392,6 @@ def test_an_eager_step_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass
 class Log:
-    """An observer's log, in order."""
-
     events: list[object] = dataclasses.field(default_factory=list)
 
     def observer(self) -> Observer:
@@ -478,8 +467,6 @@ def test_the_planning_size_cannot_be_measured() -> None:
 
 
 class Linear(nn.Module):
-    """The smallest model of one's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 4, bias=False)
@@ -499,8 +486,6 @@ class Layers(nn.Module):
 
 
 class Attending(nn.Module):
-    """A projection, then torch's own attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 24, bias=False)
@@ -510,8 +495,6 @@ class Attending(nn.Module):
 
 
 class Failing(nn.Module):
-    """Fails on the forward pass of that number."""
-
     def __init__(self, at: int, fail: Callable[[], object]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
@@ -572,7 +555,7 @@ def overflowing() -> tuple[nn.Module, Callable[[], Tensor]]:
     module = Linear()
     with torch.no_grad():
         next(module.parameters()).zero_()
-    return module, lambda: torch.full((5, 8), 3e38)  # of which the gradients' sum over a batch is infinite
+    return module, lambda: torch.full((5, 8), 3e38)  # gradients sum to infinity over a batch
 
 
 def needing_more(batch: int, ctx: int, *, width: int = 8) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -682,7 +665,6 @@ def test_a_factory_that_gives_a_batch_in_place_of_what_makes_one_is_told_what_it
 
 
 def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
-    """The count comes after all timing, and runs the model in a mode that not every model bears."""
     run = succeeded(of_this_file(exploding_after_the_measured_steps))
     assert run.timing is not None
     assert len(curve(run.timing)) == 5
@@ -721,7 +703,6 @@ def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> No
 def test_a_kernel_that_the_device_lacks_is_refused_before_a_model_is_built(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], said: str
 ) -> None:
-    """By what times a step, and by the audit of its numbers."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(session, "build_workload", None)
     monkeypatch.setattr(audit_session, "build_workload", None)
@@ -770,7 +751,7 @@ def test_an_option_that_a_step_of_ones_own_would_not_heed_is_refused(field: dict
 
 @pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
 def test_the_flops_of_a_model_of_ones_own_are_counted_as_it_runs(pass_name: str) -> None:
-    """Five rows times an 8 x 4 matrix; backward the gradient of the matrix alone, for no input asks for one."""
+    """Five rows times an 8 x 4 matrix; backward only the matrix's gradient, as no input needs one."""
     run = succeeded(of_this_file(linear, **{"pass": pass_name}))
     assert run.model is not None
     assert run.model.num_parameters == 8 * 4
@@ -780,8 +761,9 @@ def test_the_flops_of_a_model_of_ones_own_are_counted_as_it_runs(pass_name: str)
 
 
 def test_what_a_model_of_ones_own_needs_leaves_out_what_it_recomputes() -> None:
-    """Four layers of five rows and 8 x 8: four products forward; backward four for the matrices, three for the inputs.
-    Recomputation adds those of the first three layers: for the fourth its input is enough."""
+    """Four layers of five rows and 8 x 8: four products forward; backward four for matrices, three for inputs.
+    Recomputation adds the first three layers'.
+    """
     product = 2 * 5 * 8 * 8
     plain, recomputed = (succeeded(of_this_file(each)).model for each in (layers, recomputed_layers))
     assert plain is not None
@@ -791,7 +773,7 @@ def test_what_a_model_of_ones_own_needs_leaves_out_what_it_recomputes() -> None:
 
 
 def test_a_compiled_model_on_several_ranks_is_not_run_eagerly_to_count_it() -> None:
-    """It may not fit eagerly, and a rank that fails there would cost all what they measured."""
+    """It may not fit eagerly, and a failing rank would lose all measurements."""
     spec = resolve_step({"model": "mine:build", "compile": "block", "layout": "dp=2"})
     of_a_rank: Any = SimpleNamespace(spec=spec, world=object(), notes=[], model=None)
     phases = [Phase(name="forward", run=explode)]
@@ -801,7 +783,6 @@ def test_a_compiled_model_on_several_ranks_is_not_run_eagerly_to_count_it() -> N
 
 
 def test_the_count_of_a_plain_transformer_is_that_of_the_formula() -> None:
-    """But for the parameters of norms, which the formula has and no product of torch's."""
     spec, device = resolve_step(TINY), torch.device("cpu")
     assert spec.model.shape is not None
     module = (step := ModelStep(build_workload(spec, device), spec, device)).module
@@ -819,7 +800,7 @@ def test_the_count_of_a_plain_transformer_is_that_of_the_formula() -> None:
 
 
 def test_attention_is_not_left_out_of_the_count() -> None:
-    """torch's counter may give 0 for the CPU's fused attention: a count without it would be no count."""
+    """torch's counter may give 0 for a CPU's fused attention."""
     run = succeeded(of_this_file(attending, **{"pass": "forward"}))
     assert run.model is not None
     rows, square = 2 * 3 * 16, 2 * 3 * 16 * 16
@@ -910,7 +891,6 @@ def test_a_run_that_lacks_what_a_utilization_is_made_of_has_none(left_out: str) 
 def test_a_step_larger_than_the_host_is_not_built(
     fields: dict[str, Any], each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that runs out of memory ends other programs, and not this one alone."""
     spec = resolve_step({"model": "tiny", "context": 8, "steps": 1, "warmup": 0, "device": "cpu"} | fields)
     assert spec.model.shape is not None
     state = each * num_parameters(spec.model.shape)

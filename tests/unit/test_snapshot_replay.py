@@ -1,5 +1,3 @@
-"""Replayed histories against the allocator that recorded them, with and without their beginning."""
-
 import dataclasses
 import lzma
 import pickle
@@ -30,7 +28,6 @@ MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10_000)), max_size=
 
 
 def run(moves: list[tuple[int, int]], **options: Any) -> CachingAllocator:
-    """Allocations and releases as the numbers have it: mostly of the sizes at which the allocator changes its ways."""
     allocator = CachingAllocator(**options)
     live = deque[Any]()
     for kind, number in moves:
@@ -57,12 +54,10 @@ def replayed(snapshot: Any) -> Lifetimes:
 
 
 def after(allocator: CachingAllocator, lost: int) -> Lifetimes:
-    """The lifetimes in the history without its first events."""
     return replayed(allocator.snapshot() | {"device_traces": [allocator.events[lost:]]})
 
 
 def alive_bytes(lifetimes: Lifetimes) -> list[int]:
-    """Bytes set aside before the first event, and after each."""
     change = np.zeros(lifetimes.num_events + 2, dtype=np.int64)
     np.add.at(change, lifetimes.start + 1, lifetimes.block_bytes)
     np.add.at(change, lifetimes.end + 1, -lifetimes.block_bytes)
@@ -97,7 +92,7 @@ def test_a_history_that_lost_its_start_is_told_from_its_end(
     alive = alive_bytes(lifetimes)
     if not lifetimes.notes:
         assert alive == allocated
-    else:  # what is assumed is told, and is at most what the allocator does not cut off
+    else:  # assumptions are reported, and at most the allocator's uncut rest
         (note,) = lifetimes.notes
         assert "before the history" in note
         count = int(note.split()[1])
@@ -105,7 +100,7 @@ def test_a_history_that_lost_its_start_is_told_from_its_end(
 
 
 def test_a_gap_too_small_for_a_block_belongs_to_the_piece_before_it() -> None:
-    """Also where nothing of the history says so: 19 MiB come from 20 MiB, and 1 MiB is not cut off."""
+    """19 MiB come from 20 MiB, and 1 MiB is not cut off."""
     allocator = CachingAllocator()
     first, second = allocator.malloc(19 * MIB), allocator.malloc(5 * MIB)
     third = allocator.malloc(14 * MIB + 512)
@@ -129,7 +124,7 @@ def test_an_oversize_block_is_not_cut_however_much_is_left() -> None:
 
 
 def test_what_the_history_lost_is_found_by_what_begins_beside_it() -> None:
-    """A block of 6 MiB for 5.5 MiB, and beside it a free one: where that begins, a later allocation tells."""
+    """A 6 MiB block for 5.5 MiB, with a free neighbour; a later allocation shows its beginning."""
     allocator = CachingAllocator()
     held = [allocator.malloc(6 * MIB), allocator.malloc(6 * MIB), allocator.malloc(8 * MIB)]
     allocator.free(held[0])
@@ -148,7 +143,6 @@ def test_what_the_history_lost_is_found_by_what_begins_beside_it() -> None:
 
 @pytest.mark.parametrize("lost", [0, 3, 4, 5])
 def test_memory_that_awaits_another_stream_is_not_allocated(lost: int) -> None:
-    """Though it cannot be handed out: allocated_bytes falls with the request, and with nothing later."""
     allocator = CachingAllocator()
     block = allocator.malloc(12 * MIB)
     kept = allocator.malloc(100)
@@ -173,7 +167,6 @@ def test_segments_that_grow_are_cut_to_size() -> None:
 
 
 def test_an_allocation_where_no_free_block_is_known_is_told_of() -> None:
-    """A history whose segments were not recorded (skip_actions)."""
     allocator = CachingAllocator()
     allocator.free(allocator.malloc(19 * MIB))
     allocator.malloc(512)
@@ -181,7 +174,7 @@ def test_an_allocation_where_no_free_block_is_known_is_told_of() -> None:
     events = [event for event in allocator.events if not event["action"].startswith("segment")]
     lifetimes = replayed(allocator.snapshot() | {"device_traces": [events]})
     assert max(alive_bytes(lifetimes)) == 19 * MIB
-    assert any("began where the snapshot shows no free block" in note for note in lifetimes.notes)
+    assert any("began without a free block in the snapshot" in note for note in lifetimes.notes)
 
 
 def test_requests_that_were_not_recorded_leave_the_completions() -> None:
@@ -216,7 +209,6 @@ def test_sizes_are_rounded_as_the_settings_say(size: int, steps: list[int]) -> N
 GOLDEN = Path(__file__).parents[1] / "golden" / "memory_small_512_bf16_selective"
 D, FF, LAYERS, VOCABULARY, CONTEXT, BATCH = 768, 3072, 12, 10_000, 512, 4
 MATRICES = LAYERS * (4 * D * D + 3 * D * FF) + VOCABULARY * D
-"""Elements of the weights of linear layers."""
 PARAMETERS = MATRICES + VOCABULARY * D + (2 * LAYERS + 1) * D
 ROTARY = 2 * CONTEXT * 32
 
@@ -243,16 +235,15 @@ def test_it_is_read_as_pickle_reads_it(pickled: bytes, history: History) -> None
 
 
 def test_the_marks_beside_it_are_taken_as_its_own_and_no_others(history: History, marks: Marks) -> None:
-    """They were written before marks named their history."""
     path = Path("step.marks.json")
     check_same_history(marks, history, path)
     for shift in (64, 512, -(1 << 20)):
         owned = tuple(dataclasses.replace(owner, address=owner.address + shift) for owner in marks.owned)
         with pytest.raises(
-            UserError, match=r"step\.marks\.json: it belongs to another snapshot: .* of the 1178 addresses"
+            UserError, match=r"step\.marks\.json: it belongs to another snapshot: .* of its 1178 addresses"
         ):
             check_same_history(dataclasses.replace(marks, owned=owned), history, path)
-    with pytest.raises(UserError, match="none of the model's parameters"):
+    with pytest.raises(UserError, match="no parameters of the model"):
         check_same_history(dataclasses.replace(marks, owned=()), history, path)
 
 
@@ -313,6 +304,5 @@ def test_without_its_beginning_it_is_told_within_what_a_note_allows(history: His
 
 
 def test_every_phase_peaks_where_the_allocator_said_it_did(history: History, marks: Marks) -> None:
-    """Its high-water marks over the same phases of steps that nobody watched, each reset at the phase's beginning."""
     counted = {"forward": 2_978_129_408, "backward": 2_760_353_792, "optimizer": 2_163_977_728}
     assert {phase.name: phase.peak_bytes for phase in digest(history, marks).phases} == counted

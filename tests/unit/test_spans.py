@@ -1,5 +1,3 @@
-"""Named ranges: in the trace where they should be, and no trace of them where they should not."""
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
@@ -18,8 +16,6 @@ from steplab.ops.attention.plain import plain_attention
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Callable[[Callable[[], object]], Event]:
-    """Runs something under torch.profiler, and gives what happened on its thread."""
-
     def run(work: Callable[[], object]) -> Event:
         with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("everything"):
             work()
@@ -35,8 +31,6 @@ Traced = Callable[[Callable[[], object]], Event]
 
 
 class Twice(nn.Module):
-    """Two layers and an activation that both share; the layers are called in a row."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
@@ -155,7 +149,6 @@ def test_nvtx_gets_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_nothing_is_marked_inside_of_what_is_compiled(traced: Traced, whole: bool) -> None:
-    """Hooks there would be compiled in, or would have it compiled again."""
     spans = Spans(nvtx=False)
     inner = torch.compile(Twice(), backend="eager")
     assert isinstance(inner, nn.Module)

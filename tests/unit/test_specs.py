@@ -1,5 +1,3 @@
-"""What a person may ask for: defaults, overrides, and errors that name the field and the fix."""
-
 import ast
 import dataclasses
 import importlib
@@ -61,7 +59,6 @@ KEYS = {field.attribute: field.key for field in STEP_FIELDS}
 
 
 def refusal(**fields: object) -> str:
-    """What the user reads when these fields are refused; `__` stands for the dot in a size's name."""
     with pytest.raises(UserError) as error:
         resolve_step({name.replace("__", "."): value for name, value in fields.items()})
     message = str(error.value)
@@ -240,7 +237,6 @@ def test_a_number_out_of_range_is_answered_with_the_least_there_may_be(field: st
     "field", ["batch", "context", "warmup", "steps", "seed", "model__d_model", "model__vocab_size"]
 )
 def test_a_number_that_no_machine_word_holds_is_refused_by_field(field: str) -> None:
-    """Records keep whole numbers of 64 bits, and so does torch."""
     message = refusal(**{field: 2**63})
     assert message.startswith(field.replace("__", "."))
     assert str(2**63) in message
@@ -316,7 +312,6 @@ def test_as_many_heads_of_keys_as_of_queries_is_the_default_said_again() -> None
     ],
 )
 def test_parts_at_their_defaults_leave_the_keys_of_cells_as_they_were(fields: dict[str, object], key: str) -> None:
-    """The keys were recorded before a model had parts to choose."""
     assert cell_key(resolve_step(fields)) == key
 
 
@@ -414,7 +409,7 @@ AROUND: dict[str, dict[str, object]] = {
     "pipeline_schedule": {"layout": "pp=2", "model.num_layers": 4},
     "microbatches": {"layout": "pp=2"},
 }
-"""A step on which a field has an effect, where the default one is none."""
+"""A step on which a field has an effect, if the default one has none."""
 VALUES: dict[str, tuple[object, object]] = {
     "model": ("small", "medium"),
     "checkpointing": ("none", "every_2"),
@@ -426,14 +421,12 @@ VALUES: dict[str, tuple[object, object]] = {
     "model.learned_positions": (128, 256),
     "model.d_model": (64, 128),
 }
-"""Two valid values; of choices the first two will do, and of other numbers 2 and 4."""
 SIZES = tuple(f"model.{size.name}" for size in dataclasses.fields(TransformerShape))
 FOLLOWING = {
     "model": SIZES,
     "pass": ("checkpointing", "optimizer", "accumulation"),
     "layout": ("data_parallel", "bucket_size_mb", "reshard_after_forward"),
 } | dict.fromkeys(SIZES, ("model",))
-"""Columns that may change with a field: sizes of a model, and what has an effect for one of its values alone."""
 
 
 def pair(field: StepField) -> tuple[object, object]:
@@ -442,18 +435,15 @@ def pair(field: StepField) -> tuple[object, object]:
 
 
 def specs(field: StepField) -> tuple[StepSpec, StepSpec]:
-    """Two specs that differ in the field alone."""
     one, other = (resolve_step({**AROUND.get(field.key, {}), field.key: value}) for value in pair(field))
     return one, other
 
 
 def runs(field: StepField) -> list[Run]:
-    """A run of each, measured on one machine."""
     return [dataclasses.replace(make_run(), id=str(index), spec=spec) for index, spec in enumerate(specs(field))]
 
 
 def read_at_80_columns(rows: Sequence[Row]) -> set[str]:
-    """The different texts of these rows in a list on a narrow terminal, without their ids."""
     (table,) = (block for block in list_document(rows).sections[0].blocks if isinstance(block, Table))
     seen = drawn(sheet(table), 80)
     assert seen.header, "a table, and not a block for each row"
@@ -584,7 +574,6 @@ def test_a_device_that_was_asked_for_by_another_name_is_still_compared() -> None
 
 
 def test_steps_of_a_transformers_model_are_compared_by_their_attention(tmp_path: Path) -> None:
-    """The configuration is a dict in the spec, and a dict is no key."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 32}')
     shown = []
     for name in ("plain", "sdpa"):

@@ -1,5 +1,3 @@
-"""Statistics against closed forms, the standard library and simulation."""
-
 import dataclasses
 import math
 import statistics
@@ -21,7 +19,6 @@ def binomial_at_most(k: int, n: int, p: float) -> float:
 
 
 def interval_by_counting(n: int, confidence: float) -> tuple[int, int] | None:
-    """Ranks of the samples at which the interval ends, by exact counts of the heads of n coins."""
     fitting = [
         rank
         for rank in range(1, n // 2 + 1)
@@ -36,7 +33,7 @@ def interval_by_counting(n: int, confidence: float) -> tuple[int, int] | None:
 @given(SAMPLES)
 def test_a_summary_says_what_the_standard_library_says(samples: list[float]) -> None:
     summary = summarize(samples)
-    # The mean of n doubles, summed in any order, is off by n - 1 roundings and that of the division.
+    # The mean of n doubles, summed in any order, is off by n roundings.
     slack = len(samples) * ROUNDING
     assert summary.count == len(samples)
     assert (summary.minimum, summary.maximum) == (min(samples), max(samples))
@@ -93,13 +90,12 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.nda
     "a long tail": lambda rng, size: rng.lognormal(0.0, 1.0, size) - 1.0,
     "two modes": lambda rng, size: np.where(rng.random(size) < 0.5, rng.normal(-3, 1, size), rng.normal(3, 1, size)),
 }
-"""Distributions whose median is 0."""
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 10, 15, 30])
 def test_what_is_called_an_interval_holds_the_true_median_in_95_of_100_cases(n: int, name: str) -> None:
-    """Counts of hits that are less likely than one in a million, had the interval this coverage, fail."""
+    """Hit counts less likely than one in a million at this coverage fail."""
     trials = 400
     samples = DISTRIBUTIONS[name](np.random.default_rng(n), (trials, n)).tolist()
     summaries = [summarize(row) for row in samples]

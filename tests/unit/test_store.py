@@ -1,5 +1,3 @@
-"""The store against real SQLite files: what it keeps, what it refuses, and what a crash leaves."""
-
 import dataclasses
 import hashlib
 import os
@@ -165,7 +163,7 @@ def test_a_name_that_one_record_alone_has_stands_for_it(store: Store) -> None:
     assert store.get("bb").id == "aa11", "a name comes before the first digits of an id, as a branch does in git"
     store.add(make_run("dd11", name="aa11"))
     assert store.get("aa11").id == "aa11", "a whole id comes first"
-    with pytest.raises(UserError, match=r"'twice' is the name of more than one record: cc1.*steplab export"):
+    with pytest.raises(UserError, match=r"'twice' is the name of several records: cc1.*steplab export"):
         store.get("twice")
     with pytest.raises(UserError, match="no record 'min'"):
         store.get("min")
@@ -438,7 +436,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured()
 
 
 def unprivileged() -> list[str]:
-    """Prefix of a command that has to obey permissions, which root's own processes do not."""
+    """Prefix for commands that must obey permissions, unlike root's."""
     if os.geteuid() != 0:
         return []
     if not shutil.which("setpriv"):
@@ -469,7 +467,6 @@ path = Path(sys.argv[1])
 
 
 def python(script: str, *arguments: object, prefix: list[str] | None = None) -> "subprocess.Popen[str]":
-    """Start `script` in a process of its own, with the names of PREAMBLE at hand."""
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     return subprocess.Popen(
         [*(prefix or []), sys.executable, "-c", PREAMBLE + textwrap.dedent(script), *map(str, arguments)],
@@ -487,7 +484,6 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 
 
 def kill(process: "subprocess.Popen[str]") -> str:
-    """End the process as a power cut would, and return what it had printed until then."""
     process.kill()
     rest = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL
@@ -693,9 +689,9 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
     for number, record_id in enumerate(("aa11", "bb22", "cc33")):
         store.add(make_run(record_id, second=number))
     assert [store.get(f"last~{back}").id for back in range(3)] == ["cc33", "bb22", "aa11"]
-    with pytest.raises(UserError, match="'last~3' is further back than the 3 records"):
+    with pytest.raises(UserError, match="'last~3' exceeds the 3 records"):
         store.get("last~3")
-    with pytest.raises(UserError, match="'last~x' is no record; write last~1"):
+    with pytest.raises(UserError, match="'last~x' is not a record; last~1"):
         store.get("last~x")
 
 
@@ -717,7 +713,7 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
     ],
 )
 def test_a_store_that_computes_is_refused(path: Path, statements: list[str], what: str) -> None:
-    """A view may have no end, and a trigger lets an import say that it added what is not there."""
+    """Views may be endless, and triggers may fake imports."""
     with Store.open(path, write=True) as store:
         store.add(make_run("a"))
     with sqlite3.connect(path) as sqlite:
@@ -726,8 +722,6 @@ def test_a_store_that_computes_is_refused(path: Path, statements: list[str], wha
     sqlite.close()
     before = path.read_bytes()
     for write in (False, True):
-        with pytest.raises(
-            SteplabError, match=f"store .* holds the .*{what}, which no store has, and is not used; move"
-        ):
+        with pytest.raises(SteplabError, match=f"store .* contains the .*{what}, unlike a store; refused; move"):
             Store.open(path, write=write)
     assert path.read_bytes() == before

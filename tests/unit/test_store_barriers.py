@@ -1,7 +1,7 @@
-"""Whatever another command commits while one takes or waits for a lock, nothing of it is lost.
+"""Commits of other commands survive any lock order.
 
-A command is stopped at every statement that takes, waits for or leaves a lock; there another one runs to its end, or
-finds the store locked. Both are in one thread, so each order is tried once.
+A command stops at every statement that takes, waits for or leaves a lock; another one then runs to its end or finds the
+store locked. Both share a thread, so each order is tried once.
 """
 
 import lzma
@@ -29,7 +29,6 @@ _connect = sqlite3.connect
 
 @contextmanager
 def stopping(at: int, do: Callable[[], None]) -> Iterator[list[str]]:
-    """Call `do` before the statement of this number that has to do with a lock; gives those that there were."""
     met: list[str] = []
     inside = False
 

@@ -1,5 +1,3 @@
-"""`steplab store`: what is damaged is found, and named with its fix."""
-
 import dataclasses
 import json
 import sqlite3
@@ -23,7 +21,6 @@ from steplab.store.database import Store
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of twenty records, ten of them of one study."""
     made = tmp_path / "store.db"
     with Store.open(made, write=True) as store:
         for number in range(20):
@@ -45,7 +42,6 @@ def ids(path: Path) -> list[str]:
 
 
 def damaged_page(path: Path, record_id: str) -> None:
-    """Destroy the page of the file that holds this record."""
     with raw(path) as sqlite:
         page_bytes = sqlite.execute("PRAGMA page_size").fetchone()[0]
         sqlite.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -78,9 +74,9 @@ def test_a_damaged_record_is_named_with_its_fix_and_the_fix_works(
     assert main(["store", "check"]) == 1
     out = capsys.readouterr().out
     for seq in (3, 4):
-        assert f"`steplab rm {seq - 1:012x}` removes it" in out
+        assert f"remove it: `steplab rm {seq - 1:012x}`" in out
         assert main(["rm", f"{seq - 1:012x}", "--yes"]) == 0
-    assert f"the figures of record {4:012x} in lists are damaged" in out
+    assert f"the listed figures of record {4:012x} are damaged" in out
     assert main(["export", f"{4:012x}", "--output", str(path.parent / "one.jsonl")]) == 0
     assert main(["rm", f"{4:012x}", "--yes"]) == 0
     assert main(["import", str(path.parent / "one.jsonl")]) == 0
@@ -96,7 +92,7 @@ def test_a_damaged_page_is_reported_and_sqlite_can_save_the_rest(
 ) -> None:
     damaged_page(path, f"{9:012x}")
     assert main(["store", "check", "--store", str(path)]) == 1
-    assert f"`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read" in capsys.readouterr().out
+    assert f"`sqlite3 {path} .recover | sqlite3 new.db` recovers what it can" in capsys.readouterr().out
     assert check_store(path).num_records < 20
 
 
@@ -118,7 +114,7 @@ def test_what_a_newer_steplab_stored_is_no_damage(path: Path) -> None:
         sqlite.execute("UPDATE record SET body = ? WHERE seq = 4", (newer.replace(b"steplab.", b"st\xc3\xa9plab."),))
         sqlite.commit()
     (line,) = check_store(path).records
-    assert f"`steplab rm {3:012x}` removes it" in line
+    assert f"remove it: `steplab rm {3:012x}`" in line
 
 
 def test_vacuum_gives_back_what_removed_records_left(path: Path) -> None:
@@ -187,8 +183,6 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path: Path, monkeypa
 
 
 class LockFails:
-    """A connection to a file system that has no locks."""
-
     def execute(self, sql: str) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_LOCK
@@ -199,5 +193,5 @@ class LockFails:
 
 def test_a_file_system_without_locks_is_named_as_the_cause(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_connect", lambda *arguments: LockFails())
-    with pytest.raises(SteplabError, match=r"file system of the store .* has no working locks"):
+    with pytest.raises(SteplabError, match=r"file system of the store .* lacks working locks"):
         Store.open(path, write=True)

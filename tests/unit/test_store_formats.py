@@ -1,7 +1,7 @@
-"""A store of an earlier format: read as it is, and its sweeps go on after the upgrade.
+"""Stores of earlier formats: readable, and sweeps resume after the upgrade.
 
-tests/golden/store_format_N.db.xz was written by the last version that wrote format N: a study of five cells, of which
-two are ok, one ran out of memory, one crashed, and one was not measured yet. A new format needs such a file too.
+The last version of format N wrote tests/golden/store_format_N.db.xz: a study of five cells, two ok, one out of memory,
+one crashed, one missing. A new format needs such a file.
 """
 
 import dataclasses
@@ -41,7 +41,6 @@ def test_a_study_of_models_with_newer_parts_has_no_fingerprint_of_format_1() -> 
 
 @pytest.fixture
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A store of format 1, or of the format that a test asks for."""
     made = tmp_path / "store.db"
     golden = GOLDEN / f"store_format_{getattr(request, 'param', 1)}.db.xz"
     made.write_bytes(lzma.decompress(golden.read_bytes()))
@@ -84,7 +83,7 @@ def test_an_upgrade_keeps_a_copy_in_the_earlier_format_and_says_so(path: Path) -
     before = sqlite3.connect(path)
     content = list(before.iterdump())
     before.close()
-    with pytest.warns(Remark, match=r"upgraded from format 1 to 3, .* store\.db\.format-1-"):
+    with pytest.warns(Remark, match=r"upgraded from format 1 to 3; .* store\.db\.format-1-"):
         Store.open(path, write=True).close()
     (kept,) = path.parent.glob("store.db.format-1-*")
     assert version(kept) == 1

@@ -1,5 +1,3 @@
-"""Studies: how grids become cells, what comes with steplab, and what is refused."""
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -1,5 +1,3 @@
-"""The engine of studies: what is measured, kept, resumed and told, with measurements that take no time."""
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +24,6 @@ STUDY = StudySpec(name="mine", description="a test", cells=SPECS, parts=(BENCHMA
 
 
 class Machine:
-    """Stands for what measures: every measurement gives a record at once, or the failure that it is told to."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
         self.store, self.made, self.fails = store, list[str](), dict[str, SteplabError | Failure]()
         self.told: list[SweepProgress] = []

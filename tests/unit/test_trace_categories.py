@@ -1,5 +1,3 @@
-"""Rules for names: kernels of eager and compiled steps as real traces name them, operators as torch dispatches them."""
-
 import re
 from pathlib import Path
 
@@ -40,7 +38,7 @@ KERNELS = {
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<policy, false, long, int>": "other",
     "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>": "uncategorised",
     "my_very_own_kernel": "uncategorised",
-    # Inductor lists the operators beside a kernel too.
+    # Inductor also lists neighbouring operators.
     "triton_poi_fused__scaled_dot_product_flash_attention_cat_transpose_view_10": "elementwise",
     "triton_red_fused__scaled_dot_product_flash_attention_native_layer_norm_2": "normalisation",
     "triton_poi_fused__to_copy_add_addmm_cat_mean_mul_pow_rsqrt_view_9": "elementwise",
@@ -123,12 +121,10 @@ OWN = {
     "block": {"normalisation", "elementwise"},
     "cross_entropy": {"softmax", "elementwise"},
 }
-"""Operator -> categories of its kernels, which a replayed CUDA graph shows by their names alone."""
 
 
 @pytest.mark.parametrize("operator", OWN)
 def test_kernels_of_this_repository(operator: str) -> None:
-    """Those that are started; what they call (a name that begins with _, or a helper's) is part of them."""
     texts = [
         path.read_text(encoding="utf-8")
         for path in [*OPS_FOLDER.glob(f"{operator}_kernels.py"), *OPS_FOLDER.glob(f"{operator}/*.py")]

@@ -1,5 +1,3 @@
-"""What a trace may hold twice: devices, processes, steps within steps, calls and work without a number."""
-
 import pytest
 from tests.traces import MAIN, OTHER_PROCESS, HandTrace, ns
 
@@ -8,7 +6,6 @@ from steplab.reading.traces.trace import NONE
 
 
 def step_of(trace: HandTrace, begin: float, *, thread: int, device: int) -> None:
-    """A step of 100 us with a product of 20 us and an addition of 10 us on a device."""
     trace.range("step", begin, begin + 100, thread=thread)
     trace.range("forward", begin, begin + 100, thread=thread)
     trace.kernel("gemm", begin + 10, begin + 30, (begin + 1, begin + 3), thread=thread, device=device)
@@ -25,14 +22,12 @@ def test_a_device_is_not_busy_while_another_one_works() -> None:
     assert profile.phases[0].busy_s == pytest.approx(30e-6)
     assert (profile.kernels, profile.timeline) == (expected.kernels, expected.timeline)
     assert profile.num_launches == 2
-    assert (
-        "devices: the figures are those of cuda:1, which has the most work; the trace also has cuda:0" in profile.notes
-    )
+    assert "devices: figures show cuda:1, with the most work; the trace also has cuda:0" in profile.notes
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_steps_of_another_process_are_not_counted(device: int) -> None:
-    """Processes that see one GPU each may call all of them 0."""
+    """Processes with one GPU each may all call it 0."""
     alone, trace = HandTrace(), HandTrace()
     for made in (alone, trace):
         step_of(made, 0, thread=MAIN, device=0)
@@ -48,7 +43,6 @@ def test_steps_of_another_process_are_not_counted(device: int) -> None:
 
 
 def test_a_step_within_a_step_is_part_of_it() -> None:
-    """A loop that names its steps, under a profiler that is told of each."""
     alone, trace = HandTrace(), HandTrace()
     for made in (alone, trace):
         for begin in (0, 200):

@@ -1,5 +1,3 @@
-"""The digest of traces whose figures are worked out by hand, and of a real one against torch's own sums."""
-
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
@@ -26,8 +24,8 @@ US = 1e-6
 def two_phases() -> HandTrace:
     """One step: a product and an addition forward, a product backward on autograd's thread.
 
-    device   |  gemm 10..30 | 30..40 idle | add 40..45 | 45..70 idle | gemm 70..100 |
-    launches | gemm 1..3      add 33..36                 gemm 60..62
+    device   | gemm 10..30 | 30..40 idle | add 40..45 | 45..70 idle | gemm 70..100 |
+    launches | gemm 1..3     add 33..36    gemm 60..62
     """
     trace = HandTrace()
     trace.range("step", 0, 200)
@@ -247,7 +245,7 @@ def without_kernels(*, launch: bool, lists_gpu: bool, damage: tuple[str, ...] = 
     ids=["kernels were not recorded", "or cut off", "with the launches"],
 )
 def test_a_gpus_trace_without_kernels_is_not_taken_for_a_cpus(trace: Trace, why: str) -> None:
-    with pytest.raises(SteplabError, match=rf"is of a GPU's work and holds no kernel: nothing to profile \(.*{why}"):
+    with pytest.raises(SteplabError, match=rf"the GPU trace contains no kernels \(.*{why}"):
         digest(trace)
 
 
@@ -256,7 +254,7 @@ def test_a_cpus_trace_on_a_machine_with_a_gpu_is_read_with_a_doubt() -> None:
     (doubt,) = digest(trace).doubts
     assert doubt.startswith("the machine has a GPU")
     assert digest(trace).notes[0] == doubt
-    assert digest(trace, source="torch.profiler").doubts == ()  # its own run, of which steplab knows the device
+    assert digest(trace, source="torch.profiler").doubts == ()  # steplab knows its own run's device
 
 
 def test_damage_is_a_doubt_and_the_first_of_the_notes() -> None:
@@ -267,16 +265,17 @@ def test_damage_is_a_doubt_and_the_first_of_the_notes() -> None:
 
 def test_nothing_ran_is_an_error_in_words() -> None:
     trace = HandTrace()
-    with pytest.raises(SteplabError, match=r"no operator of torch or CUDA; record it with torch\.profiler or nsys"):
+    with pytest.raises(
+        SteplabError, match=r"no kernel or operator of torch or CUDA; record with torch\.profiler or nsys"
+    ):
         digest(trace.build())
     trace.range("step", 0, 10)
-    with pytest.raises(SteplabError, match="the trace has no kernel and no operator within a step"):
+    with pytest.raises(SteplabError, match="no kernel or operator lies in a step"):
         digest(trace.build())
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 3), st.booleans()), min_size=1))
 def test_categories_and_idle_time_sum_to_the_window(kernels: list[tuple[int, int, int, bool]]) -> None:
-    """Against a count of every microsecond, for kernels on three streams launched in a forward and a backward."""
     trace = HandTrace()
     trace.range("step", -100, 400)
     trace.range("forward", -100, 150)
@@ -298,7 +297,6 @@ def test_categories_and_idle_time_sum_to_the_window(kernels: list[tuple[int, int
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, tuple[float, int]]]:
-    """Two steps of a small model under torch.profiler: our digest, and torch's own self time (s) and calls."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

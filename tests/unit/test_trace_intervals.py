@@ -1,5 +1,3 @@
-"""Interval arithmetic against a brute force that looks at every nanosecond, and nesting against a scan."""
-
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +18,6 @@ def columns(pairs: list[list[int]]) -> tuple[Column, Column]:
 
 
 def covered(pairs: list[list[int]]) -> list[int]:
-    """How many intervals cover each nanosecond."""
     return [sum(start <= t < end for start, end in pairs) for t in range(END)]
 
 
@@ -68,7 +65,6 @@ def test_an_instant_is_shared_equally_among_those_that_cover_it(pairs: list[list
 
 @st.composite
 def nested(draw: st.DrawFn, low: int = 0, high: int = END, depth: int = 3) -> list[tuple[int, int]]:
-    """Intervals that nest, in the order of start, an outer one first."""
     found: list[tuple[int, int]] = []
     at = low
     while at < high and draw(st.booleans()):
@@ -82,7 +78,6 @@ def nested(draw: st.DrawFn, low: int = 0, high: int = END, depth: int = 3) -> li
 
 
 def innermost(pairs: list[tuple[int, int]], time: int) -> int:
-    """The last of those that cover the instant, for they are listed outer before inner."""
     return max((i for i, (start, end) in enumerate(pairs) if start <= time < end), default=NONE)
 
 

@@ -1,6 +1,5 @@
-"""Kinds of traces that people have: what is admitted, what is left out, and that the latter is said.
-
-Each is rebuilt small from a public report or file; the right values are counted by hand.
+"""Kinds of traces in the wild: accepted, left out, and reported as such. Each is rebuilt small from a public report;
+values are counted by hand.
 """
 
 import json
@@ -86,9 +85,9 @@ def test_ranges_that_are_steps_are_named_and_offered() -> None:
     for number in range(3):
         trace.range(f"training_step_{number}", 1000 * number, 1000 * number + 900)
         trace.kernel(GEMM, 1000 * number + 100, 1000 * number + 200, (1000 * number + 10, 1000 * number + 15))
-    told(digest(trace.build()), "--step-range names them, such as 'training_step_*' (3 of them)", doubt=False)
+    told(digest(trace.build()), "pass --step-range, for example 'training_step_*' (3 of them)", doubt=False)
     assert digest(trace.build(), step_range="training_step_*").num_steps == 3
-    with pytest.raises(UserError, match=r"no range is called train_\*; --step-range names them"):
+    with pytest.raises(UserError, match=r"no range matches train_\*; pass --step-range"):
         digest(trace.build(), step_range="train_*")
 
 
@@ -120,7 +119,7 @@ def test_the_tail_of_the_step_before_is_left_out_and_said() -> None:
     profile = digest(trace.build())
     assert calls_of(profile) == 1
     assert profile.busy_s == pytest.approx(100e-6)
-    told(profile, "3 kernels (270 µs) of no step are left out", doubt=False)
+    told(profile, "3 kernels (270 µs) outside steps are left out", doubt=False)
 
 
 # --- impossible times -------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def test_a_duration_beyond_the_next_start_is_cut(lasts: float) -> None:
     profile = digest(trace.build())
     assert profile.busy_s == pytest.approx(9.1e-3)
     assert profile.window_s == pytest.approx(9.9e-3)
-    told(profile, "1 of 10 kernels last beyond the start of the next one")
+    told(profile, "1 of 10 kernels outlast the start of their stream's next kernel")
 
 
 @pytest.mark.parametrize("begin", [0, -500_000_000, 20_000], ids=["at 0", "before the trace", "before its launch"])
@@ -178,7 +177,10 @@ def test_a_device_that_is_not_known_is_no_cpu(tmp_path: Path) -> None:
     with pytest.raises(SteplabError, match=r"6 of mtia_ccp_events"):
         digest(read_trace(json_trace(tmp_path / "t.json", *ops, *work)))
     others = [{**event, "cat": "hpu_op"} for event in work[:2]]
-    told(digest(read_trace(json_trace(tmp_path / "u.json", *others, kernel(0, 5, 1)))), "2 events of category hpu_op")
+    told(
+        digest(read_trace(json_trace(tmp_path / "u.json", *others, kernel(0, 5, 1)))),
+        "2 events of the unknown category hpu_op",
+    )
 
 
 def test_graphs_without_kernels_are_no_waiting() -> None:

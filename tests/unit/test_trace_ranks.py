@@ -1,5 +1,3 @@
-"""Many ranks: against HTA's definitions, counted by the microsecond, and with delays that are planted."""
-
 import json
 import os
 import random
@@ -27,8 +25,6 @@ BYTES = 2 * 5_000_000
 
 
 class RankFile:
-    """The trace of one rank as torch.profiler writes it, times in microseconds of its own clock."""
-
     def __init__(self, rank: int, clock_us: float = 0.0) -> None:
         self.rank, self.clock_us = rank, clock_us
         self.events: list[dict[str, object]] = []
@@ -57,8 +53,9 @@ class RankFile:
 
 
 def four_ranks(folder: Path, *, late: dict[int, float], extra: dict[int, float] | None = None) -> Run:
-    """Four ranks, whose clocks differ by seconds: three steps of 20 ms that end with an all-reduce of 4 ms, to which
-    some come late, or with more to compute."""
+    """Four ranks with clocks seconds apart: three steps of 20 ms that end with an all-reduce of 4 ms, some late or
+    busier.
+    """
     for rank in range(4):
         file = RankFile(rank, clock_us=1e6 * rank)
         for step in range(3):
@@ -134,8 +131,9 @@ def test_a_folder_without_traces_or_with_a_rank_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_breakdown_is_htas(tmp_path: Path, seed: int) -> None:
-    """Its temporal breakdown (idle: no kernel; compute: kernels but communication and copies; non-compute: the rest)
-    and its share of communication beside computation, here by sets of microseconds."""
+    """HTA's temporal breakdown (idle: no kernel; compute: kernels except communication and copies; non-compute: the
+    rest) and overlap share, by sets of microseconds.
+    """
     chance, file = random.Random(seed), RankFile(0)
     file.event("user_annotation", "ProfilerStep#1", 0, 10_000)
     ran: dict[str, set[int]] = {GEMM: set(), REDUCE: set(), COPY: set()}

@@ -1,5 +1,3 @@
-"""The splitter against json.loads, on text that is made to be split in the wrong places."""
-
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ CHUNK_BYTES = st.integers(1, 40) | st.sampled_from([100, 1000, 100_000])
 
 
 class Bytes:
-    """A source that gives what it likes at a time."""
-
     damage: str | None = None
 
     def __init__(self, data: bytes, seed: int = 0) -> None:
@@ -44,8 +40,6 @@ class Bytes:
 
 
 class Collected:
-    """A sink that decodes with the standard library."""
-
     def __init__(self) -> None:
         self.events = list[Any]()
         self.num_refused = 0
@@ -74,8 +68,6 @@ def read(text: str | bytes, chunk_bytes: int, seed: int = 0) -> tuple[Collected,
 
 
 class Writer:
-    """Writes JSON in one of many styles, and remembers where the events of the outermost list end."""
-
     def __init__(self, style: str, seed: int) -> None:
         self.style, self._random = style, random.Random(seed)
         self.text = ""
@@ -114,7 +106,6 @@ class Writer:
 
 @st.composite
 def traces(draw: st.DrawFn) -> tuple[Writer, list[Any], dict[str, Any] | None]:
-    """A written trace, its events and its members; None for the bare array."""
     writer = Writer(draw(st.sampled_from(["compact", "flat", "indented", "random"])), draw(st.integers(0, 2**32)))
     events = draw(EVENTS)
     if draw(st.booleans()):
@@ -162,7 +153,6 @@ def test_what_a_cut_file_held_whole_comes_out(
 
 
 def kineto_text(num_events: int, change: Callable[[int, str], str] = lambda number, text: text) -> str:
-    """Events as Kineto lays them out."""
     events = (
         change(
             number, f'  {{\n    "ph": "X", "cat": "kernel", "name": "k{number}<{{lambda}}, [2]>", "ts": {number}\n  }}'
@@ -203,7 +193,6 @@ def test_a_long_event_is_read() -> None:
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
 def test_what_looks_like_an_event_inside_a_cut_one_is_none(indent: int | None) -> None:
-    """The objects in its list begin with the same key, and without indentation after the same line break."""
     events = [{"ph": "X", "args": {"stack": [{"ph": number}, {"ph": "inner"}, {"ph": 1}]}} for number in range(20)]
     text = json.dumps(events, indent=indent)
     for chunk_bytes in (100, 10_000):
@@ -213,7 +202,6 @@ def test_what_looks_like_an_event_inside_a_cut_one_is_none(indent: int | None) -
 
 
 def test_few_pieces_are_refused() -> None:
-    """The quick way is the usual way, also where braces lie in names and in lists inside events."""
     events = [{"ph": "X", "name": "},{", "args": {"stack": [{"f": n}, {"f": n}]}, "ts": n} for n in range(5000)]
     for indent in (None, 0, 2):
         sink, _ = read(json.dumps({"traceEvents": events}, indent=indent), 10_000)
@@ -264,7 +252,6 @@ def test_text_that_stops_being_json_is_told() -> None:
 
 
 def in_the_way(num_elements: int) -> dict[str, str]:
-    """Documents with many elements that nothing can be made of."""
     event, bad = '\n  {\n    "ph": "X", "ts": 1\n  },', '\n  {\n    "ph": "a"b"\n  },'
     events = 3 * event
     return {

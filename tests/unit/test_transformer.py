@@ -1,5 +1,3 @@
-"""The plain Transformer against transformers' Llama and GPT-2 with the same weights, in float64."""
-
 import dataclasses
 import math
 from typing import Any
@@ -42,12 +40,9 @@ OF_LLAMA = {
     "feed_forward.up.": "mlp.up_proj.",
     "feed_forward.down.": "mlp.down_proj.",
 }
-"""Our module -> Llama's."""
 
 
 class Float64Norm(nn.Module):
-    """Llama's own norm goes through float32; this is its formula without that."""
-
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight, self.eps = norm.weight, norm.variance_epsilon
@@ -71,10 +66,8 @@ def plain(shape: TransformerShape, attention: str = "plain") -> Transformer:
 
 
 def llama(module: Transformer, shape: TransformerShape) -> Any:
-    """Llama with the weights of `module`, everything in float64, and our table of the rotary angles.
-
-    Its own table is computed in another order of float32 operations; `test_the_rotary_table…` holds ours to
-    the closed form.
+    """Llama with the weights of `module` in float64, and our rotary table, since its own sums float32 in another
+    order.
     """
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -136,7 +129,7 @@ def test_the_same_weights_give_llamas_logits(shape: TransformerShape, length: in
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_same_weights_give_llamas_loss(shape: TransformerShape) -> None:
-    """Llama shifts the labels itself, and takes the loss in float32, whose accuracy is then what counts."""
+    """Llama shifts labels itself, and takes the loss in float32, which limits accuracy."""
     module = plain(shape)
     tokens = tokens_of(shape)
     expected = llama(module, shape)(input_ids=tokens, labels=tokens).loss
@@ -159,8 +152,7 @@ def test_the_same_weights_give_llamas_gradients(shape: TransformerShape) -> None
 
 
 def gpt_2(module: Transformer, shape: TransformerShape) -> Any:
-    """GPT-2 with the weights of `module`: its projections to queries, keys and values are one matrix, and all matrices
-    lie the other way round."""
+    """GPT-2 with the weights of `module`: one matrix for queries, keys and values, all matrices transposed."""
     config = GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.learned_positions, n_embd=shape.d_model, n_inner=shape.d_ff,
         n_layer=shape.num_layers, n_head=shape.num_heads, activation_function="gelu", layer_norm_epsilon=1e-5,
@@ -209,7 +201,6 @@ def test_the_same_weights_give_gpt_2s_logits_and_gradients(length: int) -> None:
 
 
 def test_transformers_own_table_of_angles_pairs_the_same_elements() -> None:
-    """Nothing of the rotary embedding is ours here: float32 tables may differ as float32 results may."""
     shape = SHAPES[1]
     module = plain(shape).float()
     model = llama(module.double(), shape)
@@ -312,11 +303,9 @@ def angles(context: int, head_dim: int) -> Tensor:
 
 @pytest.mark.parametrize(("context", "head_dim"), [(1, 2), (17, 2), (128, 64), (1024, 80), (4096, 128)])
 def test_the_rotary_table_is_as_exact_as_float32_allows(context: int, head_dim: int) -> None:
-    """An angle is a product of a position and a power, each rounded.
-
-    The exponent is rounded once, which moves the power by a factor 1 + ln(base) u; the power, its result and
-    the product are rounded too (a power may be off by a whole last place, 2 u). Cosine and sine are rounded
-    to a last place of their own. u is float32's unit roundoff, half its eps.
+    """An angle is a position times a power, each rounded. The rounded exponent moves the power by a factor 1 + ln(base)
+    u; power (up to 2 u), result and product are rounded too. Cosine and sine round once more. u is float32's unit
+    roundoff, half its eps.
     """
     u = torch.finfo(torch.float32).eps / 2
     exact = angles(context, head_dim)

@@ -1,5 +1,3 @@
-"""Steps in turns: who has its turn when, what a record says of its turns, and what happens when a side dies."""
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -39,20 +37,14 @@ KILLED = Failure(kind="crashed", message="the process was ended by SIGKILL durin
 
 
 class Device:
-    """Stands in for the measuring processes: their step times by context, their failures, and who used the device."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **step_s: float) -> None:
         self.step_s = {int(name.removeprefix("context_")): seconds for name, seconds in step_s.items()}
         self.holds = 9
-        """Number of processes whose memory the device holds."""
         self.dies: dict[int, int] = {}
-        """The turn, from 1, in which the side of a context is killed."""
         self.loads = True
-        """Whether a process that is started ahead of its order gets so far."""
         self.started: list[Process] = []
         self.present: list[Process] = []
         self.order: list[tuple[int, int]] = []
-        """Context and steps of each turn."""
         monkeypatch.setattr(processes, "Conversation", self.start)
         monkeypatch.setattr(processes, "measure_in_child", self.measure)
 
@@ -170,7 +162,7 @@ def test_sides_that_do_not_fit_together_alternate_as_processes(device: Device, t
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_side_takes_the_process_that_loaded_while_the_one_before_was_built(device: Device, loads: bool) -> None:
-    """One that died in loading is no side's failure."""
+    """A side does not fail for a process that died while loading."""
     device.loads = loads
     with Session(loads_ahead=True) as session:
         sides = [session.enter(label, spec) for label, spec in zip("ABC", specs(1, 2, 3), strict=True)]
@@ -182,7 +174,7 @@ def test_a_side_takes_the_process_that_loaded_while_the_one_before_was_built(dev
 
 
 def test_a_side_of_elsewhere_does_not_take_it(device: Device, tmp_path: Path) -> None:
-    """It has loaded the code of here."""
+    """It has loaded this version's code."""
     with Session(loads_ahead=True) as session:
         session.enter("A", specs(1)[0])
         there = session.enter("B", specs(2)[0], Surroundings(folder=tmp_path))
@@ -294,7 +286,6 @@ def test_sides_start_three_times_where_that_is_soon_and_the_spread_of_starts_is_
 
 
 def test_a_record_has_the_steps_of_all_turns_and_those_before_them_apart(torch_settings_put_back: None) -> None:
-    """The step in this process: three turns, with one step before each that is not counted."""
     spec = resolve_step({"model": "toy", "batch": 1, "context": 4, "warmup": 2, "device": "cpu"})
     given: Iterator[Turn | None] = iter([Turn(place=0, steps=2), Turn(place=3, steps=1), Turn(place=4, steps=2), None])
     told: list[Run] = []
@@ -333,12 +324,11 @@ def in_turns(label: str, blocks: dict[int, float], session: str = "s") -> Run:
 
 
 def drifting(place: int) -> float:
-    """A machine that slows down by 2 % from turn to turn."""
     return 0.1 * 1.02**place
 
 
 def test_a_drift_of_the_machine_cancels() -> None:
-    """Rounds A B, B A, ...: neither side is later on average, so that equal steps have a ratio of 1."""
+    """Rounds A B, B A, ...: neither side is later on average, so equal steps have ratio 1."""
     places = [[0, 3, 4, 7, 8, 11, 12, 15, 16, 19], [1, 2, 5, 6, 9, 10, 13, 14, 17, 18]]
     a, b = (in_turns(label, {p: drifting(p) for p in of}) for label, of in zip("AB", places, strict=True))
     slower = in_turns("B", {p: 1.1 * drifting(p) for p in places[1]})
@@ -355,7 +345,7 @@ def test_a_drift_of_the_machine_cancels() -> None:
 
 
 def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
-    """Thirty steps a side, each off by 1 % of its own, on a machine that becomes slower by 20 % meanwhile."""
+    """Thirty steps per side, each off by 1 %, on a machine that slows by 20 %."""
     random = Random(1)
 
     def noisy(places: Sequence[int], scale: float) -> Run:
@@ -373,7 +363,7 @@ def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
 
 
 def test_only_turns_beside_each_other_count() -> None:
-    """The first side was measured beside another one before, when the machine was slower."""
+    """The first side ran next to another one when the machine was slower."""
     a = in_turns("A", {0: 0.9, 3: 0.9, 4: 0.1, 7: 0.1, 8: 0.1})
     b = in_turns("B", {5: 0.2, 6: 0.2, 9: 0.2})
     ratio = step_ratio(a, b)

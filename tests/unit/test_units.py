@@ -1,5 +1,3 @@
-"""Text for people against the number it was made from, and durations read back."""
-
 from decimal import Decimal
 
 import pytest
@@ -17,14 +15,12 @@ FACTORS: dict[str, Decimal | int] = {
 
 
 def half_of_the_third_digit(value: Decimal) -> Decimal:
-    """The most that rounding to three significant digits, or to a whole number, may change."""
     return min(Decimal(1), Decimal(1).scaleb(value.copy_abs().adjusted() - 2)) / 2
 
 
 def assert_reads_as(text: str, value: float) -> None:
-    """The number in `text`, times its unit, is `value` rounded to three digits or more.
-
-    Scaling divides once in floating point, which moves the quotient by at most one part in 2**52.
+    """`text` is `value` to three digits or more. Scaling divides once, moving the quotient by at most one part in
+    2**52.
     """
     number, _, unit = text.partition(" ")
     scale = Decimal(FACTORS[unit])

@@ -1,5 +1,3 @@
-"""What comes out of a file from outside: whole, up to its damage, and within the limits."""
-
 import gzip
 import io
 import lzma
@@ -20,8 +18,6 @@ CONTENT = bytes(range(256)) * 4000
 
 
 class Trickle(io.BytesIO):
-    """A pipe that gives a few bytes at a time."""
-
     def read(self, size: int | None = -1, /) -> bytes:
         return super().read(min(size or 0, 3))
 
@@ -60,7 +56,7 @@ def test_damage_ends_the_stream_and_is_said(packing: str) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_bytes_are_counted_as_they_come_out(packing: str) -> None:
-    with pytest.raises(LimitReached, match=r"it has more than 512.* --raise-limits 4 allows up to four times"):
+    with pytest.raises(LimitReached, match=r"it has more than 512.* --raise-limits 4 allows four times"):
         Unpacked(io.BytesIO(PACKINGS[packing](CONTENT)), most_bytes=MIB // 2).readall()
     assert Unpacked(io.BytesIO(PACKINGS[packing](CONTENT)), most_bytes=MIB).readall() == CONTENT
 

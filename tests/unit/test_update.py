@@ -1,5 +1,3 @@
-"""Parameters that are updated in the backward pass: bit for bit those of an update after it."""
-
 import dataclasses
 import gc
 import gzip
@@ -48,7 +46,6 @@ SMALL = {
 
 
 def trained(fields: dict[str, Any], update: str) -> tuple[list[str], list[Tensor], dict[str, Any]]:
-    """Phases of a step; weights and the optimizer's state after three."""
     spec = resolve_step(SMALL | fields | {"update": update})
     torch.manual_seed(0)
     step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
@@ -81,8 +78,6 @@ def test_a_step_that_updates_in_its_backward_pass_trains_the_same(fields: dict[s
 
 
 class Layers(nn.Module):
-    """Two layers, of which the second may be left out, and a frozen one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
@@ -188,7 +183,7 @@ def test_gradients_that_other_ranks_have_a_part_in_are_not_updated_by(monkeypatc
 
 
 class Around(torch.optim.Optimizer):
-    """As torch's ZeroRedundancyOptimizer is: the groups are its own, and another optimizer's are stepped by."""
+    """As torch's ZeroRedundancyOptimizer: own groups, stepped by another optimizer's."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(list(parameters), {})
@@ -196,9 +191,6 @@ class Around(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in each group that has a gradient, as many optimizers beside torch's do, and in an attribute;
-    both are in the size of the step."""
-
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.1})
         self.num_steps = 0
@@ -215,7 +207,6 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_steps_that_an_optimizer_counts_in_its_groups_are_counted_once_for_all_parts() -> None:
-    """Of groups of which one has no gradient in the second update, and a rate that changes between updates."""
     model, whole = Layers(), Layers()
     whole.load_state_dict(model.state_dict())
     optimizers = [
@@ -330,8 +321,9 @@ def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone()
 
 
 def test_the_share_in_the_table_is_what_steps_in_turns_show() -> None:
-    """Records of xl on an H200, measured on two days, which the share was not fitted to: of single sizes 7 to 24 % was
-    hidden, so that what is said of xl's step is true to 1.5 %."""
+    """Records of xl on an H200 of two days, outside the fit: single sizes hid 7 to 24 %, so xl's step is true to
+    1.5 %.
+    """
     files = (RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("overlapped_update", "walk"))
     records = (decode(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines())
     recorded = [run for run in records if isinstance(run, Run) and run.spec and run.spec.model.name == "xl"]

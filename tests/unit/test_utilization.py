@@ -1,5 +1,3 @@
-"""Shares of a peak: which measured ceiling is one, and what is said of a share above one."""
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,7 +145,7 @@ def test_a_configuration_is_called_by_its_file(
 
 
 def test_a_model_of_ones_own_has_an_mfu_by_what_was_counted() -> None:
-    """Of two ranks, 8 and 12 FLOPs each in a step: the share is of two peaks."""
+    """Two ranks, 8 and 12 FLOPs each in a step: the share is of two peaks."""
     spec = resolve_step({"model": "examples.my_model:build", "layout": "dp=2"})
     run = replace(make_run(), spec=spec, model=ModelFacts(num_parameters=1, needed_flops=8.0, counted_flops=12.0))
     mfu, hfu = utilizations(run, PeakFigure(flops_per_s=100.0, source="its sheet"))
@@ -157,7 +155,7 @@ def test_a_model_of_ones_own_has_an_mfu_by_what_was_counted() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_loop_has_an_mfu_by_the_flops_that_it_was_given(store: Store, num_ranks: int) -> None:
-    """The H200's dense peak in bf16 is 989.5e12, half of the 1,979 that its data sheet prints with sparsity."""
+    """The H200's dense bf16 peak is 989.5e12, half of its data sheet's 1,979 with sparsity."""
     run = replace(recorder_run(), environment=ENVIRONMENT)
     told = with_given_flops(run, 5e12, "bf16", num_ranks, store)
     (mfu,) = told.utilizations

@@ -1,5 +1,3 @@
-"""The first sentences of reports: records of known causes get the right answer, and not the wrong one."""
-
 import gzip
 import lzma
 import re
@@ -52,7 +50,6 @@ def answer(found: Sequence[Record], context: Context = NOTHING_MORE, *, kind: st
 
 
 def steps(run: Run, *samples: float) -> Run:
-    """The run with these step times."""
     return replace(
         run, timing=Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),)), utilizations=()
     )
@@ -88,7 +85,7 @@ def test_a_failed_step_is_not_said_to_have_nothing_to_gain() -> None:
     ("after_s", "figure"), [((0.005, 0.0051, 0.0049) * 3, "2.00×"), ((0.004, 0.012, 0.008) * 3, "undecided")]
 )
 def test_a_gain_that_is_not_certain_has_no_figure(after_s: tuple[float, ...], figure: str) -> None:
-    """Of the second the intervals overlap: its medians are 1.25 times apart."""
+    """The second's intervals overlap; its medians are 1.25 times apart."""
     before = steps(make_run({"precision": "fp32"}), *(0.010, 0.0101, 0.0099) * 3)
     (effect,) = effects_of(cells_of([before, steps(make_run({"precision": "bf16"}), *after_s)]))
     assert gain_of(effect).figure == figure
@@ -256,7 +253,6 @@ def test_the_direction_in_which_autocast_moves_the_peak_is_the_measured_one(
 
 
 def test_one_variant_alone_has_no_shortest_step() -> None:
-    """As in the record of a study that was interrupted after its first variant."""
     run = make_ddp_run()
     only = replace(run, cells=tuple(cell for cell in run.cells if cell.contender.kind == "none"))
     (sentence,) = ddp_verdict(only).sentences

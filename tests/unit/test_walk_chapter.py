@@ -1,5 +1,3 @@
-"""The walk that docs/advise.md tells is the newest one in the committed records."""
-
 import gzip
 from pathlib import Path
 

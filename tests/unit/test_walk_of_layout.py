@@ -1,5 +1,3 @@
-"""The walk of a step of several processes: each turn starts them anew, and the layout decides what there is to try."""
-
 import dataclasses
 from itertools import groupby
 from pathlib import Path
@@ -33,15 +31,12 @@ from steplab.specs.step import StepSpec
 
 FSDP = {"model": "8b", "context": 2048, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
 LONG = FSDP | {"context": 32768, "precision": "bf16_pure", "attention": "auto"}
-"""Fits an H200 if all is recomputed."""
 START_S = 20.0
-"""Seconds until the processes of a step are warm."""
+"""Seconds until a step's processes are warm."""
 FACTORS = {"attention": {"auto": 0.2}, "checkpointing": {"none": 0.8, "selective": 0.85}, "compile": {"block": 0.97}}
-"""What the values of a field multiply the step time by; what is not named makes no difference."""
 
 
 def product(spec: StepSpec) -> float:
-    """Seconds of a step whose choices do not affect each other."""
     seconds = 0.2
     for field, factors in FACTORS.items():
         seconds *= factors.get(getattr(spec, field), 1.0)
@@ -49,17 +44,13 @@ def product(spec: StepSpec) -> float:
 
 
 def compiled_pays(spec: StepSpec) -> float:
-    """As `product`, with blocks that are faster compiled."""
     return product(spec) * (0.8 if spec.compile == "block" else 1.0)
 
 
 class Started:
-    """Stands in for the processes of each turn, on H200s: their times, failures and refusals are told."""
-
     def __init__(self, told: Told) -> None:
         self._told = told
         self.turns: list[tuple[StepSpec, int]] = []
-        """The step of each turn, and how many steps it had."""
         self.now_s = 0.0
 
     def measure(self, task: StepTask, **options: Any) -> Run:
@@ -124,7 +115,6 @@ def test_each_turn_is_of_new_processes_and_the_fastest_step_begins_or_has_just_h
 
 
 def test_the_answer_gives_the_times_of_the_turns_that_were_compared(walk: Any) -> None:
-    """A machine that gets half as fast before the turns that decide."""
     turns, last_quick = 0, 1000
 
     def told(spec: StepSpec) -> float:
@@ -183,8 +173,6 @@ def test_gradients_and_the_optimizer_of_data_parallel_ranks(walk: Any) -> None:
 
 
 def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> None:
-    """The processes that fail tell the device, so that changes for GPUs are known."""
-
     def told(spec: StepSpec) -> float | str:
         return product(spec) if spec.attention == "auto" and spec.loss == "fused" else "asked 80 GiB"
 
@@ -199,7 +187,6 @@ def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> No
 
 
 def too_large(spec: StepSpec) -> float | str:
-    """As `compiled_pays`, of GPUs that do not hold what `none` keeps."""
     return "asked 8.00 GiB" if spec.checkpointing == "none" else compiled_pays(spec)
 
 
@@ -213,8 +200,6 @@ def test_what_is_predicted_not_to_fit_is_tried_when_nothing_else_is_left(walk: A
 
 
 def test_what_saves_but_does_not_fit_is_tried_with_what_needs_less_memory(walk: Any) -> None:
-    """Selective checkpointing of the long step fits without whole logits, but too tightly to be promised: it is after
-    what is sure to run, although it saves more."""
     advice, _ = walk(too_large, LONG)
     compiled, selective, *others = advice.tried
     assert compiled.words == "compile block"
@@ -228,8 +213,6 @@ def test_what_saves_but_does_not_fit_is_tried_with_what_needs_less_memory(walk: 
 
 
 def test_what_makes_room_does_not_decide_the_fate_of_what_it_makes_room_for(walk: Any) -> None:
-    """A device that has no kernel for the fused loss: the loss in chunks makes as much room."""
-
     def told(spec: StepSpec) -> float | str | Exception:
         return Unsupported("loss fused", "no Triton", "use chunked") if spec.loss == "fused" else too_large(spec)
 
@@ -241,7 +224,6 @@ def test_what_makes_room_does_not_decide_the_fate_of_what_it_makes_room_for(walk
 
 
 def test_what_saves_by_itself_comes_before_what_it_makes_room_for(walk: Any) -> None:
-    """With so large a vocabulary the fused loss saves more than processes differ by."""
     fields = LONG | {"context": 16384, "batch": 2, "model.vocab_size": 1_000_000, "model.num_layers": 8}
     advice, _ = walk(lambda spec: compiled_pays(spec) * {"plain": 1.0, "chunked": 1.3, "fused": 0.8}[spec.loss], fields)
     words = [each.words for each in advice.tried]
@@ -280,7 +262,6 @@ def test_no_saving_is_promised_of_what_is_predicted_not_to_fit(walk: Any) -> Non
 
 
 def test_a_budget_counts_the_processes_of_each_change(walk: Any, recwarn: pytest.WarningsRecorder) -> None:
-    """The step as given takes 20 s to start and 6 s of steps; a change at most three starts and twice its steps."""
     advice, started = walk(budget_s=26.0 + 71.0)
     assert (len(advice.tried), len(started.turns)) == (0, 1)
     assert advice.untried_s is not None

@@ -1,7 +1,7 @@
-"""The order of a walk on an H200 behind a slow host, and one behind a quick one: what a step needs most comes first.
+"""Order of the search on an H200 behind a slow and a fast host.
 
-The steps take what `plan time` says of the device and what a host of a given pace takes to launch them, with the
-noise of a host that others use where the device waits. The clock goes on by what building and compiling takes.
+Steps take `plan time`'s device time and a given host pace, with noise while the device waits. The clock includes
+building and compiling.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("predicted_once")
 
 H200 = gpu_named("H200 SXM")
 START_S, TURNS_S = 10.0, 10.0
-"""Seconds to start a process, and of the turns of a comparison."""
+"""Seconds to start a process, and of a comparison's turns."""
 
 
 @cache
@@ -45,10 +45,8 @@ def planned(spec: StepSpec) -> StepTimePrediction:
 
 
 class HostSession(FakeSession):
-    """Steps of an H200 that a host launches with these seconds for each kernel, eager and compiled."""
-
     waiting_noise = 0.08
-    """Relative standard deviation of steps in which the device waits for a host that others use as well."""
+    """Relative standard deviation of steps that wait for a shared host."""
 
     def __init__(self, eager_s: float, compiled_s: float, noise: float = 0.002) -> None:
         super().__init__(lambda spec: sum(seconds for seconds, _ in self.phases(spec).values()))
@@ -58,7 +56,6 @@ class HostSession(FakeSession):
         self.now_s = 0.0
 
     def phases(self, spec: StepSpec) -> dict[str, tuple[float, float]]:
-        """Seconds and host lead of each phase."""
         prediction, found = planned(spec), {}
         for times in prediction.phases[:-1]:
             kernels = sum(part.kernels for part in prediction.parts if part.phase == times.phase)
@@ -101,14 +98,10 @@ class HostSession(FakeSession):
 
 
 class SteadySession(HostSession):
-    """As a host that is slow, and has no other users."""
-
     waiting_noise = 0.002
 
 
 class LateSession(HostSession):
-    """As an H200's host that took 56 ms to launch either pass of xl with block operators."""
-
     def phases(self, spec: StepSpec) -> dict[str, tuple[float, float]]:
         found = super().phases(spec)
         if spec.block_ops == "triton" and not spec.replays_model:
@@ -135,7 +128,7 @@ def walk(
 
 @pytest.fixture(scope="module")
 def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
-    """As the H200 whose host others used as well: 20 us a kernel, and 33 in compiled code."""
+    """An H200 with a shared host: 20 us a kernel, 33 in compiled code."""
     store = tmp_path_factory.mktemp("slow") / "store.db"
     return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=215.0)
 
@@ -147,8 +140,6 @@ def behind_a_quick_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
 
 
 def fastest_attention(spec: StepSpec) -> str:
-    """The attention that the planner's rates say is fastest: it changes with the records that they are fitted to."""
-
     def device_s(name: str) -> float:
         return predict_step_time(dataclasses.replace(spec, attention=name), H200).step.device_s
 
@@ -167,8 +158,9 @@ def test_a_host_bound_step_gets_its_cuda_graph_before_anything_small(behind_a_sl
 
 
 def test_waits_of_the_host_are_in_the_prediction(tmp_path: Path) -> None:
-    """What the graph saves is mostly the host's time, which only the measured steps know: a quick host's step would be
-    predicted to lose a fourteenth. The step is as long as two phases that vary by 0.002 each."""
+    """The graph saves mostly host time, which only measured steps show: a fast host's step would lose a fourteenth. The
+    step is two phases that vary by 0.002 each.
+    """
     slow = {"model": "large", "eager_s": 20e-6, "compiled_s": 33e-6, "budget_s": 60.0}
     graph = walk(tmp_path / "store.db", of=SteadySession, **slow).tried[0]  # type: ignore[arg-type]
     assert graph.words == "cuda_graph step"
@@ -206,7 +198,7 @@ def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice)
 
 
 def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For as long as building took, and together for as long as all of it."""
+    """As long as building took, and together as long as all of it."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
     advice = walk(
         tmp_path / "store.db", model="2.7b", eager_s=11e-6, compiled_s=11e-6, budget_s=300.0, noise=0.02, steps=10
@@ -220,7 +212,7 @@ def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch
 def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device whose steps differ by 5 and by 7 %, in which no part by itself can be seen."""
+    """On a device whose steps differ by 5 and 7 %, where no single part is visible."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
     fields = {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "attention": "flash_triton"}
     for noise in (0.05, 0.07):
@@ -239,7 +231,6 @@ def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_ope
 
 
 def is_the_recipe(best: StepSpec | None) -> bool:
-    """Whether a step has all that the recipe sets of block operators, graphs and updates."""
     return best is not None and (best.block_ops, best.cuda_graph, best.update) == ("triton", "step", "overlapped")
 
 
@@ -264,7 +255,6 @@ def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path
 def test_what_is_predicted_not_to_fit_comes_last_and_each_step_is_predicted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Predicting the memory of a large model takes long, so that it is done once for each step."""
     asked: dict[StepSpec, MemoryPrediction] = {}
 
     def predicted(spec: StepSpec, **options: Any) -> MemoryPrediction:
@@ -307,7 +297,6 @@ def test_errors_of_chained_ratios_add_up_as_squares() -> None:
 
 
 def test_the_pace_of_a_host_is_seen_where_the_device_waited(behind_a_slow_host: Advice) -> None:
-    """Of phases without a lead; a step whose host is ahead shows nothing."""
     slow, quick = HostSession(20e-6, 33e-6), HostSession(1e-6, 1e-6)
     spec = resolve_step({"model": "large", "context": 512, "precision": "bf16", "steps": 10})
     for session, expected_s in ((slow, 20e-6), (quick, H200.rates.host.eager_s)):

@@ -1,4 +1,4 @@
-"""The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
+"""The program: its commands, and the one place that turns an error into a line on stderr and an exit code."""
 
 import codecs
 import difflib
@@ -36,10 +36,9 @@ from steplab.units import listed
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _NARROWEST = 20
-"""The fewest columns that are written for; rich, which draws `--help`, does not come to an end in one or two."""
+"""Fewest columns that help is drawn for: rich never finishes `--help` in one or two."""
 _MISSPELT = 0.8
-"""How alike an option that another command has must be to one of this, to be taken for that one misspelt: as --gpu and
---gpus are."""
+"""Likeness from which an option of another command counts as a misspelling of this command's, as --gpu and --gpus."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -51,30 +50,29 @@ _OF_THE_MACHINE = {
     errno.ENOMEM: "the memory is full",
     errno.EAGAIN: "the limit of processes is reached (`ulimit -u`)",
 }
-"""Errors of the operating system that are no defect of steplab, with what to do about each."""
+"""Operating system errors that are not defects of steplab, each with a remedy."""
 
 
 def docstring_of(file: Path) -> str:
-    """The docstring at the beginning of a Python file, which is not imported."""
+    """A file's docstring, read without importing the file."""
     with tokenize.open(file) as lines:
         text: str = literal_eval(next(tokenize.generate_tokens(lines.readline)).string)
     return text
 
 
 def unwrapped(docstring: str) -> str:
-    """The paragraphs of a docstring, each on one line."""
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in cleandoc(docstring).split("\n\n"))
 
 
 app = App(
     name="steplab",
-    help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
-    "reports them.\n\nBegin with: steplab run",
+    help="A laboratory for the training step of Transformer language models: measure steps, store the records and "
+    "report them.\n\nStart with: steplab run",
     version=__version__,
     config=(defaults_from_file, as_meant),
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # main() says what was kept
+    suppress_keyboard_interrupt=False,  # main() reports it
 )
 for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
     app.command(
@@ -85,7 +83,7 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 
 def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
-    """Run one command and return its exit code; every error is printed as one line on standard error.
+    """Run one command and return its exit code; every error is one line on stderr.
 
     `ending` knows the signal behind a KeyboardInterrupt.
     """
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
     try:
         for argument in given:
             if not argument.isprintable() and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in argument):
-                raise UserError(f"the argument {argument!r} is not valid text; give arguments in UTF-8")
+                raise UserError(f"the argument {argument!r} is not valid text; use UTF-8")
         with _remarks_on_stderr(given):
             code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -112,42 +110,42 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt as error:
         ending = ending or Ending()
-        # The error's text says what the user should know, such as what has been stored.
         if not _is_told_elsewhere():
             say(_in_one_line(ending.words + (f"; {error}" if str(error) else "")))
         return ending.exit_code
     except BrokenPipeError:
-        # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
+        # Python would report an error again at exit for a pipe that its reader (`| head`) closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError:
-        return _fail("there is not enough memory for this; ask for less, or end other programs", 1, given)
+        return _fail("not enough memory; choose a smaller step, or close other programs", 1, given)
     except Exception as error:
         if fault := _fault_of_the_machine(error):
             return _fail(fault, 1, given)
         # a defect in steplab
         return _fail(
-            f"internal error: {type(error).__name__}: {error}; repeat the command with --debug to see the traceback",
+            f"internal error: {type(error).__name__}: {error}; repeat with --debug for the traceback",
             1,
             given,
         )
 
 
 def _open_what_is_closed() -> None:
-    """Let a standard stream that the caller has closed (`>&-`) be /dev/null; the next file would take its place."""
+    """Open /dev/null for each standard stream that the caller closed (`>&-`); otherwise the next file takes its
+    place.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _fault_of_the_machine(error: Exception) -> str | None:
-    """What the operating system refused, and what to do about it; None for another error."""
     if not isinstance(error, OSError):
         return None
     if "No usable temporary directory" in str(error):
-        return f"there is no folder for temporary files that can be written; {_FREE_SPACE}"
+        return f"no writable folder for temporary files; {_FREE_SPACE}"
     if isinstance(error, FileNotFoundError) and not _is_somewhere():
-        return "the current folder was removed; change into another one"
+        return "the current folder was removed; change to another one"
     if error.errno not in _OF_THE_MACHINE:
         return None
     where = f": {error.filename}" if error.filename else ""
@@ -155,7 +153,6 @@ def _fault_of_the_machine(error: Exception) -> str | None:
 
 
 def _is_somewhere() -> bool:
-    """Whether the current folder is still there."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -165,7 +162,7 @@ def _is_somewhere() -> bool:
 
 @contextmanager
 def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
-    """Print each remark as one line on standard error; show every other warning as usual."""
+    """Print each remark as one line on stderr; show every other warning as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Remark)
         usual, told = warnings.showwarning, set[str]()
@@ -186,7 +183,7 @@ def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
 
 
 def _is_told_elsewhere() -> bool:
-    """Whether the first of torchrun's processes reports the same error."""
+    """True if torchrun's first process reports the same error."""
     from steplab.lab.machine import is_first_rank
 
     try:
@@ -196,23 +193,18 @@ def _is_told_elsewhere() -> bool:
 
 
 def _usage(error: CycloptsError, arguments: list[str]) -> str:
-    """What is wrong with a command line, and what to type instead."""
     if "-" in arguments:
-        return (
-            "`-` is no file here: `steplab import -` alone reads standard input, and without --output data go to stdout"
-        )
+        return "`-` is not a file here: only `steplab import -` reads stdin; omit --output to write to stdout"
     if isinstance(error, UnusedCliTokensError):
         unexpected = " ".join(error.unused_tokens or ())
-        return (
-            f"unexpected argument '{unexpected}'; every option has a name, as in --model tiny, and `--help` lists them"
-        )
+        return f"unexpected argument '{unexpected}'; name the option, as in --model tiny; `--help` lists options"
     if isinstance(error, UnknownCommandError):
-        return f"{error} `steplab --help` lists them all; begin with `steplab run`"
+        return f"{error} `steplab --help` lists the commands; start with `steplab run`"
     if isinstance(error, UnknownOptionError):
         return _unknown_option(error)
     if not isinstance(error, MissingArgumentError):
         return str(error)
-    # cyclopts says of an option without a value what it says of one that was not given
+    # cyclopts reports a missing value as a missing option
     if error.argument is None or error.argument.tokens or error.keyword or error.unused_tokens:
         return str(error)
     command = " ".join(error.command_chain or ())
@@ -220,15 +212,14 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
 
 
 def _unknown_option(error: UnknownOptionError) -> str:
-    """What to type in place of an option that a command does not have, or the commands that have it; of one that a file
-    gives, its table and key."""
+    """Suggest another option, the commands that have this one, or, for a key of a file, its table."""
     if (file := error.token.source) not in ("", "cli"):
         words = error.command_chain or ()
         key, table, command = (error.token.keyword or "").strip("[]"), ".".join(words), " ".join(words)
         known = [name.removeprefix("--") for argument in error.argument_collection for name in argument.names]
         near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"`steplab {command} --help` lists them"
-        return f"{file}: '{key}' in the table [{table}] is no option of `steplab {command}`; {hint}"
+        return f"{file}: '{key}' in [{table}] is not an option of `steplab {command}`; {hint}"
     option = (error.token.keyword or error.token.value).partition("=")[0]
     others = [words for words, options in _commands(app) if option in options]
     if not others:
@@ -240,7 +231,6 @@ def _unknown_option(error: UnknownOptionError) -> str:
 
 
 def _commands(above: App, words: tuple[str, ...] = ()) -> Iterator[tuple[str, set[str]]]:
-    """The words of each command, and the names of its options."""
     for name in above:
         one, path = above[name], (*words, name)
         if one.default_command is None:
@@ -257,5 +247,4 @@ def _fail(message: str, code: int, arguments: list[str]) -> int:
 
 
 def _in_one_line(message: str) -> str:
-    """What an error or a warning prints."""
     return f"steplab: {' '.join(message.split())}"

@@ -1,4 +1,4 @@
-"""What the values of options mean, before cyclopts converts them."""
+"""Corrections of option values before cyclopts converts them."""
 
 import functools
 import math
@@ -12,18 +12,17 @@ from cyclopts import App, ArgumentCollection
 from steplab.errors import UserError
 
 _MOST = 2**63 - 1
-"""The largest whole number that the store, torch and generators of random numbers all take."""
+"""Largest whole number that the store, torch and random generators all accept."""
 
 
 def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take values as they are meant where cyclopts and the shell do not.
+    """Correct what cyclopts and shells would misread.
 
-    cyclopts takes the words "none" and "null" for an option that was not given, and rounds a fraction where a whole
-    number is asked for. An option that is not given has its default, and no word stands for that. No shell replaces the
+    cyclopts takes "none" and "null" for a missing option, and rounds fractions for whole numbers. No shell expands the
     ~ of `--store=~/runs.db`.
 
-    Raises UserError for a fraction, an infinite number or NaN, and a whole number of more than 64 bits, from the
-    command line and from a file of defaults alike.
+    Raises UserError for a fraction, an infinite number, NaN, or a whole number above 64 bits, from the command line or
+    a file of defaults.
     """
     for argument in arguments:
         argument.hint = _without_none(argument.hint)
@@ -43,7 +42,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _asked_instead(hint: Any, text: str) -> str | None:
-    """What a number must be that this is not; None: it may be right, or is none, which cyclopts says."""
+    """The requirement that a number violates; None also for a text that is no number, which cyclopts reports."""
     try:
         if hint is int:
             return "a whole number" if "." in text else None if abs(int(text)) <= _MOST else "below 2^63"

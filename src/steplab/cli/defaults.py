@@ -17,16 +17,16 @@ from steplab.unpacking import small_file
 FILE = "steplab.toml"
 _ROOT = 0
 _STORE = "store"
-"""The option that may stand above the tables, for all commands; its path is relative to the file."""
+"""The only option allowed above the tables; its path is relative to the file."""
 _OF_ONE_CALL = ("output", "force")
-"""Options that a file cannot give: one output would replace that of another command."""
+"""Options that a file cannot set: one output would replace another command's."""
 
 
 def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give the options of a command, where the command line has not, the values of the nearest file.
+    """Fill options that the command line left out from the nearest file.
 
-    A table has the options of the command of its name ([run], [plan.memory]). Raises UserError for a file that is not
-    TOML and for a table that is no command's, and CycloptsError for an option that the command does not have.
+    A command's options are in the table of its name ([run], [plan.memory]). Raises UserError for invalid TOML or an
+    unknown table, CycloptsError for an unknown option.
     """
     here = Path.cwd()
     files = (folder / FILE for folder in (here, *here.parents))
@@ -40,7 +40,7 @@ def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCo
         options, above_the_tables = options.get(name, {}), False
     for name in _OF_ONE_CALL:
         if name in options:
-            raise UserError(f"{path}: '{name}' is of one call; leave it out, and give --{name} on the command line")
+            raise UserError(f"{path}: '{name}' cannot be set in a file; pass --{name}")
     if _STORE in content and any(f"--{_STORE}" in argument.names for argument in arguments):
         options = {_STORE: content[_STORE]} | options
     if _STORE in options:
@@ -51,29 +51,30 @@ def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCo
 
 
 def _check(path: Path, content: Mapping[str, Any], app: App, above_the_tables: bool) -> None:
-    """Raise UserError for what is not a table of a command of this app, or the store above the tables."""
+    """Raise UserError for an unknown table, and for any option but the store above the tables."""
     for name, value in content.items():
         if isinstance(value, Mapping) and name not in app:
             near = difflib.get_close_matches(name, list(app), n=1)
             hint = f"did you mean [{near[0]}]?" if near else "`steplab --help` lists the commands"
-            raise UserError(f"{path} has a table [{name}], and there is no such command; {hint}")
+            raise UserError(f"{path}: [{name}] is not a command; {hint}")
         if not isinstance(value, Mapping) and not (above_the_tables and name == _STORE):
             raise UserError(
-                f"{path}: '{name}' is in no command's table; put it into one, such as [run] (only {_STORE} may stand "
+                f"{path}: '{name}' is in no command's table; move it into one, such as [run] (only {_STORE} may be "
                 "above the tables)"
             )
 
 
 def _is_for_us(file: Path) -> bool:
-    """Whether there is such a file, and no other user put it or a link to it into a folder in which all users may make
-    files, as /tmp: it can name a function to run."""
+    """True for a file that may be trusted: it can name a function to run. In a folder that all users may write to, such
+    as /tmp, another user's file is refused.
+    """
     try:
         found = file.lstat()
     except OSError:
         return False
     if not file.parent.stat().st_mode & stat.S_IWOTH or found.st_uid in (_ROOT, os.getuid()):
         return file.is_file()
-    warn_caller(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"))
+    warn_caller(Remark(f"{file} is ignored: another user owns it, in a world-writable folder"))
     return False
 
 

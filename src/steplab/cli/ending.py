@@ -1,6 +1,6 @@
-"""The signals that ask the program to end: the first stops the work, and later ones do not disturb the tidying up.
+"""Signals that end the program: the first stops the work, later ones do not disturb tidying up.
 
-It imports next to nothing, so that a signal during the imports of the program is met as well.
+It imports almost nothing, so a signal during the program's imports is handled too.
 """
 
 import os
@@ -12,21 +12,21 @@ from types import FrameType
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 _AGAIN_S = 0.01
 TIDYING_S = 3.0
-"""How long after the first signal further ones are ignored: processes are ended, and what was measured is stored. A
-signal after that ends the program at once."""
+"""Time after the first signal in which further ones are ignored, while processes end and results are stored."""
 
 
 class Ending:
-    """Whether the program was asked to end, and by which signal."""
+    """The request to end the program, and its signal."""
 
     def __init__(self) -> None:
         self.number: int = signal.SIGINT
-        """The first signal that arrived; SIGINT if none did, because Python makes that one a KeyboardInterrupt."""
+        """The first signal; SIGINT if none arrived, because Python turns that one into KeyboardInterrupt."""
         self._arrived_s: float | None = None
 
     def listen(self) -> None:
-        """Raise KeyboardInterrupt in the main thread at the first signal. A signal that the parent chose to ignore, as
-        `nohup` does, is ignored."""
+        """Raise KeyboardInterrupt in the main thread at the first signal. Signals that the parent ignored, as `nohup`
+        does, stay ignored.
+        """
         for number in _numbers():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._arrived)
@@ -35,22 +35,20 @@ class Ending:
             sys.unraisablehook = self._lost
 
     def ignore(self) -> None:
-        """Ignore the signals from now on: the exit code is decided."""
         for number in [*_numbers(), *([signal.SIGALRM] if _has_timer else [])]:
             signal.signal(number, signal.SIG_IGN)
 
     @property
     def exit_code(self) -> int:
-        """128 and the number of the signal, as shells report it: 130 for Ctrl-C."""
+        """128 plus the signal's number, as in shells: 130 for Ctrl-C."""
         return 128 + self.number
 
     @property
     def words(self) -> str:
-        """What happened, for the user."""
         return "interrupted" if self.number == signal.SIGINT else f"ended by {signal.Signals(self.number).name}"
 
     def _lost(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """Raise a KeyboardInterrupt once more that was raised where Python drops exceptions: in a finalizer, say."""
+        """Raise a lost KeyboardInterrupt again: Python drops exceptions in finalizers, for example."""
         if self._arrived_s is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # a thread might need a lock that is held here
         else:
@@ -62,7 +60,7 @@ class Ending:
             self.number, self._arrived_s = number, now_s
             raise KeyboardInterrupt
         if now_s - self._arrived_s > TIDYING_S:
-            os._exit(self.exit_code)  # measuring processes end by themselves when this one is gone
+            os._exit(self.exit_code)  # measuring processes end with this one
 
 
 _has_timer = hasattr(signal, "setitimer")  # Windows has none

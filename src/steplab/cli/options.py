@@ -1,13 +1,12 @@
-"""The options that commands share, by the same names everywhere.
+"""Options that several commands share.
 
-The options of a step are made from the declarations in `specs.step_choices`. Values stay text here; `specs.resolve`
-turns them into a spec, so that study files, Python and the command line share the same checks and messages.
+Step options come from the declarations in `specs.step_choices`. Values stay text until `specs.resolve`, so study files,
+Python and the command line share checks and messages.
 """
 
 import difflib
 import shlex
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
@@ -28,24 +27,28 @@ if TYPE_CHECKING:
 
 STEP = Group.create_ordered("The step")
 SPREAD = Group.create_ordered("Several processes")
-_SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
-_OUTPUT = Group.create_ordered("Store and output")
+_SIZES = Group.create_ordered("Model size overrides")
+_OUTPUT = Group.create_ordered("Record and output")
 _GROUPS = {
     "step": STEP,
     "processes": SPREAD,
     "sizes": _SIZES,
-    "variants": Group.create_ordered("What is compared"),
+    "variants": Group.create_ordered("Variants"),
 }
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
-QUIET = "Time without progress after which a cell is given up: 90s, 5min, 2h"
-_FORMAT_HELP = "Format of the output [default: by the suffix of --output, else table]"
-Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=recipe_help(), group=STEP)]
+QUIET = "Stop a cell after this long without progress: 90s, 5min, 2h"
+_FORMAT_HELP = "Format [default: by --output's suffix, else table]"
+_RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
+Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]
 
 
 _Class = TypeVar("_Class", bound=type)
-_NOTHING: Mapping[str, str] = types.MappingProxyType({})
+
+
+def timeout_help(what: str) -> str:
+    return f"Stop {what} after this long: 90s, 5min, 2h"
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -57,15 +60,13 @@ def options(cls: _Class) -> _Class:
 def field_options(
     declared: Collection[StepField],
     group: Group | None = None,
-    changed: Mapping[str, str] = _NOTHING,
     *,
+    with_defaults: bool = True,
     others: Collection[StepField] = (),
 ) -> Callable[[_Class], _Class]:
-    """Make a subclass of GivenFields have an option for each of these fields, which takes a text or is a flag, and for
-    those of the `others`, which take a value of their type.
+    """Give a subclass of GivenFields an option per field: text or a flag for `declared`, the field's type for `others`.
 
-    The first are listed under `group`; None, and the others: under the heading that each declares. `changed` replaces
-    declared help texts, by the name of the field.
+    Declared fields are listed under `group`, the others (and with None all) under their own heading.
     """
 
     def add(cls: _Class) -> _Class:
@@ -75,9 +76,11 @@ def field_options(
             own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
             under: dict[str, Any] = {"group": group} if group and field not in others else own
             names = [option_name(key) for key in (field.key, field.about.earlier) if key]
-            option = Parameter(name=names, help=changed.get(field.key, field.help), **under)
             kind = Path if field.about.parse is Path else field.type
             kind = kind if kind is bool or (field in others and kind in (int, Path)) else str
+            option = Parameter(
+                name=names, help=_help(field, with_defaults), metavar="" if kind is str else None, **under
+            )
             cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
             setattr(cls, _attribute(field), None)
         return options(cls)
@@ -85,26 +88,37 @@ def field_options(
     return add
 
 
+def _help(field: StepField, with_default: bool) -> str:
+    """Choices are listed without their meanings, which `help(steplab.StepSpec)` and docs/measure.md give."""
+    choices, default = [*(field.choices or field.about.meanings)], ""
+    if with_default and field.default in choices:
+        choices[choices.index(field.default)] += " (default)"
+    elif with_default:
+        default = field.help.removeprefix(field.meaning)
+    return field.about.help + (f": {', '.join(choices)}" if choices else "") + default
+
+
 def _attribute(field: StepField) -> str:
     return f"given_{field.attribute}"
 
 
-def step_options(without: Collection[str] = (), changed: Mapping[str, str] = _NOTHING) -> Callable[[_Class], _Class]:
-    """The same for the fields of a step, but those in `without`."""
-    return field_options([field for field in FIELDS.values() if field.key not in without], changed=changed)
+def step_options(without: Collection[str] = (), *, with_defaults: bool = True) -> Callable[[_Class], _Class]:
+    """Options for the fields of a step, except `without`."""
+    declared = [field for field in FIELDS.values() if field.key not in without]
+    return field_options(declared, with_defaults=with_defaults)
 
 
 class GivenFields:
-    """The options that were given of a step, whose other fields specs.resolve decides, or of a benchmark's cells, which
-    are all their combinations."""
+    """Given options of a step, or of a benchmark whose cells are all combinations. specs.resolve decides the fields
+    left out.
+    """
 
     declared: ClassVar[tuple[StepField, ...]] = ()
-    """The fields that have options."""
     others: ClassVar[tuple[StepField, ...]] = ()
-    """The options of a benchmark beside them."""
+    """Further options of a benchmark."""
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
-        """One value per given field, without those in `without`, for resolve_step."""
+        """One value per given field, except `without`. Raises UserError for a list."""
         given = {field: value for field, value in self._given(self.declared).items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
@@ -114,14 +128,14 @@ class GivenFields:
         return {field.key: value for field, value in given.items()}
 
     def grid(self) -> "Grid":
-        """A list of values per given field, for a study or a benchmark."""
+        """A list of values per given field."""
         return {
             field.key: [value] if field.about.parse or not isinstance(value, str) else _parts(value)
             for field, value in self._given(self.declared).items()
         }
 
     def options(self) -> dict[str, Any]:
-        """The given options of a benchmark beside its fields; a list where one takes several values."""
+        """The given `others`; a list if one takes several values."""
         given = self._given(self.others)
         return {field.key: _parts(value) if field.is_list else value for field, value in given.items()}
 
@@ -135,9 +149,9 @@ def _parts(text: str) -> list[str]:
 
 
 def fields_in(text: str) -> dict[str, object]:
-    """The fields of a step that options in one text give, such as '--precision bf16 --compile block'.
+    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
 
-    Raises UserError for anything else than options of a step, each with a value.
+    Raises UserError for anything but options of a step with values.
     """
     try:
         words = [part for word in shlex.split(text) for part in _apart(word)]
@@ -148,28 +162,25 @@ def fields_in(text: str) -> dict[str, object]:
         if option not in keys:
             near = difflib.get_close_matches(option, keys, n=1)
             hint = f"did you mean {near[0]}?" if near else "write it as '--precision bf16 --compile block'"
-            raise UserError(f"'{option}' in '{text}' is no option of a step; {hint}")
+            raise UserError(f"'{option}' in '{text}' is not an option of a step; {hint}")
     if len(words) % 2:
         raise UserError(f"{words[-1]} in '{text}' has no value")
     return {keys[option]: value for option, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def _apart(word: str) -> list[str]:
-    """An option and its value, if they are one word."""
     return word.split("=", 1) if word.startswith("--") else [word]
 
 
 @step_options()
 class StepOptions(GivenFields):
-    """The step that is measured. `sweep` takes a list for each option: --context 128,256."""
+    """The measured step. `sweep` takes lists: --context 128,256."""
 
 
 @field_options((), others=declared_fields(Spread))
 class ProcessOptions(GivenFields):
-    """How many processes measure together."""
-
     def as_layout(self) -> str | None:
-        """The options of a step that start as many processes; None where neither option is given."""
+        """The equivalent options of a step; None if neither option was given."""
         given = self.options()
         if "gpus" in given:
             return f"--layout dp={given['gpus']}"
@@ -178,80 +189,68 @@ class ProcessOptions(GivenFields):
 
 @options
 class MeasurementOptions:
-    """The step that is measured by `run`, `profile` and `memory`, its processes, and the name of the record."""
+    """Options of `run`, `profile` and `memory`."""
 
     step: StepOptions = StepOptions()
     recipe: Recipe = None
     processes: ProcessOptions = ProcessOptions()
-    name: Annotated[str, Parameter(help="Name of the run in listings")] = ""
-    timeout: Annotated[
-        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
-    ] = None
+    name: Annotated[str, Parameter(help="Name of the run in listings", show_default=False, group=_OUTPUT)] = ""
+    timeout: Annotated[str | None, Parameter(help=f"{timeout_help('measuring')} [default: none]", group=_OUTPUT)] = None
 
     def spec(self) -> "StepSpec":
-        """The step as it is measured here. Raises UserError for a request that is not valid."""
+        """Raises UserError for an invalid request."""
         from steplab.lab.machine import device_kind_here, fields_here
 
         fields = self.step.fields() | {"recipe": self.recipe}
         return resolve_with_recipe(fields_here(fields, **self.processes.options()), device_kind_here)
 
     def timeout_s(self) -> float | None:
-        """The time after which the measurement is given up. Raises UserError for a text that is no time."""
+        """Raises UserError for a text that is not a duration."""
         return parse_duration(self.timeout) if self.timeout else None
 
 
 @options
 class StudyOptions:
-    """How the measurements of `sweep` and `study` are made."""
-
     resume: Annotated[
         bool,
-        Parameter(help="Continue the newest study of the same measurements; make only those missing", negative=""),
+        Parameter(help="Continue the newest study of the same measurements", negative=""),
     ] = False
-    timeout: Annotated[str, Parameter(help="Time after which a measurement is given up: 90s, 5min, 2h")] = "1h"
+    timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
 
 
 @options
 class ReadingOptions:
-    """How much reading a file from outside may take."""
+    """Limits for reading files of others."""
 
     raise_limits: Annotated[
         float,
         Parameter(
             name=OPTION,
-            help="Allow this many times the usual memory and time for reading the file",
+            help="Allow this many times the usual memory and time for reading",
         ),
     ] = 1.0
 
     def limits(self) -> Limits:
-        """The limits. Raises UserError for a factor out of range."""
+        """Raises UserError for a factor out of range."""
         return Limits().times(self.raise_limits)
 
 
 @options
 class StoreOptions:
-    """Where records are stored."""
-
     store: Annotated[
         Path | None,
-        Parameter(help="Path of the store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT),
+        Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT),
     ] = None
-    debug: Annotated[
-        bool, Parameter(help="Show the traceback of an error", negative="", group=_OUTPUT, show_default=False)
-    ] = False
+    debug: Annotated[bool, Parameter(help="Show tracebacks", negative="", group=_OUTPUT, show_default=False)] = False
 
 
 @options
 class FileOptions(StoreOptions):
-    """Where records are stored, and the file that a command writes."""
-
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)] = (
-        None
-    )
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of stdout", group=_OUTPUT)] = None
     force: Annotated[
         bool,
         Parameter(
-            help="Replace a file even if it does not name steplab as its writer. The store is never replaced.",
+            help="Replace a file that steplab did not write; never the store",
             negative="",
             group=_OUTPUT,
             show_default=False,
@@ -261,13 +260,11 @@ class FileOptions(StoreOptions):
 
 @options
 class OutputOptions(FileOptions):
-    """Where records are stored, and how they are shown."""
-
     format: Annotated[Format | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
 
 @options
 class PageOptions(FileOptions):
-    """Where records are stored, and how they are shown, which may be as a page."""
+    """Output options of commands that also write pages."""
 
     format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None

@@ -1,4 +1,4 @@
-"""Data is written to standard output or to a file, remarks about it to standard error."""
+"""Data goes to stdout or a file, remarks go to stderr."""
 
 import dataclasses
 import os
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
 def chosen_format(
     format: str | None, out: FileOptions, allowed: Sequence[str] = (), *, beside: Sequence[Path | None] = ()
 ) -> str:
-    """The format that --format names, else the one of the suffix of --output, else the first allowed.
+    """The format of --format, else of --output's suffix, else the first allowed.
 
-    Allowed are by default those of a document: FORMATS, and PAGE for commands that take it.
-
-    Call it before the work begins. It raises UserError for a format that the command does not write, and for a file,
-    the output or one of those `beside` it, that must not be replaced; SteplabError for a file that cannot be created.
+    `allowed` defaults to FORMATS, plus PAGE for commands that take it. Call it before the work begins: it raises
+    UserError for a format that the command does not write, and for an output or a file in `beside` that must not be
+    replaced; SteplabError for a file that cannot be created.
     """
     allowed = allowed or ((*FORMATS, PAGE) if isinstance(out, PageOptions) else FORMATS)
     output = out.output
     ending = format_of(output) if output else None
     if output and output.suffix and not ending and not format:
-        raise UserError(
-            f"the suffix {output.suffix} is not that of a format; choose one with --format: {', '.join(allowed)}"
-        )
+        raise UserError(f"unknown format {output.suffix}; set --format to one of {', '.join(allowed)}")
     chosen = format or ending or allowed[0]
     if chosen not in allowed:
         page = "; `steplab report` writes pages" if chosen == "html" else ""
@@ -46,11 +43,10 @@ def chosen_format(
 
 
 def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = "table") -> None:
-    """Print the text, or write it to the file that the options name, either whole or not at all.
+    """Print the text, or write it to --output, whole or not at all.
 
-    A long text may come in pieces that end with whole lines. Control characters are written out (steplab.printing). A
-    file whose name ends in .gz is compressed. `kind` is a format. Raises what `chosen_format` raises, and
-    SteplabError where writing fails.
+    A long text may come in pieces of whole lines. Control characters are escaped (steplab.printing); a name ending in
+    .gz compresses. `kind` is a format. Raises as `chosen_format`, and SteplabError if writing fails.
     """
     pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
     colored = stdout_color(out)
@@ -66,14 +62,15 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
 
 
 def emit_document(document: "Document", chosen: str, out: FileOptions, *, stored: str = "") -> None:
-    """Print the document in this format, or write it to the file that the options name. `stored` are the ids of the
-    records that it is of, so that an error says that nothing was lost."""
+    """Print the document, or write it to --output. `stored`: ids that an error names, so that no measurement seems
+    lost.
+    """
     try:
         emit(render(document, chosen, color=stdout_color(out)), out, chosen)
     except SteplabError as error:
         if not stored:
             raise
-        raise type(error)(f"{error}; what was measured is stored: `steplab show {stored}`") from error
+        raise type(error)(f"{error}; the measurement is stored: `steplab show {stored}`") from error
 
 
 def _print(text: str) -> None:
@@ -83,11 +80,10 @@ def _print(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise SteplabError(f"cannot write to standard output: {error.strerror}") from error
+        raise SteplabError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def at(path: Path, out: FileOptions) -> FileOptions:
-    """The options for another file of the same command."""
     return dataclasses.replace(out, output=path)
 
 
@@ -96,12 +92,12 @@ def _destination(path: Path, out: FileOptions) -> Destination:
 
 
 def say_stored(what: str, record_id: str) -> None:
-    """Say which record was stored, and the command that draws it."""
+    """Name the stored record on stderr, and the command that draws it."""
     say(f"{what} {record_id}; `steplab report {record_id} --output page.html` draws it")
 
 
 def stdout_color(out: FileOptions | None = None) -> bool:
-    """Whether the text may be coloured: it goes to a terminal, TERM is not dumb, and NO_COLOR is not set."""
+    """True if the output is a terminal, TERM is not dumb, and NO_COLOR is unset."""
     if out is not None and out.output is not None:
         return False
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -114,9 +110,9 @@ if TYPE_CHECKING:
 def write_report(
     selection: "ReportedRecords", chosen: str, out: FileOptions, *, title: str | None = None, named: bool = False
 ) -> None:
-    """Write the records as a page (html) or as tables; what a page says first is printed too.
+    """Write the records as a page (html) or as tables; the verdict of a page is printed too.
 
-    `named`: the ids of the records were given.
+    `named`: the user gave the ids.
     """
     from steplab.cli.progress import ProgressLine
     from steplab.views.reporting import answer_of, report_of

@@ -1,5 +1,4 @@
-"""Progress on standard error: one live line at a terminal; elsewhere one line per stage, and in a long one now and
-then, or in a sweep per cell."""
+"""Progress on stderr: one live line at a terminal; elsewhere a line per stage, per cell, or every ten seconds."""
 
 import os
 import sys
@@ -23,9 +22,9 @@ from steplab.specs.step import StepSpec
 from steplab.units import counted, counted_results, format_bytes, format_clock, format_time, parse_duration
 
 _LONG_S = 10.0
-"""Time from which it is worth saying how long the remaining steps take, and after which a stage is told of again."""
+"""From this time, long stages report again, and the time left is estimated."""
 _SHORT_S = 2.0
-"""What takes less needs no line."""
+"""Shorter work needs no line."""
 
 _STAGES = {
     "starting": "starting a process",
@@ -37,7 +36,7 @@ _STAGES = {
     "phases": "measuring each phase alone",
     "profile": "profiling",
     "trace": "writing the trace",
-    "memory": "watching the memory of a step",
+    "memory": "recording the memory of a step",
     "snapshot": "writing the snapshot",
     "read": "reading the trace",
     "dry run": "predicting what compiling would save",
@@ -67,7 +66,7 @@ def _words(progress: Progress) -> str:
 
 @contextmanager
 def shown(stage: str) -> Iterator[None]:
-    """Shows that something is under way: at a terminal at once, elsewhere when it has taken two seconds."""
+    """Show progress of one stage: at once at a terminal, elsewhere after two seconds."""
     with ProgressLine() as line:
         progress = Progress(stage=stage, done=0, total=0)
         telling = threading.Timer(0 if _is_live() else _SHORT_S, line.within, [progress])
@@ -82,14 +81,14 @@ def shown(stage: str) -> Iterator[None]:
 
 @contextmanager
 def measuring_step(spec: StepSpec, measured: MeasurementOptions, out: StoreOptions) -> Iterator[dict[str, Any]]:
-    """How a step is measured, with its progress. Raises UserError for a timeout that is no time."""
+    """The keyword arguments of a measurement, with progress. Raises UserError for an invalid timeout."""
     with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         how = {"name": measured.name, "store": out.store, "timeout_s": measured.timeout_s()}
         yield {**how, "on_progress": line.within}
 
 
 def say_failed(record: Run) -> None:
-    """Say why a step could not be measured."""
+    """Report why a step could not be measured."""
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
 
@@ -98,9 +97,9 @@ def say_failed(record: Run) -> None:
 def measuring(
     num_cells: int, line_of: Callable[[Any], str], name: str, timeout: str, out: StoreOptions
 ) -> Iterator[Measuring]:
-    """How the cells of a benchmark are measured, with a line for each as it ends.
+    """How to measure the cells of a benchmark, with a line for each when it ends.
 
-    Raises UserError for a timeout that is no time.
+    Raises UserError for an invalid timeout.
     """
     with ProgressLine() as line:
         yield Measuring(
@@ -113,11 +112,12 @@ def measuring(
 
 
 class ProgressLine:
-    """Shows the present stage, how far it is, the time elapsed and, in a sweep, the time left."""
+    """Shows stage, progress, time elapsed and, in a sweep, time left."""
 
     def __init__(self, *, num_steps: int = 0, resume: bool = False) -> None:
-        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold. `resume`:
-        whether a sweep was asked to go on with what is in the store."""
+        """`num_steps`: warm-up and measured steps, for estimating the time left. `resume`: the sweep continues a stored
+        study.
+        """
         self._num_steps, self._resume = num_steps, resume
 
     def __enter__(self) -> Self:
@@ -150,7 +150,6 @@ class ProgressLine:
             self._bar.stop()
 
     def within(self, progress: Progress) -> None:
-        """Show a stage of a single measurement."""
         self._foretell(progress)
         if self._bar:
             total = progress.total or None
@@ -166,9 +165,9 @@ class ProgressLine:
         self._stage, self._told_s = progress.stage, now_s
 
     def _foretell(self, progress: Progress) -> None:
-        """After the first step, say how long the others take; of short ones nothing.
+        """After the first step, estimate the remaining time, unless it is short.
 
-        A step of a GPU counts as over when the host has started it; then the time is too short, and nothing is said.
+        A GPU step counts as over once Python has launched it; the estimate is then too short to show.
         """
         if progress.done == 0:
             self._stage_began_s = time.monotonic()
@@ -186,21 +185,20 @@ class ProgressLine:
             say(text)
 
     def alive(self, progress: Progress) -> None:
-        """Show a stage of one of many short measurements, at a terminal only."""
+        """Show a stage of one of many short measurements, only at a terminal."""
         if self._bar:
             self.within(progress)
 
     def done(self, number: int, total: int, text: str) -> None:
-        """Report the end of one of many measurements."""
         elapsed = "" if self._bar else f"  ({format_clock(time.monotonic() - self._started_s)} elapsed)"
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: SweepProgress) -> None:
-        """Show a cell of a sweep that is under way or has ended."""
+        """Show a cell of a sweep that runs or has ended."""
         if self._resume and not self._stage:
             self._stage = "resumed"
-            made = f"{counted(progress.skipped, 'measurement')} made already"
-            none = "nothing to resume: no finished measurement of this study is in the store"
+            made = f"{counted(progress.skipped, 'measurement')} already made"
+            none = "nothing to resume: the store has no finished measurement of this study"
             say(f"{made if progress.skipped else none}, {progress.to_run} to go")
         ended = bool(progress.record or progress.refusal)
         number = progress.index + ended
@@ -223,7 +221,7 @@ class ProgressLine:
             self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
-        """Time left, if the remaining cells take as long as the finished ones on average."""
+        """The mean time of the finished cells, times the cells left."""
         done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
             return ""

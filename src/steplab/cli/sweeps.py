@@ -1,5 +1,3 @@
-"""Run a study with its progress on standard error, and report it, as `sweep` and `study` do."""
-
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
 from steplab.cli.output import chosen_format, say, write_answers, write_report
 from steplab.cli.progress import ProgressLine
@@ -11,9 +9,9 @@ from steplab.units import counted, counted_results, parse_duration
 
 
 def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOptions) -> int:
-    """Measure the study, say what was doubtful, and write its report; gives the exit code.
+    """Measure the study, list doubtful records, write the report, and return the exit code.
 
-    Raises KeyboardInterrupt that says how to continue.
+    Raises KeyboardInterrupt with the command that continues.
     """
     timeout_s = parse_duration(how.timeout)
     chosen = chosen_format(out.format, out)
@@ -21,15 +19,15 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
         try:
             result = sweep(study, store=out.store, resume=how.resume, timeout_s=timeout_s, on_progress=line.sweep)
         except KeyboardInterrupt as error:
-            kept = "the finished measurements are stored, and the same command with --resume continues"
+            kept = "finished measurements are stored; add --resume to continue"
             raise KeyboardInterrupt(kept) from error
     for refusal in result.refusals:
         say(f"steplab: not measured: {refusal}")
     doubtful = [run.id for run in result.runs if disturbances(run)]
     if doubtful:
         say(
-            f"{counted(len(doubtful), 'step')} with a warning; to measure them again when the machine is quiet: "
-            f"steplab rm {' '.join(doubtful)} --yes, and then the same command with --resume"
+            f"{counted(len(doubtful), 'step')} with a warning; repeat on a quiet machine: "
+            f"steplab rm {' '.join(doubtful)} --yes, then the same command with --resume"
         )
     if study.questions:
         write_answers(study.questions, (), chosen, out, study=result.study_id)

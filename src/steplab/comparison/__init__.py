@@ -1,1 +1,1 @@
-"""Two records -> how they differ, figure by figure: pure functions from stored samples to records.comparison."""
+"""Two records -> their differences, figure by figure: pure functions from stored samples to records.comparison."""

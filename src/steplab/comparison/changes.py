@@ -1,9 +1,9 @@
-"""Where a series of figures changes its level.
+"""Changes of level in a series of figures.
 
-The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), by which
-MongoDB (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023) find changes of performance: the series is cut
-where the energy distance between both parts is largest, if a permutation test finds that cut too clear for chance, and
-so on in each part. The distances are those of logarithms, so that a change is a ratio.
+The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), used for
+performance by MongoDB (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the
+largest energy distance between both parts, if a permutation test rules out chance, and repeats in each part. Distances
+are of logarithms, so changes are ratios.
 """
 
 import itertools
@@ -23,9 +23,9 @@ _ROUNDING = 1e-9  # of sums of distances, which differ by their order
 
 
 def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangePoint, ...]:
-    """The changes of level by more than `threshold`, as a share, in the order of the values, which are positive.
+    """Changes of level by more than `threshold`, a share, in the order of the positive values.
 
-    It takes about ten values to find one: fewer have too few orders for a p below `SIGNIFICANT`.
+    About ten values are needed: fewer have too few orders for a p below `SIGNIFICANT`.
     """
     found = sorted(_cuts(values, 0, len(values)))
     while found:
@@ -44,7 +44,7 @@ def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangeP
 
 
 def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int, float]]:
-    """Index and p of each cut of values[first:last], in no order."""
+    """Index and p of each cut of values[first:last], unordered."""
     import numpy as np
 
     num = last - first
@@ -53,7 +53,7 @@ def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int,
     logs = np.log(np.asarray(values[first:last], dtype=np.float64))
     distances = np.abs(logs[:, None] - logs[None, :])
     cut, clearest = _clearest_cut(distances)
-    random = np.random.default_rng(0)  # the same series gives the same changes
+    random = np.random.default_rng(0)  # reproducible
     orders = (random.permutation(num) for _ in range(_PERMUTATIONS))
     least = clearest * (1 - _ROUNDING)
     as_clear = sum(_clearest_cut(distances[np.ix_(order, order)])[1] >= least for order in orders)
@@ -66,7 +66,7 @@ def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int,
 
 
 def _clearest_cut(distances: Any) -> tuple[int, float]:
-    """The cut with the largest energy distance between both parts, and that distance, from all pairs' distances."""
+    """The cut with the largest energy distance between both parts, and that distance."""
     import numpy as np
 
     num = len(distances)
@@ -77,7 +77,7 @@ def _clearest_cut(distances: Any) -> tuple[int, float]:
     within_left = sums[cuts, cuts]
     between = sums[cuts, num] - within_left
     within_right = sums[num, num] - within_left - 2 * between
-    # Matteson and James, equation 5, whose means within a part are over pairs of different values.
+    # Matteson and James, equation 5; means within a part are over pairs of different values.
     energy = 2 * between / (left * right) - within_left / (left * (left - 1)) - within_right / (right * (right - 1))
     scaled = energy * left * right / num
     best = int(np.argmax(scaled))

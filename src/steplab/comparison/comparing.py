@@ -1,4 +1,4 @@
-"""Compares two sets of records, cell by cell and figure by figure; the entry point of this package."""
+"""Compares two sets of records, cell by cell and figure by figure; the package's entry point."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cell:
-    """Everything of one side that is alike."""
+    """Matching measurements of one side."""
 
     key: Row
     label: str
@@ -35,59 +35,58 @@ class _Cell:
 
     @property
     def good(self) -> list[MeasuredCell]:
-        """The measurements that did not fail."""
         return [cell for cell in self.measured if cell.failure is None]
 
     @property
     def failure(self) -> str | None:
-        """Why none of them succeeded; None if one did."""
+        """The reason, if none succeeded."""
         return None if self.good else self.measured[0].failure
 
     @property
     def runs(self) -> list[Run]:
-        """The records that are runs, the newest last."""
+        """Runs, newest last."""
         return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
 
     @property
     def figures(self) -> tuple[MeasuredFigure, ...]:
-        """Those of the first measurement that did not fail."""
+        """Figures of the first success."""
         return self.good[0].figures if self.good else ()
 
     def newest(self, what: Callable[[Run], _T | None]) -> _T | None:
-        """What the newest run that has it has."""
+        """Newest non-None what(run)."""
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
 
     def like(self, first: MeasuredFigure) -> list[MeasuredFigure]:
-        """The same figure of each measurement that has it; a phase and a category of kernels may have one name."""
+        """The same figure of each success; a phase and a kernel category may share a name."""
         told = (first.group, first.name)
         return [figure for cell in self.good for figure in cell.figures if (figure.group, figure.name) == told]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
-    """A cell of A, and the one of B that is like it."""
+    """A cell of A and its match in B."""
 
     label: str
-    """The words that distinguish it from other pairs; empty for the only one."""
+    """Words that distinguish the pair; empty for the only one."""
     a: _Cell
     b: _Cell
 
     @property
     def sides(self) -> tuple[tuple[str, _Cell], ...]:
-        """Both cells with the names of their sides."""
         return ("A", self.a), ("B", self.b)
 
     @property
     def in_turns(self) -> tuple[Run, Run] | None:
-        """The runs of both, if they are one each and took turns with each other."""
+        """The two runs, if each side has one and they alternated."""
         if len(self.a.runs) != 1 or len(self.b.runs) != 1 or not took_turns(self.a.runs[0], self.b.runs[0]):
             return None
         return self.a.runs[0], self.b.runs[0]
 
     @property
     def doubts(self) -> list[str]:
-        """Why a difference of times may be the machine's; nothing for enough processes of each, which tell by
-        themselves how much they differ, and nothing for runs in turns, which the machine disturbs alike."""
+        """Reasons that the machine may explain a difference of times. None with enough processes per side, which show
+        their own spread, or for alternating runs, which share disturbances.
+        """
         if min(len(self.a.good), len(self.b.good)) >= FEWEST or self.in_turns:
             return []
         return [
@@ -99,7 +98,7 @@ class _Pair:
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
-"""The cells of one side by what they must have in common with the other side's."""
+"""Cells of one side by the fields that must match the other side."""
 
 
 def compare(
@@ -111,13 +110,13 @@ def compare(
     threshold: float | None = None,
     allow: Collection[str] = (),
 ) -> Comparison:
-    """How the records of B differ from those of A.
+    """Compare B's records with A's.
 
-    Like records of one side count as several processes of it. `allow` names fields that may differ. `threshold` is the
+    Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
-    Raises Inconclusive, naming the fields, if no cell of A is like one of B, and UserError for records that are never
-    compared and for a field in `allow` that neither has or that would mix cells of one side.
+    Raises Inconclusive, with the fields, if no cells match; UserError for kinds that are not comparable, and for an
+    allowed field that neither side has or that would mix cells of one side.
     """
     cells_a, cells_b = _cells(a, records_a, allow), _cells(b, records_b, allow)
     _refuse_unknown(allow, [cell.key for cell in (*cells_a.values(), *cells_b.values())])
@@ -149,12 +148,11 @@ def compare(
 
 
 def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Cells:
-    """The cells of one side by what they must have in common with the other side's."""
     found: _Cells = {}
     for record in records:
         kind = kind_of(record)
         if kind.cells is None:
-            raise UserError(f"{kind.plural} are not compared; `steplab show` and `steplab report` show them")
+            raise UserError(f"{kind.plural} cannot be compared; use `steplab show` or `steplab report`")
         for measured in kind.cells(record):
             key = whole_key(record, measured)
             shared = frozenset((name, value) for name, value in key.items() if name not in allow and value is not None)
@@ -162,8 +160,8 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
             if mixed := unlike(cell.key, key):
                 names = ", ".join(each.field for each in mixed)
                 raise UserError(
-                    f"'{side.told}' has several cells that differ in nothing but {names}, which --allow leaves out; "
-                    "name one of its records by its id"
+                    f"'{side.told}' has several cells that differ only in {names}, which --allow ignores; "
+                    "pass the id of one record"
                 )
             cell.records.append(record)
             cell.measured.append(measured)
@@ -171,7 +169,7 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
 
 
 def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
-    """Raise UserError for a name that is no field; a variable of the environment may be set on neither side."""
+    """Raise UserError for an unknown field; environment variables may be set on neither side."""
     fields = dict.fromkeys(name for key in keys for name in key)
     for name in allow:
         if name not in fields and not name.isupper():
@@ -181,28 +179,28 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
 
 
 def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
-    """The fields in which the two cells that are most alike differ."""
+    """Fields that differ between the two closest cells."""
     pairs = [unlike(x.key, y.key, allow) for x in cells_a.values() for y in cells_b.values()]
     if not pairs:
-        return f"'{a.told if not cells_a else b.told}' has nothing that can be compared"
+        return f"'{a.told if not cells_a else b.told}' has nothing to compare"
     least = min(pairs, key=len)
     fields = "; ".join(f"{each.field}: {_told(each.a)} in A, {_told(each.b)} in B" for each in least)
-    what = "they differ" if len(pairs) == 1 else "even the two cells most alike differ"
+    what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
     options = " ".join(f"--allow {each.field}" for each in least)
-    return f"A and B are not alike: {what} in {fields}; to compare them all the same, add {options}"
+    return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"
 
 
 def _told(value: Scalar) -> str:
-    return "not known" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _may_alarm(figure: MeasuredFigure) -> bool:
-    """Whether a comparison is decided by samples of the figure, which may raise a false alarm; bytes are exact."""
+    """True if samples of the figure decide, which may raise false alarms; bytes are exact."""
     return figure.decides and figure.unit != "bytes"
 
 
 def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
-    """The figures that both cells have."""
+    """Figures of both cells."""
     for first in pair.a.figures:
         a, b = ([figure.samples for figure in cell.like(first)] for _, cell in pair.sides)
         if not b:
@@ -228,8 +226,9 @@ def _ratio(
     threshold: float | None,
     num_decided: int,
 ) -> Ratio | None:
-    """What can be said of the ratio: of runs in turns that of a sample of each step; else bytes are exact, and a few
-    single times have no interval."""
+    """The ratio with its uncertainty: paired by step for alternating runs; exact for bytes; None for a few single
+    times, which have no interval.
+    """
     if (runs := pair.in_turns) and all(a[0]) and all(b[0]):
         each_step = all(run.turns and len(of[0]) == run.turns.num_steps for run, of in zip(runs, (a, b), strict=True))
         if each_step and (found := ratio_in_turns(*runs, a[0], b[0], threshold=threshold, num_decided=num_decided)):
@@ -246,7 +245,7 @@ def _ratio(
 
 
 def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
-    """The median; of what is made of step times, such as tokens per second, the value at the median step."""
+    """Median; for rates made of step times, the value at the median step."""
     samples = [sample for block in blocks for sample in block]
     if figure.group == "speed" and all(samples):
         return 1 / median(1 / sample for sample in samples)
@@ -254,22 +253,20 @@ def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
 
 
 def _kernels(pair: _Pair) -> tuple[KernelChange, ...]:
-    """Changes between the newest profiles of both."""
     a, b = (cell.newest(lambda run: run.profile) for _, cell in pair.sides)
     return kernel_changes(a, b, cell=pair.label) if a and b else ()
 
 
 def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
-    """Changes between the newest memory profiles of both."""
     a, b = (cell.newest(lambda run: run.memory_profile) for _, cell in pair.sides)
     return memory_changes(a, b, cell=pair.label) if a and b else ()
 
 
 def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator[str]:
-    """Cells that one side alone has, cells without figures, and failures beside what is compared."""
+    """Cells of one side only, cells without figures, and failures among compared records."""
     for side, own, other in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
         if alone := [cell.label for key, cell in own.items() if key not in other]:
-            yield f"In {side} alone, and not compared: {'; '.join(alone)}."
+            yield f"Only in {side}, not compared: {'; '.join(alone)}."
     for pair in pairs:
         if pair.a.failure:
             both = " So did B." if pair.b.failure else ""
@@ -279,6 +276,6 @@ def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator
             if failures and cell.good:
                 label = f"{pair.label}: " if pair.label else ""
                 yield (
-                    f"{label}{len(failures)} of {counted(len(cell.measured), 'record')} failed in {side}, and only the "
-                    f"others are compared: {failures[-1]}."
+                    f"{label}{len(failures)} of {counted(len(cell.measured), 'record')} failed in {side}; "
+                    f"the others are compared: {failures[-1]}."
                 )

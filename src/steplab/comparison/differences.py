@@ -1,4 +1,4 @@
-"""Where two steps differ beneath their figures: part by part of the model in time, tensor by tensor in memory."""
+"""Differences of two steps below their figures: time by part of the model, memory by tensor."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ from steplab.records.profile import Profile
 
 _MOST = 12
 _NOTICEABLE_TIME = 0.005
-"""Share of a step's busy time from which a difference of one part is told."""
+"""Least difference of a part, as a share of the step's busy time."""
 _NOTICEABLE_BYTES = 0.001
-"""Share of the peak from which a difference is told."""
+"""Least difference as a share of the peak."""
 
 _Group = tuple[str, str, tuple[int, ...] | None]
 _Part = tuple[str, str, str]
-"""Phase, range and category of kernels; of the latter two one is empty."""
+"""Phase, range and category of kernels; range or category is empty."""
 
 
 def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
-    """The parts of the model whose kernels take different time in a step of B, the largest difference first.
+    """Parts of the model with different kernel time in B, largest difference first.
 
-    A part is a phase and a range; if one of the profiles has no ranges, it is a phase and a category of kernels.
+    A part is a phase and a range; without ranges in a profile, a phase and a kernel category.
     """
     by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
@@ -43,7 +43,7 @@ def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelCha
 
 
 def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
-    """The kernels of each part, per step."""
+    """Kernels of each part, per step."""
     calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for kernel in profile.kernels:
         part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
@@ -60,10 +60,10 @@ def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount
 
 
 def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
-    """The groups of tensors alive at the peak that differ in bytes or number format, the largest change first.
+    """Groups of tensors alive at the peak that differ in bytes or number format, largest change first.
 
-    A group is what one part of the model holds of one category and shape; number formats within it are told apart. The
-    records name the largest allocations, so that small ones may be missing.
+    A group has one part of the model, category and shape, split by number format. Records hold only the largest
+    allocations, so small ones may be missing.
     """
     before, after = _groups(a.largest), _groups(b.largest)
     least = _NOTICEABLE_BYTES * max(a.peak_bytes, b.peak_bytes)
@@ -85,7 +85,7 @@ def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tup
 
 
 def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]:
-    """The allocations alive at the peak, by category, module and shape."""
+    """Allocations alive at the peak, by category, module and shape."""
     found: dict[_Group, list[Allocation]] = defaultdict(list)
     for made in allocations:
         if made.at_peak:

@@ -1,4 +1,4 @@
-"""Whether the steps of two runs differ: the one judgement that pages, `compare` and walks share."""
+"""Judges if the steps of two runs differ, for pages, `compare` and `advise` alike."""
 
 import math
 from collections.abc import Sequence
@@ -20,22 +20,23 @@ _KNOWN = {
     "shared GPU": _OTHER_HOST,
     "outliers": _OTHER_HOST,
 }
-"""By how much, in logarithms, the medians of two starts of the same step differed at the most, by what disturbed one.
+"""Largest logarithmic difference between medians of two starts of the same step, by disturbance.
 
-They are from the records of GPUs in this repository, which benchmarks/compare_alarms.py lists. On a CPU that other
-programs share disturbances have no end: there it is at least `_OWN_SPREAD` times the logarithm of the 90th over the
-10th percentile of the run's own steps, the most that 120 pairs of starts on an overloaded CPU differed by.
+From this repository's records of GPUs (benchmarks/compare_alarms.py lists them). Disturbances on a shared CPU are
+unbounded: there it is at least `_OWN_SPREAD` times the logarithm of the 90th over the 10th percentile of the run's
+steps, the most among 120 pairs of starts on an overloaded CPU.
 """
 
 
 def start_margin(runs: Sequence[Run]) -> float:
-    """By how much, in logarithms, another start of these runs' steps may differ on machines as theirs were; 0 for
-    quiet ones, whose starts differ by no more than the default threshold."""
+    """Logarithmic difference to expect from another start on such machines; 0 for quiet ones, whose starts differ by
+    less than the default threshold.
+    """
     return max((_margin(run) for run in runs), default=0.0)
 
 
 def judged(a: Run, b: Run, *, threshold: float | None = None) -> Ratio | None:
-    """The step time of `b` over that of `a`, with what can be decided; None where one has no steps."""
+    """Step time of `b` over `a`, with the decision; None if one has no steps."""
     if took_turns(a, b) and (ratio := step_ratio(a, b, threshold=threshold)):
         return ratio
     if not a.samples_s or not b.samples_s:

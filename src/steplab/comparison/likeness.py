@@ -1,4 +1,4 @@
-"""Whether two records may be compared: what was measured, and on what, field by field."""
+"""Decides if two records may be compared: measured cell and conditions, field by field."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,13 +11,12 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 
 _SELECTS = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that say which of several devices is used, and change nothing else."""
+"""Variables that only select a device."""
 
 
 def conditions(record: Record) -> Row:
-    """What must be equal besides the cell: kind of record, device, and versions of what computes.
-
-    The commit of the working directory is not among them: that is what is compared.
+    """Conditions that must match: kind, device, versions. The commit is excluded, since comparisons are between
+    commits.
     """
     found: Row = {"kind": kind_of(record).name, "device": record.device_name, "steplab": record.steplab_version}
     if isinstance(record, Run) and record.profile and record.timing is None:
@@ -32,14 +31,14 @@ def conditions(record: Record) -> Row:
 
 
 def whole_key(record: Record, cell: MeasuredCell) -> Row:
-    """Everything in which two cells must agree."""
+    """All fields in which two cells must agree."""
     attention = cell.key.get("attention", cell.key.get("implementation"))
     kernels = _flash_triton(record.environment) if attention in ("flash_triton", "auto") else {}
     return conditions(record) | kernels | cell.key
 
 
 def _flash_triton(env: Environment | None) -> Row:
-    """The kernels that flash_triton had; records without that field are of kernels for Hopper with Triton 3.6 alone."""
+    """Kernels behind flash_triton; records without that field had Hopper's only with Triton 3.6."""
     if env is None or env.device.kind != "cuda" or env.triton is None:
         return {}
     had_hopper = env.device.compute_capability == "9.0" and env.triton.startswith("3.6.")
@@ -47,7 +46,7 @@ def _flash_triton(env: Environment | None) -> Row:
 
 
 def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
-    """The fields in which two keys differ, without those that are allowed to."""
+    """Fields that differ between two keys, except allowed ones."""
     names = dict.fromkeys((*a, *b))
     return tuple(
         Unlike(field=name, a=a.get(name), b=b.get(name))

@@ -1,27 +1,28 @@
-"""Whether the samples of B are higher or lower than those of A: pure functions on lists of numbers.
+"""Decides if the samples of B are higher or lower than A's: pure functions on lists of numbers.
 
-Use it so, for two step functions that took turns on one machine, a few steps at a time:
+For two step functions that alternated on one machine, a few steps at a time:
 
-    a = [[0.101, 0.102], [0.100, 0.101], ...]   # one list for each turn of A, in the order of time
-    b = [[0.104, 0.105], [0.103, 0.104], ...]   # turn i of B ran beside turn i of A
+    a = [[0.101, 0.102], [0.100, 0.101], ...]   # a list per turn of A, in order of time
+    b = [[0.104, 0.105], [0.103, 0.104], ...]   # turn i of B is next to turn i of A
     ratio = compare_samples(a, b, in_turns=True)
     ratio.decision   # higher, lower, same, not higher or undecided
-    ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
+    ratio.exceeds    # True: a regression beyond ratio.threshold; None: undecided
 
-For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
-side, one list for each process. It takes 6 turns to find a difference, and more if they are noisy.
+For two consecutive processes, pass `[samples]` for each and `in_turns=False`; for several processes per side, a list
+per process. A difference needs at least 6 turns, more if they are noisy.
 
-What is resampled is a unit: a turn; a process, if each side has at least `FEWEST` of them; otherwise a sample. Units
-are drawn in runs of neighbours (the circular block bootstrap of Politis and Romano, 1992), as long as the cube root of
-their number (Hall, Horowitz and Jing, Biometrika 82, 1995), because neighbouring steps are alike. The interval is the
-percentile interval of the ratio of medians. In turns, each sample is first divided by the median of the samples of both
-sides in its turn and the two beside it, and the turns of A and B are drawn together, so that what slows both cancels.
+Units are resampled: turns; processes, if each side has `FEWEST`; else samples. Units are drawn in runs of neighbours,
+because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992). Runs are as long as the
+cube root of the number of units (Hall, Horowitz and Jing, Biometrika 82, 1995). The interval is the percentile interval
+of the ratio of medians. For turns, each sample is first divided by the median of both sides over its turn and its two
+neighbours; turns of A and B are drawn together, so common slowdowns cancel.
 
-B is called higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: among
-all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
-apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
-also tell differences that are too small to matter. Noise widens the interval: `margin` is how far apart separate starts
-are known to be on such a machine. benchmarks/compare_alarms.py counts the alarms on recorded samples.
+B is higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: few exchanges
+of units between A and B (for turns, within each turn) give rank sums so far apart. One alone raises more false alarms:
+the bootstrap of a median of few samples is too narrow, and ranks also detect differences too small to matter.
+
+Noise widens the interval: `margin` is the known difference between separate starts on such a machine.
+benchmarks/compare_alarms.py counts alarms on recorded samples.
 """
 
 import itertools
@@ -33,22 +34,24 @@ from steplab.records.comparison import Decision, Ratio
 from steplab.stats import CONFIDENCE
 
 Blocks = Sequence[Sequence[float]]
-"""Samples in the order of time, a list for each turn or each process."""
+"""Samples in order of time, a list per turn or process."""
 
 FEWEST = 6
-"""Number of units from which there is an interval. The least p of 6 turns, 2 / 2**6, is below `ALPHA_IN_TURNS`."""
+"""Fewest units for an interval. The least p of 6 turns, 2 / 2**6, is below `ALPHA_IN_TURNS`."""
 ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
-"""Largest p with which a difference is called one, for processes and for turns. Exchanges within turns are few, and
-what slows both sides is taken out before, so that the interval is the stricter of the two there."""
+"""Largest p of a difference, for processes and for turns. Turns allow few exchanges and remove common slowdowns, so
+their interval is the stricter of the two.
+"""
 IN_TURNS = 0.01
-"""Threshold for samples in turns, whose differences are those of the code."""
+"""Threshold for alternating samples, whose differences are the code's."""
 SEPARATE = 0.05
-"""Threshold for one process a side. Pairs of processes with equal steps on a quiet machine, in the records of H200s of
-this repository, differ by up to 5.0 %, and half of them by more than 0.4 % (benchmarks/compare_alarms.py)."""
+"""Threshold for one process per side. Pairs of processes with equal steps on quiet H200s, in this repository's records,
+differ by up to 5.0 %, half of them by more than 0.4 % (benchmarks/compare_alarms.py).
+"""
 
 _REPLICATES = 1000
-_AT_ONCE = 2_000_000  # values that are resampled together, to bound memory
-_MOST_FOR_EXACT = 30  # units of both sides together; beyond, the normal approximation is as good
+_AT_ONCE = 2_000_000  # values resampled together, to bound memory
+_MOST_FOR_EXACT = 30  # units of both sides; beyond, the normal approximation serves
 _MOST_TURNS_FOR_EXACT = 12
 _MOST_TIMES_MORE = 100
 _ROUNDING = 1e-9  # of sums of mean ranks
@@ -63,15 +66,14 @@ def compare_samples(
     num_decided: int = 1,
     margin: float = 0.0,
 ) -> Ratio:
-    """The ratio of the median of B to that of A, its 95 % interval, the test, and what they decide.
+    """Ratio of B's median to A's, with 95 % interval, test and decision.
 
-    `in_turns`: block i of A and block i of B ran side by side. `threshold` is the smallest difference that matters, as
-    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `num_decided` is
-    the number of ratios that are decided together, which share the probability of a false alarm. `margin` is the
-    logarithm by which medians of separate starts may differ on such a machine; where each side is one process, no half
-    of the interval is narrower.
+    `in_turns`: blocks i of A and B ran next to each other. `threshold` is the smallest difference that matters, as a
+    share; None: `IN_TURNS`, or `SEPARATE` for samples of one process. `num_decided` ratios share the probability of a
+    false alarm. `margin` is the logarithmic difference between separate starts on such a machine, the least half width
+    with one process per side.
 
-    Raises ValueError if a side has no samples, a sample is not positive, or turns do not pair up.
+    Raises ValueError for a side without samples, a sample that is not positive, or unpaired turns.
     """
     import numpy as np
 
@@ -117,9 +119,9 @@ def compare_samples(
 
 
 def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
-    """The ratio of two values that are exact, such as bytes; its interval is the ratio itself.
+    """Ratio of two exact values, such as bytes; its interval is the ratio.
 
-    Raises ValueError if one is not positive.
+    Raises ValueError unless both are positive.
     """
     if a <= 0 or b <= 0:
         raise ValueError("both values must be above zero")
@@ -132,7 +134,7 @@ def compare_values(a: float, b: float, *, threshold: float | None = None) -> Rat
 
 
 def _rows_of(blocks: list[Any]) -> Any:
-    """One row for each block; shorter ones are filled with NaN."""
+    """One row per block, padded with NaN."""
     import numpy as np
 
     rows = np.full((len(blocks), max(map(len, blocks))), np.nan)
@@ -142,7 +144,7 @@ def _rows_of(blocks: list[Any]) -> Any:
 
 
 def _aligned(a: Any, b: Any) -> list[Any]:
-    """Both sides' turns over the median of all samples of the turn and its two neighbours."""
+    """Both sides' turns over the median of the turn and its two neighbours."""
     import numpy as np
 
     both = np.concatenate([a, b], axis=1)
@@ -153,10 +155,10 @@ def _aligned(a: Any, b: Any) -> list[Any]:
 
 
 def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
-    """The percentile interval of the ratio of medians, over resampled units."""
+    """Percentile interval of the ratio of medians over resampled units."""
     import numpy as np
 
-    random = np.random.default_rng(0)  # the same samples give the same interval
+    random = np.random.default_rng(0)  # reproducible
     ratios: list[Any] = []
     at_once = max(1, min(_REPLICATES, _AT_ONCE // max(a.size, b.size)))
     for first in range(0, _REPLICATES, at_once):
@@ -169,7 +171,7 @@ def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
 
 
 def _rows(random: Any, num_units: int, count: int) -> Any:
-    """(count, num_units): indices of resampled units, in runs of neighbours; after the last comes the first."""
+    """(count, num_units): indices of resampled units, in circular runs of neighbours."""
     import numpy as np
 
     length = max(1, round(num_units ** (1 / 3)))
@@ -178,7 +180,7 @@ def _rows(random: Any, num_units: int, count: int) -> Any:
 
 
 def _medians(resampled: Any) -> Any:
-    """The median of each replicate: (count, num_units, samples) -> (count,)."""
+    """Median of each replicate: (count, num_units, samples) -> (count,)."""
     import numpy as np
 
     flat = resampled.reshape(len(resampled), -1)
@@ -195,15 +197,15 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
 
 
 def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
-    """Why the decision says less than the interval does; empty: it says as much."""
+    """Reason that the decision is weaker than the interval; empty: it is not."""
     beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
     if beyond and p is not None and p >= alpha:
-        return f"the interval is beyond the threshold, but p is {p:.2g}, and only less than {alpha:.2g} decides"
+        return f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"
     return ""
 
 
 def by_interval(low: float | None, high: float | None, threshold: float) -> Decision:
-    """What the interval of a ratio says by itself."""
+    """Decision from the interval only."""
     if low is None or high is None:
         return "undecided"
     if 1 / (1 + threshold) <= low and high <= 1 + threshold:
@@ -214,7 +216,7 @@ def by_interval(low: float | None, high: float | None, threshold: float) -> Deci
 
 
 def _fewest(alpha: float, *, in_turns: bool) -> int:
-    """The number of units of each side from which the test can give a p below alpha: where all are apart."""
+    """Units per side that allow a p below alpha, at complete separation."""
     num = FEWEST
     while (max(2 / 2**num, math.erfc(math.sqrt(num / 2))) if in_turns else 2 / math.comb(2 * num, num)) >= alpha:
         num += 1
@@ -222,10 +224,9 @@ def _fewest(alpha: float, *, in_turns: bool) -> int:
 
 
 def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, fewest: int) -> int | None:
-    """About how many further units of each side make the interval no wider than the threshold, and the test able to
-    agree, which takes `fewest`.
+    """Further units per side, at least to `fewest`, for an interval as narrow as the threshold.
 
-    Its width falls with the root of the number of units. A ratio that is undecided then is about the threshold itself.
+    Its width falls with the square root of the units. A ratio still undecided then equals the threshold.
     """
     if interval is None:
         return max(fewest - num_units, 1)
@@ -236,10 +237,10 @@ def _more(interval: tuple[float, float] | None, threshold: float, num_units: int
 
 
 def mann_whitney(a: Any, b: Any) -> float:
-    """Two-sided p of Mann and Whitney's test; ties have the mean of their ranks.
+    """Two-sided p of Mann and Whitney's test; ties get mean ranks.
 
-    Exact up to 30 values, conditional on the ties; then by the normal approximation with corrections for ties and
-    continuity. Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
+    Exact up to 30 values, given the ties; beyond, the normal approximation with corrections for ties and continuity.
+    Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
     """
     import numpy as np
 
@@ -248,17 +249,17 @@ def mann_whitney(a: Any, b: Any) -> float:
     observed = int(ranks[:num_a].sum())
     if num <= _MOST_FOR_EXACT:
         return _tails(_sums(ranks)[num_a], observed)
-    # The sum of `num_a` of the ranks, drawn without replacement.
+    # The sum of `num_a` ranks drawn without replacement.
     mean = num_a * ranks.mean()
     variance = num_a * (num - num_a) / (num - 1) * ranks.var()
     return math.erfc(max(abs(observed - mean) - 1, 0) / math.sqrt(2 * variance)) if variance else 1.0
 
 
 def mann_whitney_in_turns(a: Any, b: Any) -> float:
-    """Two-sided p of the same statistic if samples of A and B may be exchanged within each turn only; (turns, samples).
+    """Two-sided p of the same statistic if samples are exchanged only within turns; (turns, samples).
 
-    Exact up to 12 turns; then by the normal approximation. An exchange changes the sign of the difference of a turn's
-    mean ranks (the aligned ranks of Hodges and Lehmann, Annals of Mathematical Statistics 33, 1962).
+    Exact up to 12 turns, then approximately normal. An exchange flips the sign of a turn's difference of mean ranks
+    (aligned ranks of Hodges and Lehmann, Annals of Mathematical Statistics 33, 1962).
     """
     import numpy as np
 
@@ -278,7 +279,7 @@ def mann_whitney_in_turns(a: Any, b: Any) -> float:
 
 
 def _doubled_ranks(values: Any) -> Any:
-    """Twice the rank of each value, a whole number although ties have the mean of their ranks."""
+    """Twice the rank of each value, integer despite mean ranks of ties."""
     import numpy as np
 
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -286,7 +287,7 @@ def _doubled_ranks(values: Any) -> Any:
 
 
 def _sums(ranks: Any) -> Any:
-    """[size, sum]: the number of subsets of the ranks with that size and sum."""
+    """[size, sum]: number of subsets of ranks with that size and sum."""
     import numpy as np
 
     ways = np.zeros((len(ranks) + 1, int(ranks.sum()) + 1))
@@ -297,7 +298,7 @@ def _sums(ranks: Any) -> Any:
 
 
 def _tails(ways: Any, observed: int) -> float:
-    """The share of all ways whose sum is at least as far out as the one observed, on both sides."""
+    """Share of all ways with a sum at least as extreme, on both sides."""
     total = ways.sum()
     lower, upper = ways[: observed + 1].sum() / total, ways[observed:].sum() / total
     return float(min(1.0, 2 * min(lower, upper)))

@@ -1,4 +1,4 @@
-"""The ratio of the times of two runs that took turns on one device."""
+"""Ratios of times of two runs that alternated on one device."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,10 @@ from steplab.records.run import Run
 def step_ratio(
     a: Run, b: Run, *, threshold: float | None = None, tokens_ratio: float = 1.0, num_decided: int = 1
 ) -> Ratio | None:
-    """The step time of `b` over that of `a`, on the tokens of a step of `a`.
+    """Step time of `b` over `a`, on the tokens of a step of `a`.
 
-    `tokens_ratio` is the tokens per step of `b` divided by those of `a`; `num_decided` is the number of ratios that are
-    decided together, as of `compare_samples`. None: one of them has no steps, or they took
-    no turns with each other.
+    `tokens_ratio`: tokens per step of `b` over `a`. `num_decided`: as in `compare_samples`. None: a run has no steps,
+    or they did not alternate.
     """
     of_a, of_b = _steps_s(a), tuple(sample / tokens_ratio for sample in _steps_s(b))
     if not of_a or not of_b or not took_turns(a, b):
@@ -25,16 +24,16 @@ def step_ratio(
 
 
 def took_turns(a: Run, b: Run) -> bool:
-    """Whether the steps of two runs alternated."""
+    """True if the steps of two runs alternated."""
     return a.turns is not None and b.turns is not None and a.turns.session == b.turns.session and a.id != b.id
 
 
 def ratio_in_turns(
     a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, num_decided: int = 1
 ) -> Ratio | None:
-    """The ratio of samples of two runs that took turns, one of each step; None if no turns lie beside each other.
+    """Ratio of samples of two alternating runs, one per step; None without neighbouring turns.
 
-    A run that was there before the other may have had turns beside further runs; those are left out.
+    The earlier run's turns next to other runs are left out.
     """
     assert a.turns is not None
     assert b.turns is not None
@@ -51,11 +50,10 @@ def ratio_in_turns(
 
 
 def chained(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio of the last step to the first, from those of each step to the one before it.
+    """Ratio of the last step to the first, from ratios of consecutive steps.
 
-    Its logarithm is the sum of theirs. Each was measured by turns of its own, so that their errors are independent, and
-    half widths of intervals add up as the root of the sum of squares, on each side. Its medians are those of the first
-    step in the first of the ratios and of the last step in the last.
+    Logarithms add up. Each ratio has its own turns, so errors are independent: half widths add as the root of the sum
+    of squares, per side. The medians are the first step's in the first ratio and the last step's in the last.
     """
     ratio = math.prod(each.ratio for each in ratios)
     below = [math.log(each.ratio / each.low) for each in ratios if each.low]
@@ -78,16 +76,16 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, ...]:
-    """The ratio of each side over all starts that have one; `each` has those of a start, side by side."""
+    """Ratio of each side over the starts that have one; `each` lists sides per start."""
     sides = ([ratio for ratio in side if ratio] for side in zip(*each, strict=True))
     return tuple(of_starts(found) if found else None for found in sides)
 
 
 def of_starts(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratio over several starts of both sides, each with turns of its own.
+    """Ratio over several starts of both sides.
 
-    Its logarithm is the mean of theirs. The half width of its interval is the larger of what their intervals give, and
-    of Student's for the spread between starts: processes of one step differ by more than turns within one.
+    Its logarithm is the mean of theirs. Its half width is the larger of theirs combined and Student's for the spread
+    between starts, since processes of a step differ more than turns within one.
     """
     if len(ratios) == 1:
         return ratios[0]
@@ -114,14 +112,14 @@ def of_starts(ratios: Sequence[Ratio]) -> Ratio:
 
 
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-"""97.5th percentile of Student's t by the number of starts, one more than its degrees of freedom."""
+"""97.5th percentile of Student's t by number of starts (degrees of freedom plus one)."""
 
 _Placed = tuple[tuple[int, tuple[float, ...]], ...]
-"""Samples of blocks, each with the place of its turn."""
+"""Samples of blocks, each with its turn's place."""
 
 
 def _beside(earlier: _Placed, later: _Placed) -> _Placed:
-    """The blocks of the run that was there first that lie beside those of the other, which it precedes in a round."""
+    """The earlier run's blocks next to the later run's, which follow it in a round."""
     first, last = later[0][0], later[-1][0]
     start = max(place for place, _ in earlier if place < first)
     end = min((place for place, _ in earlier if place > last), default=last)
@@ -131,7 +129,7 @@ def _beside(earlier: _Placed, later: _Placed) -> _Placed:
 def _ratio(
     blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, num_decided: int, *, alternating: bool
 ) -> Ratio | None:
-    """Turns are compared pair by pair, in their order; where each was a process of its own they are too few."""
+    """Turns are compared in pairs, in order; separate processes per turn are pooled, being too few."""
     if alternating:
         together = [[sample for block in side for sample in block] for side in (blocks_a, blocks_b)]
         return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, num_decided=num_decided)

@@ -1,7 +1,6 @@
-"""A training recorded by the callbacks of a trainer: `steplab.recorder`, opened and closed by events.
+"""A training recorded by a trainer's callbacks, which open and close `steplab.recorder`.
 
-After the steps that were asked for, the record is stored and the callbacks do nothing more, so that a training of any
-length can be recorded.
+After the requested steps the record is stored and callbacks do nothing, so trainings of any length can be recorded.
 """
 
 from contextlib import ExitStack
@@ -18,12 +17,12 @@ from steplab.records.run import Run
 
 
 class RecordedTraining:
-    """The record of one training. A call that comes out of place, such as a phase outside of a step, does nothing."""
+    """The record of one training. Misplaced calls, such as a phase outside a step, do nothing."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of `steplab.recorder`."""
+        """Takes the options of `steplab.recorder`."""
         self.run: Run | None = None
-        """The record, once it is stored; on the first rank alone."""
+        """The record once stored, only on the first rank."""
         self._options = options
         self._recorder: Recorder | None = None
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
@@ -31,35 +30,32 @@ class RecordedTraining:
 
     @property
     def is_running(self) -> bool:
-        """Whether steps are being recorded."""
         return self._recorder is not None
 
     def begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
-        """Begin to record; `model` names the modules in a profile. Raises SteplabError as `steplab.recorder` does."""
+        """`model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
         opened = recorder(name, model=model, device=device, **self._options)
         self._inside = False
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
         self._recorder = self._open.enter_context(opened)
 
     def begin_step(self) -> None:
-        """Begin a step."""
         if self._recorder and not self._inside:
             self._step.enter_context(self._recorder.step())
             self._inside = True
 
     def begin_phase(self, name: str) -> None:
-        """Begin a part of the step, where the part before ends."""
+        """Begin a phase, ending the one before."""
         if self._recorder and self._inside:
             self._phase.close()
             self._phase.enter_context(self._recorder.phase(name))
 
     def end_phase(self) -> None:
-        """End the part that is under way."""
         if self._inside:
             self._phase.close()
 
     def end_step(self) -> None:
-        """End the step; the last one that was asked for ends the record."""
+        """End the step; the last requested one ends the record."""
         if self._recorder and self._inside:
             self._phase.close()
             self._step.close()
@@ -68,24 +64,24 @@ class RecordedTraining:
                 self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Store the record, with `error` as that of a failure; a store that fails is a warning."""
+        """Store the record, failed if there is an `error`; a failing store only warns."""
         ended, self._recorder = self._recorder, None
         if ended is None:
             return
-        if self._inside:  # the step is not over, and not counted
+        if self._inside:  # an unfinished step does not count
             stopped = error or KeyboardInterrupt()
             self._phase.__exit__(type(stopped), stopped, stopped.__traceback__)
             self._step.__exit__(type(stopped), stopped, stopped.__traceback__)
             self._inside = False
         try:
             self._open.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        except SteplabError as failure:  # the training goes on
+        except SteplabError as failure:  # training continues
             warn_caller(UserWarning(f"steplab: {failure}"))
         self.run = ended.run
 
 
 class RecordingCallback:
-    """What the callbacks of all trainers have in common: their options, and the record."""
+    """Options and record common to all trainers' callbacks."""
 
     def __init__(
         self,
@@ -99,10 +95,10 @@ class RecordingCallback:
         profile: range | None = None,
         store: Path | str | None = None,
     ) -> None:
-        """Take the options of `steplab.recorder`.
+        """Takes the options of `steplab.recorder`.
 
-        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` and `flops_per_step` are
-        those of all ranks.
+        `profile=range(20, 23)` profiles steps 20 to 22, from 0. `tokens_per_step` and `flops_per_step` are over all
+        ranks.
         """
         self._name = name
         self._training = RecordedTraining(
@@ -117,5 +113,5 @@ class RecordingCallback:
 
     @property
     def run(self) -> Run | None:
-        """The record, once it is stored; None before, and on all ranks but the first."""
+        """The record once stored; None before, and on later ranks."""
         return self._training.run

@@ -1,6 +1,6 @@
-"""A record as a tracker of experiments takes it: flat parameters, figures and files.
+"""A record for experiment trackers: flat parameters, figures and files.
 
-`steplab export --tracker` gives this to MLflow, W&B and TensorBoard, and docs/report.md to any other.
+`steplab export --tracker` passes it to MLflow, W&B and TensorBoard; docs/report.md shows others.
 """
 
 import os
@@ -21,38 +21,38 @@ from steplab.records.run import Run
 from steplab.specs.step import FIELDS
 
 _PROJECT = "steplab"
-"""The experiment or project that records go to where the tracker's own variables name none."""
+"""Default experiment or project, if the tracker's variables name none."""
 _SETTINGS = {*(field.column for field in FIELDS.values()), "processes", "num_ranks"}
-"""The columns of a row that are chosen before a measurement, numbers among them."""
+"""Columns chosen before measuring, some of them numbers."""
 _UNUSUAL = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
-    """What is tracked of one record."""
+    """One record for a tracker."""
 
     id: str
-    """Id of the record, which names folders and runs: of a store from elsewhere, without what would lead out of one."""
+    """Id for folders and runs, without characters that could leave a folder."""
     name: str
-    """Name that the user gave, or else the kind of the record and its id."""
+    """The user's name, else kind and id."""
     created: datetime
-    """Time at which the measurement ended."""
+    """End of the measurement."""
     is_ok: bool
-    """Whether the measurement succeeded."""
+    """True if it succeeded."""
     params: Mapping[str, str | int | float | bool]
-    """The configuration, the device and the software."""
+    """Configuration, device and software."""
     metrics: Mapping[str, float]
-    """The figures in base units; their names end in the unit, as in JSON and CSV."""
+    """Figures in base units; names end in the unit, as in JSON and CSV."""
     files: Mapping[str, bytes]
-    """The contents of files by name: record.json with every raw sample, and report.html if a page was given."""
+    """File contents by name: record.json with raw samples, and report.html if given."""
 
 
 def tracked(record: Record, page: str = "") -> Tracked:
-    """What is tracked of a record; `page` is its report as HTML. What is not known is left out."""
+    """A record for trackers without unknown values; `page` is its HTML report."""
     row = summary_row(record)
     known = {_plain(key): value for key, value in row.items() if value is not None and value != ""}
     metrics = {key: float(value) for key, value in known.items() if _is_figure(key, value)}
-    if isinstance(record, Run) and record.timing:  # a loop's phases have names of its own
+    if isinstance(record, Run) and record.timing:  # a loop names its own phases
         for samples in record.timing.back_to_back:
             if samples.phase != "step" and samples.best_s:
                 metrics.setdefault(_plain(f"{samples.phase}_s"), median(samples.best_s))
@@ -68,22 +68,22 @@ def tracked(record: Record, page: str = "") -> Tracked:
 
 
 def track(one: Tracked, tracker: str, folder: Path) -> str:
-    """Add a record to `mlflow`, `wandb` or `tensorboard` as a run, unless it is there already, and say where.
+    """Add a record to `mlflow`, `wandb` or `tensorboard` as a run, unless it exists, and return the place.
 
-    `folder` is TensorBoard's; the others know by variables of their own where to write. Raises UserError if the
-    tracker's library is not installed, and SteplabError if the tracker refuses.
+    `folder` is TensorBoard's; the others use their variables. Raises UserError without the tracker's library,
+    SteplabError if the tracker refuses.
     """
     try:
         if tracker == "tensorboard":
             return _to_tensorboard(one, folder)
         return _to_mlflow(one) if tracker == "mlflow" else _to_wandb(one)
     except ImportError as error:
-        fix = f"install it by `pip install 'steplab[{tracker}]'`"
+        fix = f"run `pip install 'steplab[{tracker}]'`"
         raise UserError(f"--tracker {tracker} needs a library: {error}; {fix}") from error
 
 
 def _to_mlflow(one: Tracked) -> str:
-    """To the server of MLFLOW_TRACKING_URI, and the experiment of MLFLOW_EXPERIMENT_NAME."""
+    """Uses the server of MLFLOW_TRACKING_URI and the experiment of MLFLOW_EXPERIMENT_NAME."""
     import mlflow
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
@@ -102,16 +102,15 @@ def _to_mlflow(one: Tracked) -> str:
         client.log_batch(run_id, metrics, [Param(key, str(value)) for key, value in one.params.items()])
         for file, content in one.files.items():
             client.log_text(run_id, content.decode(), file)
-        client.log_batch(run_id, tags=[RunTag("steplab.id", one.id)])  # last: a run without it is not whole
+        client.log_batch(run_id, tags=[RunTag("steplab.id", one.id)])  # last: it marks a complete run
         client.set_terminated(run_id, "FINISHED" if one.is_ok else "FAILED", ended_ms)
     except mlflow.MlflowException as error:
-        raise SteplabError(f"MLflow did not take record {one.id} ({where}): {error}") from error
+        raise SteplabError(f"MLflow refused record {one.id} ({where}): {error}") from error
     return where
 
 
 def _to_wandb(one: Tracked) -> str:
-    """To the project of WANDB_PROJECT, in a folder that `wandb sync` uploads: nothing leaves the machine unless
-    WANDB_MODE=online."""
+    """Uses the project of WANDB_PROJECT, in a folder for `wandb sync`; only WANDB_MODE=online sends anything."""
     import wandb
 
     try:
@@ -131,12 +130,12 @@ def _to_wandb(one: Tracked) -> str:
             run.log_artifact(artifact)
             run.finish(exit_code=0 if one.is_ok else 1)
     except wandb.Error as error:
-        raise SteplabError(f"W&B did not take record {one.id}: {error}") from error
+        raise SteplabError(f"W&B refused record {one.id}: {error}") from error
     return str(run.url or Path(run.dir).parent)
 
 
 def _to_tensorboard(one: Tracked, folder: Path) -> str:
-    """To a folder in this one, with the files beside the events."""
+    """Writes a subfolder with events and files."""
     from torch.utils.tensorboard import SummaryWriter
 
     run = folder / f"steplab-{one.id}"
@@ -160,5 +159,5 @@ def _is_figure(key: str, value: Scalar) -> bool:
 
 
 def _plain(key: str) -> str:
-    """The name with the characters alone that every tracker, and a file's name, takes."""
+    """The name in characters that trackers and file names accept."""
     return _UNUSUAL.sub("_", key)

@@ -4,9 +4,8 @@
 
     Trainer(..., callbacks=[SteplabCallback("my finetuning")]).train()
 
-A step is an optimizer step with all of its micro-steps. The Trainer tells of its micro-steps and of the optimizer, and
-hooks on the model of its forward pass; what follows until the next event is the backward phase, so that the clipping of
-gradients is part of it. The optimizer phase includes the scheduler and zero_grad.
+A step is an optimizer step with all its micro-steps. Forward comes from hooks on the model; backward lasts until the
+Trainer's next event, so it includes gradient clipping. The optimizer phase includes the scheduler and zero_grad.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,17 @@ from steplab.measurement.compat import minds_hooks
 
 
 class SteplabCallback(RecordingCallback, TrainerCallback):
-    """Records the first steps of a training as one record in the store, by default 100 after 5 of warm-up.
+    """Records the first steps of a training as one stored record: by default 100 after 5 of warm-up.
 
-    The record is stored once they are over. Its name is by default the run name of the training's arguments.
-    transformers tells callbacks of no exception, so a training that fails earlier leaves no record.
+    The record is stored after these steps; its default name is the arguments' run name. transformers does not report
+    exceptions to callbacks, so a training that fails earlier leaves no record.
     """
 
     _hooks: Sequence[RemovableHandle] = ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
-        """Begin to record."""
         self._remove_hooks()
-        # A compiled model would trace hooks into its graph, or be compiled again for them.
+        # A compiled model would trace hooks into its graph, or recompile for them.
         hooked = not (args.torch_compile or minds_hooks(model))
         name = self._name or getattr(args, "run_name", None) or ""
         self._training.begin(name, device=args.device, model=model if hooked else None)
@@ -41,25 +39,22 @@ class SteplabCallback(RecordingCallback, TrainerCallback):
             self._hooks = (before, model.register_forward_hook(self._on_output))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin a step, before its first micro-step."""
         self._training.begin_step()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End the backward phase of a micro-step that is not the last."""
         self._training.end_phase()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin the optimizer phase."""
         self._training.begin_phase("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End a step; after the last one that is recorded, take the hooks off the model."""
+        """End a step; after the last recorded one, remove the hooks."""
         self._training.end_step()
         if not self._training.is_running:
             self._remove_hooks()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Store the record of a training that was shorter than what was asked for."""
+        """Store the record of a training shorter than requested."""
         self._training.end()
         self._remove_hooks()
 

@@ -1,4 +1,4 @@
-"""Files of others (traces, memory snapshots), read in a process whose memory and time the operating system bounds.
+"""Files of others (traces, memory snapshots), read in a process with bounded memory and time.
 
-`bounded` is what to call; `child` is the process. Nothing here imports torch.
+Call `bounded`; `child` is the process. Nothing here imports torch.
 """

@@ -1,10 +1,9 @@
-"""Reads a trace or a memory snapshot of anyone's in a process of its own.
+"""Reads anyone's trace or memory snapshot in a separate process.
 
-A file can make its reader take any amount of memory or time: by size, by nesting, by keys that collide, by a query
-without end. Counters in a reader never meet all of that; the operating system does. It refuses the process more memory
-than `Limits.memory_bytes`, ends it after `Limits.processor_s`, and Ctrl-C ends it even where C code is deaf to signals.
-
-The answer is JSON, decoded as the type that is expected, so that no code of the process runs here.
+A file can demand unlimited memory or time: by size, nesting, colliding keys, or an endless query. The operating system
+stops all of these, counters in a reader do not: it caps memory at `Limits.memory_bytes` and ends the process after
+`Limits.processor_s`. Ctrl-C works even in C code. The answer is JSON of the expected type, so none of the process's
+code runs here.
 """
 
 import signal
@@ -33,21 +32,21 @@ def read_bounded(
     limits: Limits | None = None,
     on_progress: OnProgress = unwatched,
 ) -> _Result:
-    """What a new process reads of the files, the first of which names what goes wrong.
+    """Read the files in a new process; errors name the first file.
 
-    `what` is a function of `child`, which gets the paths and `options`; `on_progress` is called with the bytes read and
-    the file's size. Raises UserError for a file that cannot be read, is not of its kind or takes more than the limits
-    allow (None: the usual ones), and SteplabError as the function does.
+    `what` is a function of `child` that takes the paths and `options`; `on_progress` gets bytes read and the file's
+    size. Raises UserError for a file that cannot be read, is of another kind or exceeds the limits (None: the usual
+    ones), and SteplabError as the function does.
     """
     limits = limits or Limits()
     if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):
-        fix = "write it to a file and name that (.gz and .xz are read as they are)"
-        raise UserError(f"{paths[0]} is no regular file, and another process is to read it; {fix}")
+        fix = "save it to a file first (.gz and .xz are fine)"
+        raise UserError(f"{paths[0]} is not a regular file; {fix}")
     request = msgspec.json.encode(Request(what, options or {}, limits.memory_bytes, limits.processor_s))
     answer: Answer | None = None
     command = python_running("steplab.reading.child", request.decode(), *map(str, paths))
     pipe = subprocess.PIPE
-    # a session of its own: Ctrl-C reaches this process alone
+    # Its own session: Ctrl-C reaches only this process.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         assert process.stdout
         try:
@@ -61,8 +60,8 @@ def read_bounded(
     if isinstance(answer, Read):
         try:
             return msgspec.json.decode(answer.result, type=result)
-        except msgspec.ValidationError as error:  # NaN, which JSON has not
-            raise UserError(f"{paths[0]}: a value in it cannot be right: {error}") from error
+        except msgspec.ValidationError as error:  # NaN is not JSON
+            raise UserError(f"{paths[0]}: it has an invalid value: {error}") from error
     if isinstance(answer, NotRead):
         raise (UserError if answer.exit_code == UserError.exit_code else SteplabError)(answer.message)
     if isinstance(answer, Broken):
@@ -76,4 +75,4 @@ def _why_ended(code: int, limits: Limits) -> str:
     if code == -getattr(signal, "SIGXCPU", 0):
         return str(LimitReached(f"reading it takes more than {limits.processor_s} s of processor time"))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"the process that read it ended by {how}: it is damaged, or nests too deep"
+    return f"its reader ended by {how}: it is damaged, or nests too deep"

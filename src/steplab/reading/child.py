@@ -1,4 +1,4 @@
-"""The process that reads one file of another's within bounds, and ends."""
+"""The process that reads one file within bounds, and ends."""
 
 import gc
 import os
@@ -15,11 +15,10 @@ from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, R
 from steplab.unpacking import OnProgress
 
 _TELL_S = 0.1
-"""The least time between two messages on the progress."""
+"""Least time between two progress messages."""
 
 
 def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_range: str | None = None) -> object:
-    """The Profile of a trace."""
     from steplab.reading.traces.digest import digest
     from steplab.reading.traces.reading import read_trace
 
@@ -27,7 +26,7 @@ def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_ra
 
 
 def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole: int) -> object:
-    """The RankTrace of a trace, with `whole` its Profile too."""
+    """The RankTrace of a trace; `whole` adds its Profile."""
     from dataclasses import replace
 
     from steplab.reading.traces.digest import digest
@@ -40,7 +39,6 @@ def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole:
 
 
 def traced_steps(on_progress: OnProgress, trace: Path) -> object:
-    """The TracedSteps of a trace."""
     from steplab.reading.traces.communication import traced_steps as of
     from steplab.reading.traces.reading import read_trace
 
@@ -55,7 +53,7 @@ def memory(
     from steplab.reading.snapshots.marks import check_same_history, read_marks
     from steplab.reading.snapshots.reading import read_snapshot
 
-    owners = read_marks(marks) if marks else None  # first: it is read in no time
+    owners = read_marks(marks) if marks else None  # first, because it is quick
     history = read_snapshot(snapshot, on_progress)
     if owners and marks:
         check_same_history(owners, history, marks)
@@ -66,17 +64,17 @@ _WORK: dict[str, Callable[..., object]] = {work.__name__: work for work in (prof
 
 
 def main() -> None:
-    """Answer the request among the arguments. The end of standard input ends this process: who asked is gone."""
+    """Answer the request in the arguments. The end of stdin ends this process: its caller is gone."""
     request, *paths = sys.argv[1:]
     asked = msgspec.json.decode(request, type=Request)
     _bound(asked)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would each take memory
-    gc.disable()  # a snapshot is millions of objects, none of them garbage
+    gc.disable()  # a snapshot is millions of objects without garbage
     try:
         _answer(_answered(asked, map(Path, paths)))
     except MemoryError:
         os._exit(NO_MEMORY)
-    os._exit(0)  # without taking millions of objects apart
+    os._exit(0)  # skips freeing millions of objects
 
 
 def _answered(asked: Request, paths: Iterable[Path]) -> Answer:
@@ -91,7 +89,7 @@ def _answered(asked: Request, paths: Iterable[Path]) -> Answer:
 
 
 def _bound(request: Request) -> None:
-    """Have the operating system bound memory and processor time, and end this process with the one that asked."""
+    """Let the operating system bound memory and processor time, and end this process with its caller."""
     try:
         import fcntl
         import resource
@@ -105,7 +103,7 @@ def _bound(request: Request) -> None:
     for kind, most in bounds.items():
         soft, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
-    if hasattr(os, "O_ASYNC"):  # SIGIO, which ends a process, when the other end of the pipe is closed
+    if hasattr(os, "O_ASYNC"):  # SIGIO ends the process when the pipe closes
         fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
 

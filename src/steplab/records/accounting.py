@@ -1,73 +1,73 @@
-"""What was derived of a model at scale: questions, answers, and the lines that lead to them."""
+"""Accounting for a model at scale: questions, answers and their derivations."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notation:
-    """A formula as text and as LaTeX's mathematics, without delimiters."""
+    """A formula as text and as LaTeX mathematics."""
 
     text: str
-    """The formula in characters, as for a terminal."""
+    """The formula in plain characters."""
     latex: str
-    """The formula for LaTeX's mathematics mode."""
+    """LaTeX source without delimiters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One symbol with its figure, and where it comes from."""
+    """A symbol, its value and its derivation."""
 
     symbol: Notation
-    """M_X."""
+    """Symbol, such as M_X."""
     formula: Notation | None = None
-    """In symbols; None: it is given."""
+    """Formula in symbols; None: a given value."""
     in_figures: Notation | None = None
-    """The formula with the figures put in."""
+    """Formula with numbers inserted."""
     value: float
-    """What comes out, in base units."""
+    """Result in base units."""
     unit: str = ""
-    """bytes, tokens, devices, s, FLOP/s, bytes/s, or '' for a ratio or a count."""
+    """bytes, tokens, devices, s, FLOP/s, bytes/s, or '' for a ratio or count."""
     what: str
-    """What the symbol stands for."""
+    """Meaning of the symbol."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """Something that lowers the batch a device needs."""
+    """A technique that lowers the batch per device needed."""
 
     what: str
-    """What it is."""
+    """Name of the technique."""
     how: str
-    """How it does that."""
+    """Its mechanism."""
     tokens_per_device: float
-    """The batch from which on the forward pass is compute-bound with it."""
+    """Smallest batch at which the forward pass is compute-bound with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A question, its answer in one sentence, and how that comes about."""
+    """A question, its answer and the derivation."""
 
     title: str
-    """The question."""
+    """The question itself."""
     answer: str
-    """With its figure."""
+    """One sentence with the number."""
     figures: tuple[Figure, ...]
-    """The derivation, line by line."""
+    """Derivation, line by line."""
     source: str
-    """Where the formulas come from."""
+    """Source of the formulas."""
     remarks: tuple[str, ...] = ()
-    """Assumptions, in whole sentences."""
+    """Assumptions, as sentences."""
     means: tuple[Means, ...] = ()
-    """For a question about what can be done."""
+    """Techniques that help; empty if the question asks for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accounting:
-    """All questions about one model on one mesh of devices."""
+    """All questions about one model on one mesh."""
 
     model: str
-    """What it is called."""
+    """Name of the model."""
     given: tuple[Figure, ...]
-    """What all questions start from."""
+    """Starting values of all questions."""
     questions: tuple[Question, ...]
-    """In the order they are asked."""
+    """Questions in the order asked."""

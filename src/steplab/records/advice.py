@@ -1,4 +1,4 @@
-"""The record of a walk from one step to the fastest that was found, one change at a time."""
+"""The record of `steplab advise`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,106 +14,103 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """One change, measured in turns with the fastest step until then."""
+    """One change, alternated with the fastest step so far."""
 
     field: str
-    """Field of the step that was changed, by its name in study files."""
+    """Changed field, by its name in study files."""
     value: str
-    """Its value with the change."""
+    """New value."""
     along: tuple[str, ...] = ()
-    """Words of the changes that were made with it: what it needs, and others of the recipe `fast`."""
+    """Words of changes made with it: its requirements, and others of the recipe `fast`."""
     code: tuple[str, ...]
-    """Lines that it adds to a model and a training loop of the user's own."""
+    """Lines that it adds to your own model and training loop."""
     numerics: str = ""
-    """How the change affects the numbers beyond the order of additions; empty: not at all."""
+    """Effect on numbers beyond the order of additions; empty: none."""
     predicted_share: float | None = None
-    """Predicted saving as a share of the step before; None: there was no prediction."""
+    """Predicted saving as a share of the step before; None: no prediction."""
     predicted_by: str = ""
-    """What predicted it: plan time, plan layout, or the kind of a finding."""
+    """Source of the prediction: plan time, plan layout, or the kind of a finding."""
     ratio: Ratio | None = None
-    """Step time with the change over that without it; None if it was not compared."""
+    """Step time with the change over without; None: not compared."""
     waits_for_host: bool | None = None
-    """Whether the device waited for the host in the step with the change; None: not known."""
+    """True if the device waited for the host with the change; None: unknown."""
     kept: bool = False
-    """Whether the walk went on from the step with the change."""
+    """True if later changes built on it."""
     failure: str | None = None
-    """Why there is no step time with the change, in one line."""
+    """Reason for a missing step time, on one line."""
     peak_bytes: int | None = None
-    """Peak memory of the step with the change: of the device, or on a CPU of the process; None: not known."""
+    """Peak memory with the change: the device's, or on a CPU the process's; None: unknown."""
     before_bytes: int | None = None
-    """The same of the step without it."""
+    """The same without the change."""
     run_id: str | None = None
     """Id of the record with the change; None: it could not be built."""
     base_id: str | None = None
     """Id of the record without it."""
     step_s: float | None = None
-    """Median seconds of the step with it, where the step without it did not run; None: see `ratio`."""
+    """Median seconds with the change, if the step without it failed; None: see `ratio`."""
     took_s: float | None = None
-    """Seconds from building the step until the change was decided; None: not known."""
+    """Seconds from building the step to the decision; None: unknown."""
 
     @property
     def words(self) -> str:
-        """The change in words, with what was changed along with it."""
         own, *others = self.all_words
         return words_with(own, others)
 
     @property
     def all_words(self) -> tuple[str, ...]:
-        """The words of the change, and of each that was made along with it."""
+        """The change and those made with it."""
         return (f"{self.field.removeprefix('model.')} {self.value}", *self.along)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Advice(StepRecord):
-    """What `steplab advise` found; `spec` is the step that it began with."""
+    """Result of `steplab advise`; `spec` is the first step."""
 
     best: StepSpec | None = None
-    """The fastest step that was found; None if none ran."""
+    """Fastest step found; None if none ran."""
     start_id: str | None = None
-    """Id of the record of the step that it began with."""
+    """Id of the first step's record."""
     best_id: str | None = None
-    """Id of the record of the fastest step."""
+    """Id of the fastest step's record."""
     start_s: float | None = None
-    """Median time of the first step in seconds, in the turns that `overall` is from; None if it did not run."""
+    """Median seconds of the first step, from the turns of `overall`; None if it failed."""
     best_s: float | None = None
-    """Median time of the fastest step in seconds, likewise."""
+    """Median seconds of the fastest step, likewise."""
     overall: Ratio | None = None
-    """Time of the fastest step over that of the first: measured in turns, or where time was over (a note says so) the
-    product of the ratios of the changes that were kept; None if one of the two does not run."""
+    """Time of the fastest step over the first: alternating, or out of time (see notes) the product of the kept ratios.
+    None if either fails.
+    """
     tried: tuple[Tried, ...] = ()
-    """The changes in the order in which they were tried."""
+    """Changes in the order tried."""
     untried: tuple[str, ...] = ()
-    """Changes that apply and were not tried, because time was over or the walk was interrupted, the next one first."""
+    """Applicable changes not tried, in order, for lack of time or after an interruption."""
     untried_shares: tuple[float | None, ...] = ()
-    """The predicted saving of each of them as a share of the fastest step; None: there was no prediction."""
+    """Predicted saving of each untried change as a share of the fastest step; None: no prediction."""
     untried_fits: tuple[bool, ...] = ()
-    """Whether each of them may fit the GPU; False: its step is predicted not to."""
+    """False if a step is predicted not to fit the GPU."""
     untried_s: float | None = None
-    """Seconds that trying all of them takes, by what the trials before took; None: not known."""
+    """Seconds for trying all of them, estimated from earlier trials; None: unknown."""
     interrupted: bool = False
-    """Whether the walk was interrupted before its end."""
+    """True if the search was interrupted."""
     by_hand: tuple[Finding, ...] = ()
-    """Findings whose change is no field of the step."""
+    """Findings whose change is not a field of the step."""
     doubts: tuple[str, ...] = ()
-    """Why the times of the first step and of the fastest are doubtful, a sentence each with the step and its record."""
+    """Reasons to doubt the first and fastest times: a sentence each, with step and record."""
     alternating: str | None = None
-    """Why each turn had a process of its own; None: processes stayed alive."""
+    """Reason for a process per turn; None: processes stayed alive."""
     schema: str = "steplab.advice/1"
     """Format of this record."""
 
     @property
     def kept(self) -> tuple[Tried, ...]:
-        """The changes of the fastest step."""
         return tuple(tried for tried in self.tried if tried.kept)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         if self.best is None and self.kept:
             yield ".best", "is missing, although changes were kept"
 
 
 def advice_row(advice: Advice) -> Row:
-    """The row of a walk: the fastest step that it found, and its time beside the first one's."""
     row = head(advice, "advise") | {"status": advice.status} | step_columns(advice.best or advice.spec)
     return row | {
         "device": advice.device_name,

@@ -1,4 +1,4 @@
-"""The record of a benchmark of attention: cells with raw samples, memory and errors."""
+"""The record of an attention benchmark: raw samples, memory and errors by cell."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -19,30 +19,30 @@ TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMemory:
-    """Memory in bytes beyond the inputs (queries, keys, values and the output's gradient), which exist before."""
+    """Bytes beyond the inputs: queries, keys, values and the output's gradient."""
 
     saved_bytes: int | None = None
-    """Memory saved for the backward pass, including the output and excluding the inputs."""
+    """Memory saved for backward, including the output, excluding inputs."""
     forward_peak_bytes: int | None = None
-    """Peak memory of a forward pass without gradients; None if the allocator keeps no high-water mark."""
+    """Peak of a forward pass without gradients; None: the allocator keeps no high-water mark."""
     both_peak_bytes: int | None = None
-    """Peak memory of a forward and a backward pass, including the gradients; None as above."""
+    """Peak of forward and backward with gradients; None as above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorError:
-    """Error of one result against float64, and the error of plain attention in the same number format."""
+    """Error of a result against float64, with plain attention's error in the same format."""
 
     tensor: str
-    """Which result: output, or queries, keys or values for their gradient."""
+    """output; or queries, keys or values for their gradients."""
     max_abs: float | None
-    """Largest absolute difference of an element; None: the result is not finite."""
+    """Largest absolute difference; None: not finite."""
     relative: float | None
-    """Norm of the difference over the norm of float64's result (Frobenius); None: the result is not finite."""
+    """Frobenius norm of the difference over the norm of float64's result; None: not finite."""
     plain_max_abs: float | None = None
-    """Largest absolute difference for plain attention; None if plain attention did not fit."""
+    """Largest absolute difference of plain attention; None: it did not fit."""
     plain_relative: float | None = None
-    """Relative error (as above) of plain attention; None if plain attention did not fit."""
+    """Relative error of plain attention; None: it did not fit."""
 
     @property
     def ratio(self) -> float | None:
@@ -55,27 +55,28 @@ class AttentionCell(Outcome):
     """One implementation on one shape."""
 
     spec: AttentionSpec
-    """The cell as requested."""
+    """The requested cell."""
     passes: tuple[PhaseSamples, ...] = ()
-    """Raw samples of forward, backward and both, one per repeat; empty for a failure."""
+    """Raw samples of forward, backward and both, one per repeat; empty after a failure."""
     first_call_s: float | None = None
-    """Synchronised host time of the first forward and backward pass in seconds, including compilation."""
+    """Synchronised host seconds of the first forward and backward, including compilation."""
     memory: AttentionMemory | None = None
-    """Memory that the cell took; None for a failure."""
+    """Memory used; None after a failure."""
     errors: tuple[TensorError, ...] = ()
-    """Errors against float64; empty if float64 results were not computed."""
+    """Errors against float64; empty: float64 results were not computed."""
     checked_heads: int | None = None
-    """Number of heads, over all sequences, whose results were compared with float64."""
+    """Heads compared with float64, over all sequences."""
     flops: dict[str, float] = field(default_factory=dict)
-    """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half of it if causal, 2.5 times as much backward; FLOPs that an
-    implementation executes beyond these do not count."""
+    """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half if causal, backward 2.5 times as much. Extra executed FLOPs do
+    not count.
+    """
     interleaved: tuple[str, ...] = ()
-    """The implementations that took turns with this one, repeat by repeat; empty: it was timed by itself."""
+    """Implementations alternated repeat by repeat; empty: timed alone."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why; the implementation that `auto` chose; overhead that the times may include."""
+    """Gaps and their reasons, the choice of `auto`, and overhead that times may include."""
 
     def samples(self, name: str) -> tuple[float, ...]:
-        """Seconds of each repeat of a pass; empty if it was not timed."""
+        """Seconds per repeat; empty if not timed."""
         found = find_phase(self.passes, name)
         return found.best_s if found else ()
 
@@ -90,11 +91,10 @@ class AttentionCell(Outcome):
         return flops / seconds if seconds and flops else None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         for index, timed in enumerate(self.passes):
             yield from known(f".passes[{index}].phase", timed.phase, PASSES)
             if not timed.best_s or not all(timed.best_s):
-                yield f".passes[{index}]", "has no samples, or one that took no time"
+                yield f".passes[{index}]", "has no samples, or a sample without time"
         for name in self.flops:
             yield from known(".flops", name, PASSES)
         if not self.failure and not self.passes:
@@ -103,37 +103,35 @@ class AttentionCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AttentionRun(Benchmark[AttentionCell]):
-    """A stored benchmark of attention."""
+    """A stored attention benchmark: every implementation on every shape."""
 
     study: AttentionStudy
-    """The study as requested."""
+    """The requested study."""
     schema: str = "steplab.attention/1"
     """Format of this record."""
 
     @property
     def num_requested(self) -> int:
-        """Number of cells in the study."""
         return len(self.study.cells)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTerm:
-    """One tensor of an accounting."""
+    """A tensor in an account."""
 
     what: str
-    """What the tensor is, such as 'scores, scaled'."""
+    """Meaning of the tensor, such as 'scores, scaled'."""
     formula: str
-    """Formula of its size in bytes, in the symbols of the shape, such as 'B H S K e'."""
+    """Size in bytes in symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
-    """Sizes of its dimensions."""
+    """Size of each dimension."""
     element_bytes: int
-    """Size of one element in bytes."""
+    """Bytes per element."""
     kept: bool = False
-    """Whether it is saved for the backward pass."""
+    """True if saved for backward."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
         total = self.element_bytes
         for size in self.shape:
             total *= size
@@ -142,36 +140,36 @@ class TensorTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionAccount:
-    """The tensors that plain attention holds at its memory peak, and the device memory that they must fit into."""
+    """Tensors of plain attention at its memory peak, against the device's memory."""
 
     spec: AttentionSpec
     """The cell."""
     moment: str
-    """When the peak occurs, such as 'backward of the softmax'."""
+    """Moment of the peak, such as 'backward of the softmax'."""
     terms: tuple[TensorTerm, ...]
-    """The tensors that are alive at the peak."""
+    """Tensors alive at the peak."""
     memory_bytes: int
     """Memory of the device in bytes."""
     memory_source: str
-    """The device whose memory that is, and where the figure is from."""
+    """The device, and the source of its memory size."""
     asked: AttentionSpec | None = None
-    """The requested cell, if it fits: `spec` is then that cell with its sequence doubled until it no longer fits.
-    None: `spec` is the requested cell."""
+    """The requested cell if it fits: `spec` doubles its sequence until it no longer does. None: `spec` was
+    requested.
+    """
     previous: AttentionSpec | None = None
-    """The largest smaller cell, which fits; None: no smaller cell was examined."""
+    """Largest smaller cell, which fits; None: none was examined."""
     previous_bytes: int | None = None
-    """Peak memory of `previous` in bytes."""
+    """Peak of `previous` in bytes."""
     measured: Failure | None = None
-    """The failure on the device, if the cell was tried; None: it was not tried."""
+    """Measured failure; None: not tried."""
 
     @property
     def total_bytes(self) -> int:
-        """Peak memory of the cell in bytes: the sum of the terms."""
+        """Peak in bytes: the sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
 
 def attention_row(run: AttentionRun) -> Row:
-    """The row of a benchmark of attention."""
     return head(run, "attention") | {"description": run.study.name} | tail(run)
 
 

@@ -1,4 +1,4 @@
-"""Measured ceilings of a machine: the rates that a CPU or a GPU outside the catalogue reaches."""
+"""Measured peaks of a machine, for a CPU or an unknown GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,36 +19,35 @@ class Ceiling:
     """One measured rate."""
 
     name: str
-    """What was measured: matmul or copy."""
+    """matmul or copy."""
     dtype: str | None
     """Data type of a matmul; None for a copy."""
     unit: str
-    """Unit of the rate: FLOP/s, or B/s (bytes read plus bytes written)."""
+    """FLOP/s, or B/s (bytes read plus written)."""
     work: float
-    """Number of FLOPs or bytes in one repeat."""
+    """FLOPs or bytes per repeat."""
     seconds: tuple[float, ...]
-    """Raw time of each repeat in seconds."""
+    """Raw seconds per repeat."""
 
     @property
     def best_per_s(self) -> float:
-        """Rate of the fastest repeat, the one that other work on the machine disturbed least."""
+        """Rate of the fastest, least disturbed repeat."""
         return self.work / min(self.seconds)
 
     @property
     def scatters(self) -> bool:
-        """Whether half of the repeats took 1.5 times as long as the fastest, or more."""
+        """True if half of the repeats took at least 1.5 times as long as the fastest."""
         return median(self.seconds) > _SCATTERED * min(self.seconds)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         if not self.seconds or not all(self.seconds):
-            yield ".seconds", "has no samples, or one that took no time"
+            yield ".seconds", "has no samples, or a sample without time"
         yield from known(".unit", self.unit, ("FLOP/s", "B/s"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Ceilings(MachineRecord):
-    """What `steplab doctor` measured on one device."""
+    """Result of `steplab doctor` on one device."""
 
     environment: Environment
     """The machine and its software."""
@@ -58,17 +57,16 @@ class Ceilings(MachineRecord):
     """Format of this record."""
 
     def matmul(self, dtype: str) -> Ceiling | None:
-        """The measured matmul ceiling of a data type."""
         return next((c for c in self.ceilings if c.name == "matmul" and c.dtype == dtype), None)
 
     def serves(self, device: DeviceInfo) -> bool:
-        """Whether they are those of a device of this name, with as many threads."""
+        """True for a device of the same name and number of threads."""
         own = self.environment.device
         return (own.name, own.threads) == (device.name, device.threads)
 
     @property
     def doubt(self) -> str | None:
-        """Why they may be too low, as a sentence; MFU is not relative to such. None: nothing says so."""
+        """Reason that the peaks may be too low, which excludes them from MFU; None: none found."""
         if busy := busy_machine(self.environment):
             return busy.text
         wide = [c.dtype or c.name for c in self.ceilings if c.scatters]
@@ -76,7 +74,7 @@ class Ceilings(MachineRecord):
 
 
 def ceilings_row(record: Ceilings) -> Row:
-    """The row of a set of ceilings: the device and each of its rates."""
+    """One column per rate."""
     row = head(record, "doctor") | {"device": record.device_name, "status": record.status} | software(record)
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
@@ -85,7 +83,7 @@ def ceilings_row(record: Ceilings) -> Row:
 
 
 def ceilings_cells(record: Ceilings) -> tuple[MeasuredCell, ...]:
-    """The ceilings as they are compared: the time of each repeat."""
+    """Peaks for comparison: time of each repeat."""
     return tuple(
         MeasuredCell(
             key={"ceiling": ceiling.name, "dtype": ceiling.dtype, "work": ceiling.work},

@@ -1,7 +1,7 @@
-"""Encodes records as JSON and decodes them, including records of other versions of steplab.
+"""JSON of records, including records of other versions.
 
-Unknown fields are ignored, so that an older steplab reads what a newer one of the same major format wrote;
-a newer major format is refused, because its fields may mean something else.
+Unknown fields are ignored, so an older steplab reads newer records of the same major format. A newer major format is
+refused, because its fields may have other meanings.
 """
 
 import secrets
@@ -19,17 +19,17 @@ _TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
 
 def new_id() -> str:
-    """The id of a new record: twelve random hexadecimal digits."""
+    """Twelve random hexadecimal digits."""
     return secrets.token_hex(6)
 
 
 def now_utc() -> str:
-    """The current time in the format of records, such as 2026-11-21T07:30:00Z."""
+    """The time in the format of records: 2026-11-21T07:30:00Z."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Head(TypedDict):
-    """The fields of a new record that follow from no measurement."""
+    """Fields of a new record that need no measurement."""
 
     id: str
     created_utc: str
@@ -37,26 +37,23 @@ class Head(TypedDict):
 
 
 def new_head() -> Head:
-    """The head of a record that is made now, by this version."""
     return {"id": new_id(), "created_utc": now_utc(), "steplab_version": __version__}
 
 
 def encode(record: object) -> bytes:
-    """JSON of a record or spec, on one line."""
+    """JSON on one line."""
     return msgspec.json.encode(record)
 
 
 def encode_with_summary(record: Record) -> bytes:
-    """JSON of a record, with its row of figures (registry.summary_row) under the key `summary`.
-
-    The figures can be computed from the record, and readers of records ignore them; they are for jq and for other
-    programs.
+    """JSON with the row of figures (registry.summary_row) under `summary`, for jq and other programs. Readers ignore
+    it.
     """
     return encode(record)[:-1] + b',"summary":' + encode(summary_row(record)) + b"}"
 
 
 class UnknownFormat(SteplabError):
-    """A record is of a kind, or of a format, that this version does not know."""
+    """The kind or format of a record is unknown to this version."""
 
 
 class _Head(msgspec.Struct):
@@ -66,7 +63,7 @@ class _Head(msgspec.Struct):
 def decode(text: bytes | str) -> Record:
     """The record in a line of JSON.
 
-    Raises SteplabError if it is not JSON, or is not a record of steplab; UnknownFormat for a newer major format.
+    Raises SteplabError for anything else, UnknownFormat for a newer major format.
     """
     try:
         schema = msgspec.json.decode(text, type=_Head).schema

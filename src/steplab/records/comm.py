@@ -1,4 +1,4 @@
-"""The record of a benchmark of collectives: cells with every rank's raw samples, and the communication profile."""
+"""The record of a collectives benchmark: samples of every rank, and the communication profile."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -19,92 +19,88 @@ class CommRank:
     """One rank: its process, machine and device."""
 
     rank: int
-    """Number of the rank, from 0."""
+    """From 0."""
     host: str
-    """Name of the machine that it ran on."""
+    """Name of its machine."""
     device: str
     """Number and name of its device, such as 'cuda:1 NVIDIA H200'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """One rank's samples of one cell, one per repeat, in the order they were taken."""
+    """One rank's samples of a cell, one per repeat, in order."""
 
     rank: int
-    """Number of the rank, from 0."""
+    """From 0."""
     device_s: tuple[float, ...] | None = None
-    """Seconds per call for calls back to back, between events on the device; None for a device without events."""
+    """Seconds per call, back to back, between device events; None: no events."""
     calls_per_sample: int = 1
-    """Number of consecutive calls whose mean time is one sample of `device_s`."""
+    """Consecutive calls averaged into one sample of `device_s`."""
     num_waits: int | None = None
-    """Number of samples of `device_s` in which the device may have waited for the host, because not all of their calls
-    were started when the device ended the sample before. None: not known."""
+    """Samples of `device_s` in which the device may have waited for the host: some calls started after the sample
+    before had ended. None: unknown.
+    """
     held_s: float | None = None
-    """Longest time in seconds that the device was held before a row of calls, to give Python a head start; None if that
-    is not known, or the device is the host."""
+    """Longest hold of the device in seconds before a row of calls, a head start for Python; None: unknown, or a CPU."""
     alone_s: tuple[float, ...] = ()
-    """Seconds of single calls on the host's clock, each after a barrier, with the device synchronised before and
-    after."""
+    """Host seconds of single calls, each after a barrier, synchronised before and after."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """The samples that steplab reports: `device_s` if the device has events, else `alone_s`."""
+        """Reported samples: `device_s`, else `alone_s`."""
         return self.device_s or self.alone_s
 
     @property
     def median_s(self) -> float:
-        """Median of `best_s`."""
         return median(self.best_s)
 
     @property
     def thirds_s(self) -> tuple[float, float, float]:
-        """Medians of the first, the middle and the last third of `best_s`."""
+        """Medians of the first, middle and last third of `best_s`."""
         return medians_of_thirds(self.best_s)
 
     @property
     def drift(self) -> float:
-        """The median divided by the smallest of `thirds_s`, which shows a disturbance that began or ended."""
+        """Median over the smallest of `thirds_s`; a disturbance that began or ended raises it."""
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         if not self.best_s or not all(self.best_s):
-            yield ".device_s" if self.device_s else ".alone_s", "has no samples, or one that took no time"
+            yield ".device_s" if self.device_s else ".alone_s", "has no samples, or a sample without time"
         if self.calls_per_sample < 1:
             yield ".calls_per_sample", "must be at least 1, not 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
-    """Comparison of one call's result with the closed form, over all ranks."""
+    """Results of one call against the closed form, over all ranks."""
 
     num_elements: int
-    """Number of elements that were compared."""
+    """Elements compared."""
     num_wrong: int
-    """Number of wrong elements; the data are small whole numbers, whose sums are exact in every type."""
+    """Wrong elements; data are small integers, so sums are exact in every type."""
     first_wrong: str = ""
-    """The first wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty if all are right."""
+    """First wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty: all are right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCell(Outcome):
-    """The measurement of one collective at one message size."""
+    """One collective at one size."""
 
     spec: CommSpec
-    """The cell as requested."""
+    """The requested cell."""
     message_bytes: int
-    """Size of the message that was sent, S of nccl-tests, in bytes."""
+    """Size sent in bytes, S of nccl-tests."""
     wire_bytes: float | None = None
-    """Least number of bytes that each rank sends: S times the factor of the bus bandwidth; None during the
-    measurement."""
+    """Least bytes that each rank sends: S times the bus bandwidth's factor; None while measuring."""
     ranks: tuple[RankTimes, ...] = ()
-    """Samples of every participating rank; empty for a failure."""
+    """Samples of each rank; empty after a failure."""
     check: CommCheck | None = None
-    """Check of the result; None if no result was checked."""
+    """Check of the result; None: not checked."""
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the longest median, whose times are the cell's; None for a failure."""
+        """The rank with the longest median, whose times count; None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
     @property
@@ -124,7 +120,6 @@ class CommCell(Outcome):
         return max(medians) / min(medians) - 1 if medians else None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from numbered(".ranks", [times.rank for times in self.ranks], self.spec.world_size)
         if not self.failure and not self.ranks:
             yield ".ranks", "is empty, and no failure says why"
@@ -132,55 +127,55 @@ class CommCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFit:
-    """A line through the times of one collective: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
+    """Line through a collective's times: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
 
     collective: str
-    """The collective that the line is for."""
+    """Such as all_reduce."""
     way: str
-    """Transport that the line is for (specs.comm.CommSpec.transport)."""
+    """Transport (specs.comm.CommSpec.transport)."""
     dtype: str
-    """Number format of the elements that the line is for."""
+    """Number format of the elements."""
     world_size: int | None
-    """Number of ranks that the line is for; None: all world sizes, with the gamma term."""
+    """Number of ranks; None: all, with the gamma term."""
     alpha_s: float
-    """Fixed time of a call in seconds."""
+    """Fixed seconds per call."""
     beta_s_per_byte: float
-    """Seconds per byte on the wire; its inverse is the bus bandwidth of long messages."""
+    """Seconds per byte on the wire; the inverse of long messages' bus bandwidth."""
     gamma_s_per_rank: float | None = None
-    """Seconds per rank; None if world sizes were not fitted together."""
+    """Seconds per rank; None: world sizes were not fitted together."""
     num_points: int
-    """Number of cells that the line was fitted to."""
+    """Cells fitted."""
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, which the fit minimises; None: no more points than terms,
-    which every line fits exactly (only in old records, which needed fewer than three sizes)."""
+    """Root mean square of (fitted - measured) / measured, minimised by the fit. None: too few points to differ from the
+    line (old records).
+    """
     worst_relative: float | None
-    """The value of (fitted - measured) / measured that is largest in magnitude, with its sign; None as above."""
+    """Largest (fitted - measured) / measured by magnitude, with its sign; None as above."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from known(".collective", self.collective, COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFacts:
-    """Facts that are the same for all cells, reported by the ranks."""
+    """Facts common to all cells, reported by the ranks."""
 
     ranks: tuple[CommRank, ...] = ()
-    """The processes."""
+    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
-    """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
+    """Versions of transport libraries: {'nccl': '2.28.9'}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommRun(Benchmark[CommCell]):
-    """A stored benchmark of collectives."""
+    """A stored benchmark of collectives by size, world size and backend."""
 
     study: CommStudy
-    """What was asked, and how it was to be measured."""
+    """The requested study."""
     ranks: tuple[CommRank, ...] = ()
-    """The processes."""
+    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
-    """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
+    """Versions of transport libraries: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()
     """The machine's communication profile."""
     schema: str = "steplab.comm/1"
@@ -188,16 +183,13 @@ class CommRun(Benchmark[CommCell]):
 
     @property
     def num_requested(self) -> int:
-        """Number of cells in the study."""
         return len(self.study.cells)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from numbered(".ranks", [rank.rank for rank in self.ranks], self.study.num_processes)
 
 
 def comm_row(run: CommRun) -> Row:
-    """The row of a benchmark of collectives."""
     collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
     return (
         head(run, "comm")
@@ -248,5 +240,5 @@ COMM_FIGURES: tuple[Figure[CommCell], ...] = (
 
 
 def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:
-    """The cells as they are compared: the time of the slowest rank."""
+    """Cells for comparison: time of the slowest rank."""
     return tuple(measured_cell(cell, asdict(cell.spec), cell.spec.label, COMM_FIGURES) for cell in run.cells)

@@ -1,4 +1,4 @@
-"""The record of a data-parallel study: for each variant every rank's samples, messages, memory and traced steps."""
+"""The record of a data-parallel study: samples, messages, memory and traced steps of every rank and variant."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,61 +17,60 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
 MOMENTS = ("initialised", "before_step", "after_step")
-"""The moments at which memory is read: after model and optimizer are built, and before and after the optimizer's first
-step, which allocates its state."""
+"""Moments of memory readings: after building model and optimizer, and around the optimizer's first step, which
+allocates its state.
+"""
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
-"""The collectives that a step may call."""
+"""Collectives that a step may call."""
 _ROUNDING_BYTES = 16 * MIB
-"""Largest difference between two counts of the same tensors that is due to rounding."""
+"""Largest difference between two counts of the same tensors that rounding explains."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
 """Streams in the timeline of a traced step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMemory:
-    """Memory that one rank holds at one moment, by owner."""
+    """Memory of one rank at one moment, by owner."""
 
     moment: str
-    """One of MOMENTS."""
+    """One of MOMENTS: time of the reading."""
     parameters_bytes: int
-    """Bytes of the parameters, including padding in a flat buffer of them."""
+    """Parameters, including padding of a flat buffer."""
     gradients_bytes: int
-    """Bytes of the gradients, including the buffers that they are views of."""
+    """Gradients, including the buffers behind them."""
     optimizer_bytes: int
-    """Bytes of the optimizer's tensors."""
+    """Tensors of the optimizer."""
     allocated_bytes: int | None = None
-    """Bytes of all tensors of this variant on the device, including memory that peer copies share outside of the
-    allocator; None if the allocator keeps no count."""
+    """All tensors of this variant on the device, including memory that peer copies share outside the allocator. None:
+    the allocator keeps no count.
+    """
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state together."""
+        """Parameters, gradients and optimizer state."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def other_bytes(self) -> int | None:
-        """Bytes of everything else, such as buffers, batches, messages and tensors of the step that are still alive;
-        None if the allocator keeps no count."""
+        """Everything else: buffers, batches, messages, live tensors of the step. None: the allocator keeps no count."""
         return None if self.allocated_bytes is None else max(self.allocated_bytes - self.known_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """Consecutive collectives of one kind in one step of a rank."""
+    """Consecutive collectives of one kind in a rank's step."""
 
     collective: str
-    """The collective: all_reduce, all_gather, reduce_scatter, reduce or broadcast."""
+    """all_reduce, all_gather, reduce_scatter, reduce or broadcast."""
     sizes_bytes: tuple[int, ...]
-    """Size of each message in order: for all-gather that of the output, for reduce-scatter that of the input."""
+    """Bytes per message in order: the output for all-gather, the input for reduce-scatter."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all these messages together."""
         return sum(self.sizes_bytes)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         if not self.sizes_bytes:
             yield ".sizes_bytes", "is empty"
 
@@ -81,42 +80,42 @@ class DdpRank:
     """One rank's samples."""
 
     rank: int
-    """Number of the rank, from 0."""
+    """From 0."""
     phases: tuple[PhaseSamples, ...] = ()
-    """Samples of forward, backward, optimizer and step, and of gradient sync if the variant has such a call."""
+    """Samples of forward, backward, optimizer and step; of gradient sync if the variant calls it."""
     baseline: tuple[PhaseSamples, ...] = ()
-    """Samples of the baseline (the step without communication), taken in turns with the variant; empty for the baseline
-    itself."""
+    """Samples of the step without communication, alternated with the variant; empty for the baseline itself."""
     held_s: float | None = None
-    """Longest time in seconds that the device was held before a step of `phases`, to give Python a head start; None if
-    the device is the host, or the time is not known."""
+    """Longest hold of the device in seconds before a step of `phases`, a head start for Python; None: unknown, or a
+    CPU.
+    """
     alone_s: tuple[float, ...] = ()
-    """Seconds of one step's communication by itself, one sample per repeat."""
+    """Seconds of one step's communication alone, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
     """Memory at each of MOMENTS."""
     peak: PeakMemory | None = None
-    """Peak memory of the warm-up steps, including the baseline's memory; None if the allocator keeps no count."""
+    """Peak of the warm-up steps, including the baseline's memory; None: the allocator keeps no count."""
     beside_bytes: int | None = None
-    """Bytes allocated outside of the variant while it was measured, such as the baseline's model."""
+    """Bytes outside the variant while it was measured, such as the baseline's model."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
-        """Seconds of a phase in each step; empty if it was not timed."""
+        """Seconds per step; empty if not timed."""
         found = find_phase(self.baseline if baseline else self.phases, phase)
         return found.best_s if found else ()
 
     @property
     def baseline_freed(self) -> bool:
-        """Whether memory of the baseline or an earlier variant was freed during this measurement.
+        """True if memory of the baseline or an earlier variant was freed during this measurement.
 
-        Then fewer bytes are counted for the variant than it is known to hold, and its other memory is not known.
+        Counted bytes are then below known bytes, and other memory is unknown.
         """
         counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
 
     def moment(self, name: str) -> StateMemory | None:
-        """The memory at one of MOMENTS; `allocated_bytes` is None if it is not known.
+        """Memory at one of MOMENTS; `allocated_bytes` is None if unknown.
 
-        Of an update in parts, early records have what was held after each part: the step ends with the last.
+        Early records hold one reading per part of an update; the last ends the step.
         """
         looks = [memory for memory in self.memory if memory.moment == name]
         if not looks:
@@ -125,7 +124,6 @@ class DdpRank:
         return replace(found, allocated_bytes=None) if self.baseline_freed else found
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from measured_problems(".phases", self.phases)
         yield from measured_problems(".baseline", self.baseline)
         for index, memory in enumerate(self.memory):
@@ -134,64 +132,61 @@ class DdpRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedSteps:
-    """Overlap of communication and computation on rank 0, from a trace of some steps, by unions of intervals.
+    """Overlap of communication and computation on rank 0, by unions of intervals; means per step.
 
-    The steps ran under a profiler, which slows the host, so these times are never step times. All figures are means per
-    step.
+    A profiler slows the host, so these are never step times.
     """
 
     num_steps: int
-    """Number of traced steps."""
+    """Steps in the trace."""
     step_s: float
-    """Seconds from a step's first piece of work to its last; on a CPU, where steps follow each other at once, the time
-    of all steps divided by their number."""
+    """Seconds from a step's first work to its last; on a CPU, where steps follow at once, the mean."""
     communication_s: float
-    """Seconds in which at least one message was being sent."""
+    """Seconds with at least one message in flight."""
     overlapped_s: float
-    """Seconds of `communication_s` in which computation ran as well."""
+    """Seconds of `communication_s` with computation."""
     timeline: Timeline
-    """The last step on two rows, COMPUTE_ROW and COMMUNICATION_ROW. Pieces of work of one category that follow each
-    other closely are merged, and named after the category."""
+    """The last step on COMPUTE_ROW and COMMUNICATION_ROW. Close pieces of one category are merged and take its name."""
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication during which no computation ran."""
+        """Seconds of communication without computation."""
         return self.communication_s - self.overlapped_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpCell(Outcome):
-    """The measurement of one variant."""
+    """One variant's measurement."""
 
     contender: Variant
-    """The variant that was measured."""
+    """The variant as the study lists it."""
     ranks: tuple[DdpRank, ...] = ()
-    """Samples of each rank in order; empty for a failure."""
+    """Samples by rank; empty after a failure."""
     messages: tuple[Messages, ...] = ()
-    """Messages in one step of a rank; empty if nothing is sent, or the messages are not known."""
+    """Messages of a rank's step; empty: none, or unknown."""
     wire_bytes: int | None = None
-    """Least number of bytes that the rank with the most traffic sends in a step: the size of each message times the
-    factor of nccl-tests for its collective (costs.communication). None if the messages are not known, and in old
-    records."""
+    """Least bytes sent by the busiest rank per step: message sizes times nccl-tests' factors (costs.communication).
+    None: unknown, or an old record.
+    """
     turns: str = ""
-    """interleaved: the baseline was in memory too, and they took turns. before_and_after: memory was too small for
-    both, so the baseline was timed before and after the variant."""
+    """interleaved: alternated with the baseline in memory. before_and_after: memory was too small for both, so the
+    baseline ran before and after.
+    """
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
     traced: TracedSteps | None = None
-    """Overlap in the traced steps; None if no steps were traced."""
+    """Overlap in traced steps; None: none were traced."""
     expected: tuple[StateMemory, ...] = ()
-    """Memory at MOMENTS by the formulas of ZeRO (costs.data_parallel)."""
+    """Memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """Gaps and their reasons."""
 
     @property
     def num_calls(self) -> int | None:
-        """Number of collectives per step; None if it is not known."""
+        """Collectives per step; None: unknown."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         for index, messages in enumerate(self.messages):
             yield from known(f".messages[{index}].collective", messages.collective, SENT)
         if not self.failure and not self.ranks:
@@ -200,50 +195,48 @@ class DdpCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurvePoint:
-    """Predictions of the overhead model for one bucket size."""
+    """Predictions for one bucket size."""
 
     bucket_mb: float
-    """Bucket size in units of 1e6 bytes."""
+    """Bucket size in 1e6 bytes."""
     num_buckets: float
-    """Number of buckets of this size."""
+    """Buckets of this size."""
     exposed_s: float
-    """Exposed communication in seconds if all calls overlap with the backward pass: the last bucket, or the time by
-    which the link is late."""
+    """Exposed seconds if all calls overlap backward: the last bucket, or the link's delay."""
     serial_s: float
-    """Exposed communication in seconds if the overhead of every call is exposed, and the transfer of the last
-    bucket."""
+    """Exposed seconds if every call's overhead and the last transfer are exposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadModel:
-    """Model of the time that communication adds to the step, with fitted parameters (costs.data_parallel)."""
+    """Fitted model of the time that communication adds (costs.data_parallel)."""
 
     gradient_bytes: float
     """Bytes of all gradients; s in the formulas."""
     bytes_per_s: float
-    """Fitted bandwidth of the link; w in the formulas."""
+    """w in the formulas: bandwidth of the link."""
     call_s: float
-    """Fitted overhead of a call in seconds; o in the formulas."""
+    """o in the formulas: seconds per call."""
     backward_s: float
-    """Median of the baseline's backward pass in seconds."""
+    """Median seconds of the baseline's backward pass."""
     num_fitted: int
-    """Number of variants whose communication by itself the model was fitted to."""
+    """Variants fitted, by their communication alone."""
     worst_fit: float
-    """Largest relative difference between those times and the fit."""
+    """Largest relative error of the fit."""
     best_bucket_mb: float
-    """Bucket size with the smallest `serial_s`, sqrt(s w o), in units of 1e6 bytes."""
+    """Bucket size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
     least_serial_s: float
-    """Value of `serial_s` at that bucket size, in seconds."""
+    """`serial_s` at that size, in seconds."""
     curve: tuple[CurvePoint, ...]
-    """The predictions by bucket size, the smallest first."""
+    """Predictions by bucket size, smallest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """Where one rank ran."""
+    """Place of a rank."""
 
     rank: int
-    """Number of the rank, from 0."""
+    """From 0."""
     host: str
     """Name of the machine."""
     device: str
@@ -252,47 +245,45 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpFacts:
-    """Facts that are the same for all variants, reported by the first."""
+    """Facts common to all variants, reported by the first."""
 
     backend: str
-    """Backend of torch.distributed: nccl or gloo."""
+    """nccl or gloo."""
     places: tuple[RankPlace, ...]
-    """Where each rank ran."""
+    """Place of each rank."""
     num_parameters: int
-    """Number of parameters of the model."""
+    """Parameters of the model."""
     num_tensors: int
-    """Number of parameter tensors, each of which has a gradient."""
+    """Parameter tensors, each with a gradient."""
     gradient_bytes: int
-    """Bytes of all gradients together."""
+    """Bytes of all gradients."""
     knows_tokens: bool = True
-    """Whether the model's batches have the study's batch and context, so that the tokens of a step are known."""
+    """False if batches may not have the study's batch and context, so tokens per step are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DdpRun(Benchmark[DdpCell]):
-    """A stored data-parallel study."""
+    """A stored study of data-parallel variants of one step."""
 
     study: DdpStudy
-    """The study as requested."""
+    """The requested study."""
     facts: DdpFacts | None = None
-    """Facts about the ranks and the model; None if no process reported them."""
+    """Facts about ranks and model; None: no process reported."""
     model: OverheadModel | None = None
-    """The fitted overhead model; None if there are too few measurements for a fit."""
+    """Fitted overhead model; None: too few measurements."""
     schema: str = "steplab.ddp/1"
     """Format of this record."""
 
     @property
     def num_requested(self) -> int:
-        """Number of variants in the study."""
         return len(self.study.contenders)
 
     @property
     def baseline(self) -> DdpCell | None:
-        """The cell of the variant without communication; None if it is missing."""
+        """The variant without communication; None if missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         for index, cell in enumerate(self.cells):
             yield from numbered(f".cells[{index}].ranks", [rank.rank for rank in cell.ranks], self.study.processes)
             if cell.contender not in self.study.contenders:
@@ -302,7 +293,6 @@ class DdpRun(Benchmark[DdpCell]):
 
 
 def ddp_row(run: DdpRun) -> Row:
-    """The row of a data-parallel study."""
     return (
         head(run, "ddp")
         | step_columns(run.study.step)
@@ -316,7 +306,7 @@ def ddp_row(run: DdpRun) -> Row:
 
 
 def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:
-    """The variants as they are compared: step and phases of the slowest rank, and its communication by itself."""
+    """Variants for comparison: step and phases of the slowest rank, and its communication alone."""
     shared = step_key(run.study.step) | {"num_ranks": run.study.processes}
     return tuple(
         MeasuredCell(

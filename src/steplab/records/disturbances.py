@@ -1,4 +1,4 @@
-"""What makes the step time of a run doubtful: steps that differ too much, and a machine that did other work."""
+"""Reasons to doubt a run's step time: steps that differ too much, and a busy machine."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
-"""Share of the machine's processors from which other processes matter."""
+"""Share of the processors from which other processes matter."""
 _CROWDED = 1.5
-"""Runnable processes per processor from which a machine is overloaded, where nothing better is known."""
+"""Runnable processes per processor that mean overload, if nothing better is known."""
 _SUSPENDED_S = 0.1
-"""Seconds of suspension from which it was one; less is the time between the readings of two clocks."""
+"""Seconds from which a suspension counts; shorter gaps lie between readings of two clocks."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
-"""Reasons of a lower clock that are faults of cooling or power supply; the power limit is part of the GPU."""
+"""Clock limits from failing cooling or power; the power limit belongs to the GPU."""
 
 WAITS = "waits for host"
 """Word for a step in which the device waits for the host; a quiet machine would not help."""
@@ -23,20 +23,20 @@ WAITS = "waits for host"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
-    """One reason to doubt the step time of a run."""
+    """A reason to doubt a step time."""
 
     word: str
     """Short name, for a column or a label."""
     text: str
-    """Whole sentence with the figures."""
+    """Sentence with numbers."""
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
-    """Why the step time of a run is doubtful; empty for a steady run on a quiet machine, and for one without a timing.
+    """Reasons to doubt a run's step time; empty for a quiet run, and without a timing.
 
-    The rules: a quarter of the steps take more than twice the median; the step time does not settle within 5 %; the
-    device waits for the host; other processes used the processors or the GPU; the GPU's clock was lowered by heat or
-    by the power supply; the machine was suspended.
+    Rules: a quarter of the steps take more than twice the median, or the time does not settle within 5 %. The device
+    waits for the host. Other processes use the processors or the GPU. Heat or power supply lower the clock. The machine
+    is suspended.
     """
     step = run.timing.phase("step") if run.timing else None
     if run.timing is None or step is None or not step.best_s:
@@ -50,13 +50,13 @@ def disturbances(run: Run) -> tuple[Disturbance, ...]:
 
 
 def never_settles(run: Run) -> bool:
-    """Whether the step time did not settle, in a curve long enough to tell."""
+    """True if a curve long enough to judge did not settle."""
     samples = curve(run.timing) if run.timing else ()
     return len(samples) >= stats.FEWEST_FOR_STEADY and stats.steady_from(samples) is None
 
 
 def disturbance_words(run: Run) -> str | None:
-    """The short names of all disturbances of a run, for a column; None without any."""
+    """Short names for a column; None without any."""
     return ", ".join(disturbance.word for disturbance in disturbances(run)) or None
 
 
@@ -88,7 +88,7 @@ def _waiting(run: Run) -> Disturbance | None:
 
 
 def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbance | None:
-    """Whether other processes used processors that a measurement in `num_processes` processes needed."""
+    """True if other processes used processors that `num_processes` needed."""
     threads = environment.device.threads or 1
     others, cpus = environment.other_cpus, environment.num_cpus
     if others is not None:
@@ -100,7 +100,7 @@ def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbanc
     wanted = max(cpus, threads * num_processes)
     if load is None or load <= _CROWDED * wanted:
         return None
-    text = f"{load:.1f} processes were runnable on {counted(cpus, 'processor')} in the minute before the measurement."
+    text = f"{load:.1f} processes were runnable on {counted(cpus, 'processor')} in the minute before measuring."
     return Disturbance(word="busy machine", text=text)
 
 

@@ -1,43 +1,43 @@
-"""The hardware and software of a measurement."""
+"""Hardware and software of a measurement."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """The device a run was measured on."""
+    """The measured device."""
 
     kind: str
-    """Kind of device: cuda, mps or cpu."""
+    """cuda, mps or cpu."""
     name: str
-    """Name of the device by torch or, for a CPU, by the operating system."""
+    """Name by torch or, for a CPU, by the operating system."""
     memory_bytes: int | None = None
-    """Total memory of a GPU in bytes."""
+    """Memory of a GPU in bytes."""
     uuid: str | None = None
-    """UUID of the GPU, by which NVML finds the GPU for the figures below whatever CUDA_VISIBLE_DEVICES says."""
+    """UUID for NVML, which finds the GPU regardless of CUDA_VISIBLE_DEVICES."""
     compute_capability: str | None = None
-    """CUDA compute capability, such as '9.0'."""
+    """Such as '9.0'."""
     sm_clock_hz: float | None = None
-    """Clock of the SMs in Hz, read while the last warm-up steps (or, without any, the measured steps) were running."""
+    """SM clock in Hz during the last warm-up steps, else during measured steps."""
     idle_sm_clock_hz: float | None = None
-    """Clock of the SMs in Hz, read before the measurement."""
+    """SM clock in Hz before the measurement."""
     memory_clock_hz: float | None = None
-    """Clock of the memory in Hz, read at the same time."""
+    """Memory clock in Hz, read with `sm_clock_hz`."""
     power_limit_w: float | None = None
     """Power limit in force, in watts."""
     temperature_c: float | None = None
-    """Temperature in degrees Celsius, read at the same time."""
+    """Temperature in °C, read with `sm_clock_hz`."""
     clock_limits: tuple[str, ...] | None = None
-    """Reasons for which the GPU ran below its highest clock, read at the same time; None: not known."""
+    """Reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
     other_processes: int | None = None
-    """Number of other processes that had the GPU open, read at the same time; None: not known."""
+    """Other processes with the GPU open, read with `sm_clock_hz`; None: unknown."""
     threads: int | None = None
-    """Number of threads that torch computes with on a CPU."""
+    """Threads of torch on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """The hardware and software of a measurement, which may explain why two runs of one spec differ."""
+    """Hardware and software, which may explain differences between runs of one spec."""
 
     device: DeviceInfo
     """The device that computed."""
@@ -46,33 +46,32 @@ class Environment:
     cpu: str
     """Name of the processor."""
     num_cpus: int
-    """Number of logical processors of the machine."""
+    """Logical processors."""
     python: str
-    """Version of Python."""
+    """Python version, such as 3.12.0."""
     torch: str
-    """Version of torch."""
+    """torch version, such as 2.13.0."""
     cuda: str | None = None
-    """CUDA version that torch was built for; None: without CUDA."""
+    """CUDA version of torch's build; None: without CUDA."""
     cudnn: str | None = None
-    """Version of cuDNN; None: without it."""
+    """cuDNN version; None: without it."""
     triton: str | None = None
-    """Version of Triton; None if it is not installed."""
+    """Triton version; None: not installed."""
     driver: str | None = None
-    """Version of the GPU driver, from NVML."""
+    """GPU driver version, from NVML."""
     flash_triton: str | None = None
-    """Kernels that attention flash_triton has there in bf16 and fp16: hopper or portable; None: not known, or none."""
+    """Kernels of attention flash_triton in 16 bits: hopper or portable; None: unknown, or none."""
     git_commit: str | None = None
-    """Commit of the working directory, followed by '+' if files differ from it; None outside a checkout."""
+    """Commit of the working directory, with '+' if files differ; None outside a checkout."""
     load_average: float | None = None
-    """Mean number of runnable processes over the minute before the measurement, as the operating system has it."""
+    """Mean runnable processes in the minute before, from the operating system."""
     other_cpus: float | None = None
-    """Mean number of logical processors that other processes kept busy during the measurement, of a step that is its
-    warm-up and the measured steps; None: not known, as for steps of several processes and those that were over too soon
-    to tell."""
+    """Logical processors kept busy by other processes during warm-up and measured steps, on average. None: unknown,
+    several processes, or too short.
+    """
     suspended_s: float | None = None
-    """Seconds for which the machine was suspended (asleep) during the warm-up and the measured steps; None: not
-    known."""
+    """Seconds of suspension during warm-up and measured steps; None: unknown."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Values of the environment variables on an allow-list that were set; no other variable is stored."""
+    """Allowed environment variables that were set; others are never stored."""
     gaps: tuple[str, ...] = ()
-    """What could not be determined, and why."""
+    """Facts that could not be determined, with reasons."""

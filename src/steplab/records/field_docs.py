@@ -1,4 +1,4 @@
-"""The meaning of each field of a dataclass, from its declaration or its docstring, for JSON Schema and for `help`."""
+"""Meaning of each field of a dataclass, from its declaration or docstring, for JSON Schema and `help`."""
 
 import ast
 import dataclasses
@@ -15,8 +15,9 @@ from steplab.specs.step_fields import Declared
 
 
 def meanings(described: type) -> Iterator[tuple[str, str]]:
-    """Name and meaning of each field of a dataclass: its declaration's help (specs.step_fields), or its docstring; of a
-    field declared twice the nearest class's is first."""
+    """Name and meaning of each field: the help of its declaration (specs.step_fields), or its docstring, nearest class
+    first.
+    """
     fields = {field.name: field.type for field in dataclasses.fields(described)}
     for name, hint in fields.items():
         yield from ((name, about.help) for about in typing.get_args(hint) if isinstance(about, Declared))
@@ -29,8 +30,9 @@ def meanings(described: type) -> Iterator[tuple[str, str]]:
 
 
 def add_to_help(described: type) -> None:
-    """List a dataclass's fields in its docstring, which `help` and notebooks show; Python shows those of functions and
-    properties alone. Without its source the class is left as it is."""
+    """List a dataclass's fields in its docstring for `help`, where Python shows only functions and properties. Without
+    source the class stays unchanged.
+    """
     if (described.__doc__ or "").find(_HEADING) >= 0:
         return
     try:
@@ -47,7 +49,7 @@ def add_to_help(described: type) -> None:
 
 
 _HEADING = "Fields:"
-_SIZES = 'Sizes that replace those of a built-in model, as in steplab.measure("tiny", **{"model.num_layers": 4}):'
+_SIZES = 'Model size overrides, as in steplab.measure("tiny", **{"model.num_layers": 4}):'
 
 
 def _entry(name: str, text: str) -> str:
@@ -57,6 +59,5 @@ def _entry(name: str, text: str) -> str:
 
 
 def _body(described: type) -> list[ast.stmt]:
-    """The statements of a class in its source."""
     module = ast.parse(inspect.getsource(sys.modules[described.__module__]))
     return next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == described.__name__)

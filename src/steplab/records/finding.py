@@ -1,4 +1,4 @@
-"""Diagnoses of a run: the evidence, the explanation, the proposed change and its predicted gain."""
+"""Diagnoses of a run: evidence, explanation, proposed change, predicted saving."""
 
 import math
 from collections.abc import Iterable
@@ -7,42 +7,40 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One figure that supports a finding."""
+    """One number behind a finding."""
 
     what: str
-    """What the figure is, such as 'idle while the host launches, forward'."""
+    """Meaning, such as 'idle while the host launches, forward'."""
     value: float
-    """The figure in its base unit."""
+    """Value in base units."""
     unit: str
-    """The unit: s, B, FLOP, %, or '' for a count."""
+    """s, B, FLOP, %, or '' for a count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The measured effect of a finding's change, or why it could not be measured."""
+    """Measured effect of a change, or the reason that there is none."""
 
     before_s: float
-    """Median step time in seconds without the change, measured again in turns with the change."""
+    """Median seconds without the change, alternated with it."""
     after_s: float | None
-    """Step time in seconds with the change: `before_s` times the ratio of the two, from which is taken out what slowed
-    both (comparison.samples); None if that step failed."""
+    """`before_s` times the ratio, without slowdowns common to both (comparison.samples); None: the step failed."""
     least_saved_s: float | None = None
-    """Lower end of the 95 % interval of `saved_s`; None: there is no interval."""
+    """Lower end of the 95 % interval of `saved_s`; None: no interval."""
     most_saved_s: float | None = None
-    """Upper end of that interval; None: there is no interval."""
+    """Upper end of that interval; None: no interval."""
     run_ids: tuple[str, ...]
-    """Ids of the records: without the change and, if it was measured, with it."""
+    """Ids of the records without and, if measured, with the change."""
     tokens_ratio: float = 1.0
-    """Tokens per step with the change divided by those without it; a change of batch size makes it differ from 1."""
+    """Tokens per step with the change over without; differs from 1 if the batch changes."""
     failure: str | None = None
-    """Why there is no time with the change, in one line."""
+    """Reason for a missing time, on one line."""
     alternating: str | None = None
-    """Why each turn had a process of its own (records.turns); None: processes stayed alive."""
+    """Reason for a process per turn (records.turns); None: processes stayed alive."""
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds saved on the tokens of a step without the change; negative if the change costs time, None if it
-        failed."""
+        """Seconds saved on the tokens of a step without the change; negative: slower, None: failed."""
         return None if self.after_s is None else self.before_s - self.after_s / self.tokens_ratio
 
 
@@ -51,53 +49,51 @@ class Finding:
     """One diagnosis."""
 
     kind: str
-    """Kind of the finding, the name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
+    """Name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
-    """What is wrong, in one line."""
+    """The problem, on one line."""
     saw: str
-    """The evidence in words, with figures and units."""
+    """Evidence in words, with numbers and units."""
     why: str
-    """Why it matters, for a reader who does not know the problem."""
+    """Reason that it matters, for newcomers."""
     change: str
-    """The proposed change, as the user would type or write it."""
+    """The change as you would type or write it."""
     evidence: tuple[Evidence, ...]
-    """The figures that `saw` mentions; times and counts are per step."""
+    """The numbers in `saw`; times and counts are per step."""
     note: str = ""
-    """Remarks on the change, such as how to write it in one's own code, and its risks."""
+    """Remarks on the change: your own code, risks."""
     saves_s: float | None = None
-    """Predicted seconds that the change saves per step (for a change of batch: per tokens of a present step); None if
-    there is no prediction."""
+    """Predicted seconds saved per step (for a larger batch: per tokens of a present step); None: no prediction."""
     limited_from_s: float | None = None
-    """Predicted seconds that the change saves alone, where the changes before it leave less of the step; None:
-    `saves_s` is that."""
+    """Predicted seconds saved by the change alone, if earlier changes leave less; None: `saves_s`."""
     tokens_ratio: float = 1.0
-    """Tokens per step with the change divided by those without it; above 1 the step itself gets longer, and `saves_s`
-    is what its tokens take less."""
+    """Tokens per step with the change over without; above 1 the step gets longer, and `saves_s` refers to its
+    tokens.
+    """
     at_most: bool = False
-    """Whether `saves_s` is an upper bound rather than an estimate."""
+    """True if `saves_s` is an upper bound."""
     prediction: str = ""
-    """How the gain was predicted, and what the prediction leaves out."""
+    """Method of the prediction, and its omissions."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Fields of the spec that make the change, by the names of study files, such as {'compile': 'default'}; empty: no
-    field makes it."""
+    """Spec fields that make the change, by their names in study files, such as {'compile': 'default'}."""
     after: str = ""
-    """Kind of the finding whose change must be made first; empty: none."""
+    """Kind of the finding to apply first; empty: none."""
     trial: Trial | None = None
-    """Measured effect of the change; None: it was not tried."""
+    """Measured effect; None: not tried."""
 
     @property
     def alone_s(self) -> float | None:
-        """Predicted seconds that the change saves alone, which a trial measures; None: no prediction."""
+        """Predicted seconds saved by the change alone, comparable with a trial; None: no prediction."""
         return self.saves_s if self.limited_from_s is None else self.limited_from_s
 
     @property
     def gain_s(self) -> float | None:
-        """Seconds that the change saves per step: as measured where it was tried, else as predicted."""
+        """Seconds saved per step: measured if tried, else predicted."""
         return self.trial.saved_s if self.trial and self.trial.saved_s is not None else self.saves_s
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The largest gain first, unknown gains last; before a change comes the one that must precede it."""
+    """Largest gain first, unknown gains last; prerequisites come before their change."""
     found = sorted(findings, key=lambda one: -math.inf if one.gain_s is None else one.gain_s, reverse=True)
     for finding in list(found):
         first = next((one for one in found if finding.after == one.kind), None)
@@ -109,20 +105,20 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Findings:
-    """All findings on one run."""
+    """All findings on a run."""
 
     run_id: str
     """Id of the run."""
     created_utc: str
     """Time of the diagnosis: ISO 8601, UTC."""
     steplab_version: str
-    """Version of steplab that made the diagnoses."""
+    """Version of steplab that diagnosed."""
     step_s: float | None
-    """Median step time of the run in seconds, without a profiler; None if it was not timed."""
+    """Median step seconds without a profiler; None: not timed."""
     findings: tuple[Finding, ...]
-    """The findings, as `in_order` puts them."""
+    """Findings in order (`in_order`)."""
     not_looked_at: tuple[str, ...] = ()
-    """What the record lacks, what could not be diagnosed without it, and how to record it."""
+    """Missing data, diagnoses that need it, and how to record it."""
     schema: str = "steplab.findings/1"
     """Format of this record."""
 

@@ -1,4 +1,4 @@
-"""One figure of like runs over time, and where its level changed."""
+"""One figure of similar runs over time, with changes of level."""
 
 from dataclasses import dataclass
 
@@ -7,34 +7,33 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """The runs of one commit; without a commit, one run."""
+    """The runs of a commit; without a commit, one run."""
 
     created_utc: str
-    """When the last of them ended."""
+    """End of the last run."""
     commit: str | None
-    """Commit of the working directory; None: not known."""
+    """Commit of the working directory; None: unknown."""
     ids: tuple[str, ...]
-    """The runs."""
+    """Ids of the runs."""
     value: float
     """Median of their figures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePoint:
-    """A place from which the figure has another level."""
+    """A change of the figure's level."""
 
     index: int
     """Index of the first point of the new level."""
     before: float
-    """Median of the level before it."""
+    """Median before it."""
     after: float
-    """Median of the level from it on."""
+    """Median from it on."""
     p: float
-    """Probability of a change at least this clear if the order of the points meant nothing."""
+    """Probability of a change this clear if the order meant nothing."""
 
     @property
     def ratio(self) -> float:
-        """after / before."""
         return self.after / self.before
 
 
@@ -43,9 +42,9 @@ class Series:
     """The history of one step on one device."""
 
     label: str
-    """The step and the device in words."""
+    """Step and device in words."""
     metric: str
-    """Name of the figure in rows; it ends in the unit."""
+    """Name in rows; it ends in the unit."""
     points: tuple[Point, ...]
     """Oldest first."""
     changes: tuple[ChangePoint, ...]

@@ -1,4 +1,4 @@
-"""Predictions of the time of a step on a layout, and the layouts of a job side by side."""
+"""Predicted times of a step by layout."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,35 +11,35 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTraffic:
-    """Messages of one axis and one collective in a step of the slowest rank."""
+    """Messages of one axis and collective in a step of the slowest rank."""
 
     axis: str
-    """Axis of the layout: dp, fsdp, tp or pp."""
+    """dp, fsdp, tp or pp."""
     collective: str
-    """The collective: all_reduce, all_gather, reduce_scatter or send_recv."""
+    """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str = ""
-    """What is in them, in words."""
+    """Content in words."""
     phase: str
-    """Phase in which they are sent: forward, backward, after backward, or optimizer."""
+    """Phase of sending: forward, backward, after backward, or optimizer."""
     ranks: int
-    """Number of ranks that exchange them."""
+    """Ranks that exchange them."""
     link: str
-    """The slowest link that they cross, such as 'NVLink 4'."""
+    """Slowest link crossed, such as 'NVLink 4'."""
     messages: int
-    """Number of messages."""
+    """Messages per step."""
     total_bytes: int
     """Bytes of all messages."""
     wire_bytes: float
-    """Least number of bytes that a rank sends for them."""
+    """Least bytes that a rank sends."""
     alone_s: float
-    """Seconds that they take with nothing beside them."""
+    """Seconds with no computation."""
     exposed_s: float
-    """Seconds that they add to the step."""
+    """Seconds added to the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutTime:
-    """The predicted time of a step on a layout, of the ranks that take longest."""
+    """Predicted time of a step on a layout, for the slowest ranks."""
 
     seconds: float
     """Central value."""
@@ -48,99 +48,97 @@ class LayoutTime:
     high_s: float
     """Upper end of the 90 % interval."""
     compute_spread: float
-    """Half of the interval as a share of what is not communication."""
+    """Half of the interval as a share of time without communication."""
     communication_spread: float
     """Half of the interval as a share of `exposed_s`."""
     compute_s: float
-    """Seconds of kernels of forward and backward passes, without communication."""
+    """Seconds of forward and backward kernels, without communication."""
     waiting_s: float
-    """Seconds in which the device waits in these passes for the host to launch."""
+    """Seconds in which the device waits for launches in these passes."""
     optimizer_s: float
     """Seconds of the update."""
     copies_s: float
-    """Seconds of copies into and out of the buffers of messages."""
+    """Seconds of copies into and out of message buffers."""
     exposed_s: float
-    """Seconds that communication adds."""
+    """Seconds added by communication."""
     bubble_s: float
-    """Seconds in which a pipeline fills and drains."""
+    """Seconds of filling and draining a pipeline."""
     ranks: str
-    """The ranks that these figures are of."""
+    """Ranks of these figures."""
     traffic: tuple[AxisTraffic, ...]
-    """What those ranks send in a step; the sum of its `exposed_s` is `exposed_s`."""
+    """Messages of those ranks in a step; their `exposed_s` sums to `exposed_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCandidate:
-    """One layout of a job, which fits or does not."""
+    """One layout of a job."""
 
     layout: str
-    """The layout as `--layout` takes it."""
+    """Value of `--layout`."""
     options: str
-    """All options of the step that depend on the layout, as `steplab run` takes them."""
+    """Options for `steplab run` that depend on the layout."""
     spec: StepSpec | None = None
-    """The step; None where it cannot be made."""
+    """The step; None: not possible."""
     verdict: FitVerdict | Literal["not possible"] = "not possible"
-    """Whether its memory fits the GPU; not possible: the model or the batch cannot be split so."""
+    """Fit in GPU memory; not possible: the model or batch cannot be split so."""
     reason: str = ""
-    """Why it does not fit, or is not possible."""
+    """Reason for not fitting, or not being possible."""
     peak_bytes: int | None = None
-    """Most bytes allocated on the ranks that need most; None: not possible."""
+    """Peak allocated bytes on the ranks that need most; None: not possible."""
     reserved_bytes: int | None = None
-    """Most bytes that the allocator reserves there."""
+    """Peak reserved bytes on those ranks."""
     device_bytes: int | None = None
-    """Memory of a device that is sure to run it."""
+    """Device memory that surely suffices."""
     worst_rank: str = ""
-    """The ranks that need most memory."""
+    """Ranks that need most memory."""
     time: LayoutTime | None = None
-    """Predicted time; None where it does not fit, or a link is not known."""
+    """Predicted time; None: it does not fit, or a link is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LayoutPlan:
-    """Every layout of a job on a number of GPUs, those that fit first, the fastest first."""
+    """All layouts of a job on some GPUs: fitting ones first, fastest first."""
 
     spec: StepSpec
-    """The job: the step without a layout; with checkpointing auto, each layout's own is in its spec."""
+    """The step without a layout; with checkpointing auto, each layout's spec has its own."""
     gpu: str
-    """GPU, by its name in the catalogue of hardware."""
+    """Name of the GPU in hardware.toml."""
     gpus: int
     """Number of GPUs."""
     gpus_per_node: int
-    """Number of GPUs in a node."""
+    """GPUs per node."""
     global_batch: int
-    """Sequences in a step of all ranks together."""
+    """Sequences per step over all ranks."""
     usable_bytes: int
     """Memory of a GPU that a program can use."""
     candidates: tuple[LayoutCandidate, ...]
-    """The layouts."""
+    """All layouts: fitting ones first, fastest first."""
     num_as_fast: int
-    """How many of the first layouts cannot be told from the fastest, because their intervals overlap with its
-    prediction."""
+    """First layouts too close to the fastest: their intervals contain its prediction."""
     network: str = ""
-    """Network between nodes, such as InfiniBand NDR; empty: none is known."""
+    """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None
-    """Bytes per second of one GPU, in one direction, that messages are taken to reach over it; None: not known."""
+    """Assumed bytes/s per GPU and direction over it; None: unknown."""
     network_stated_bytes_per_s: float | None = None
-    """The bandwidth that is stated for it, of which that is a share; None: what is reached was given, or nothing."""
+    """Stated bandwidth behind that assumption; None: a measured one was given, or none."""
     tokens: float | None = None
-    """Tokens of the whole training; None: not asked for."""
+    """Tokens of the whole training; None: not given."""
     utilizations: tuple[Utilization, ...] = ()
-    """MFU of the fastest at its central time, under every convention."""
+    """MFU of the fastest at its central time, by convention."""
     sources: tuple[str, ...] = ()
-    """Sources of the figures of the GPU and its links."""
+    """Sources of GPU and link figures."""
     notes: tuple[str, ...] = ()
-    """What is assumed, and what is left out."""
+    """Assumptions and omissions."""
     schema: str = "steplab.layout_plan/1"
     """Format of this record."""
 
     @property
     def between_nodes(self) -> bool:
-        """Whether messages cross a network between nodes, of whose times there is no measurement."""
+        """True if messages cross nodes, where times are assumed, not measured."""
         return self.gpus > self.gpus_per_node
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a step of all GPUs."""
         return self.global_batch * self.spec.context
 
     def __repr__(self) -> str:

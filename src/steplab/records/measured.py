@@ -1,6 +1,6 @@
-"""What a record measured, cell by cell, as samples and single values, which is how records of any kind are compared.
+"""Measurements of any record as cells of samples, for comparison.
 
-The function that makes the cells of a kind is registered with it, in records.registry.
+records.registry names the function that makes a kind's cells.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from steplab.records.timing import PhaseSamples
 from steplab.specs.step_fields import Scalar
 
 Group = Literal["time", "phase", "speed", "memory", "category", "kernels", "communication"]
-"""time, memory: the headline figures. phase: parts of a step. speed: rates made of a time. category: memory at the peak
-by owner. kernels, communication: times in a profile."""
+"""time, memory: headlines. phase: parts of a step. speed: rates from a time. category: memory at the peak by owner.
+kernels, communication: times in a profile.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,15 +20,15 @@ class MeasuredFigure:
     """One figure of a cell."""
 
     name: str
-    """The figure in words: step time, forward, peak allocated."""
+    """Such as step time, forward, peak allocated."""
     group: Group
-    """The group that it is shown in."""
+    """Its group in reports."""
     unit: str
-    """Unit of the values: s, bytes, tokens/s, FLOP/s, B/s or share."""
+    """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]
-    """Raw samples in the order of time, or a single value."""
+    """Raw samples in order of time, or one value."""
     decides: bool = False
-    """Whether a comparison is decided by it: the headline time, or the peak memory; more is worse."""
+    """True if it decides comparisons: headline time or peak memory; more is worse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +36,17 @@ class MeasuredCell:
     """One step, or one cell of a benchmark."""
 
     key: dict[str, Scalar]
-    """What was measured, field by field; cells of equal keys are alike."""
+    """Identity, field by field; cells with equal keys match."""
     label: str
-    """The cell in words; empty if the record has no other."""
+    """The cell in words; empty: the only one."""
     figures: tuple[MeasuredFigure, ...] = ()
-    """The figures that there are; none for a failure."""
+    """Figures; empty after a failure."""
     failure: str | None = None
-    """Why it has no figures; None: it has."""
+    """Reason for missing figures; None: success."""
 
 
 def of_phase(phase: PhaseSamples) -> MeasuredFigure:
-    """The time of a step, or of one of its phases."""
+    """The time of a step or of one phase."""
     whole = phase.phase == "step"
     return MeasuredFigure(
         name="step time" if whole else phase.phase,

@@ -1,8 +1,7 @@
-"""Marks: what the process of a watched step knows about its memory beyond the allocator's history.
+"""Marks: facts about the memory of a watched step beyond the allocator's history.
 
-Written beside a snapshot by `measurement.memory.recorder`, read by `reading.snapshots.digest`. A *position* is a number
-of allocations: position n lies after the n-th `alloc` event of the history and before the next, so that marks and
-history can be matched exactly, without clocks.
+`measurement.memory.recorder` writes them next to a snapshot, `reading.snapshots.digest` reads them. Position n lies
+after the n-th `alloc` event and before the next, so marks and history match exactly, without clocks.
 """
 
 import hashlib
@@ -13,81 +12,81 @@ import msgspec
 
 MARKS_SCHEMA = "steplab.memory_marks/1"
 BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
-"""Events that allocate or release memory, by torch's names; `history_digest` encodes each by its index here."""
+"""Events that allocate or release memory, by torch's names; `history_digest` encodes the index."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number of 64 bits that is not negative, which readers of the file hold it to."""
+"""A non-negative number of 64 bits; readers of the file enforce it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A phase, module call or operator that ran between two positions."""
+    """A phase, module call or operator between two positions."""
 
     name: str
-    """Name of the phase, dotted name of the module, or name of the operator (aten::mm)."""
+    """Phase, dotted module, or operator (aten::mm)."""
     start: Natural
-    """Position at which it began."""
+    """Position of its start."""
     end: Natural
-    """Position at which it ended."""
+    """Position of its end."""
     in_backward: bool = False
-    """For a module: whether this forward call ran inside the backward pass (activation checkpointing)."""
+    """True for a module's forward call inside the backward pass (activation checkpointing)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
-    """A piece of memory whose owner is known."""
+    """Memory with a known owner."""
 
     address: Natural
     """Address of the tensor's storage."""
     position: Natural
-    """Position at which the tensor was at that address, which identifies the allocation."""
+    """Position at which the tensor had that address; identifies the allocation."""
     category: str
-    """Owner: parameters, gradients, optimizer_state, inputs or autocast_copies."""
+    """parameters, gradients, optimizer_state, inputs or autocast_copies."""
     name: str | None = None
-    """Dotted name of the parameter that it is, or is the gradient of; None: neither, or not known."""
+    """Dotted parameter name, also for its gradient; None: neither, or unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A tensor that an operator returned in newly allocated memory."""
+    """An operator's result in newly allocated memory."""
 
     address: Natural
     """Address of its storage."""
     position: Natural
     """Position right after its allocation."""
     op: str
-    """Name of the operator, such as aten::mm."""
+    """Operator, such as aten::mm."""
     shape: tuple[Natural, ...]
-    """Shape of the tensor."""
+    """Sizes of the dimensions."""
     dtype: str
-    """Data type of the tensor, such as float32."""
+    """Such as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A tensor that autograd saved for the backward pass."""
+    """A tensor saved by autograd for backward."""
 
     address: Natural
     """Address of its storage."""
     position: Natural
-    """Position at which it was saved."""
+    """Position when autograd saved it."""
     module: str
-    """Innermost module that was running, '' for none; for a tensor that no node of autograd's graph saves, the block
-    whose input it is, or else the module that made it."""
+    """Innermost running module, '' for none. For a tensor outside autograd's graph: the block with this input, else the
+    module that made it.
+    """
     op: str
-    """Name of the backward node that saved it, such as MmBackward0; '' if checkpointing or the model itself holds
-    it."""
+    """Backward node, such as MmBackward0; '' if checkpointing or the model holds it."""
     shape: tuple[Natural, ...]
-    """Shape of the tensor."""
+    """Sizes of the dimensions."""
     dtype: str
-    """Data type of the tensor, such as float32."""
+    """Such as float32."""
     storage_bytes: Natural
-    """Size in bytes of the whole storage, of which the tensor may be a view."""
+    """Bytes of the whole storage; the tensor may be a view."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """Everything that the recorder noted about one watched step."""
+    """All notes of the recorder on one step."""
 
     device_index: Natural = 0
     """Index into the snapshot's device_traces."""
@@ -96,38 +95,39 @@ class Marks:
     phases: tuple[Stretch, ...] = ()
     """Phases of the step, in order."""
     modules: tuple[Stretch, ...] = ()
-    """Forward calls of modules, outer modules before inner ones."""
+    """Forward calls of modules, outer before inner."""
     operators: tuple[Stretch, ...] = ()
     """Operators that allocated; empty for a compiled step."""
     owned: tuple[Owned, ...] = ()
-    """Memory whose owner is known, such as parameters and gradients."""
+    """Memory with a known owner, such as parameters and gradients."""
     made: tuple[Made, ...] = ()
     """Outputs of operators that allocated; empty for a compiled step."""
     saved: tuple[Saved, ...] = ()
-    """Saved tensors, in the order they were saved."""
+    """Saved tensors, in order of saving."""
     block_bytes: tuple[Natural, ...] = ()
-    """Bytes that the allocator reserved for each `alloc` event of the history, in order. Its high-water mark counts
-    these, and the history does not contain them. Empty if they are not known."""
+    """Bytes reserved per `alloc` event, in order: the high-water mark counts these, and the history lacks them. Empty:
+    unknown.
+    """
     block_inputs: dict[str, tuple[tuple[Natural, ...], str]] = field(default_factory=dict)
-    """Shape and dtype of the first argument of each module that is an item of a ModuleList, by dotted name."""
+    """Shape and dtype of the first argument of each ModuleList item, by dotted name."""
     counted_peak_bytes: Natural | None = None
-    """The allocator's own high-water mark, as MemoryProfile.counted_peak_bytes."""
+    """The allocator's high-water mark, as MemoryProfile.counted_peak_bytes."""
     reserved_bytes: Natural | None = None
-    """Most bytes that the allocator reserved, as MemoryProfile.reserved_bytes."""
+    """Most reserved bytes, as MemoryProfile.reserved_bytes."""
     outside_bytes: int | None = None
-    """Memory in use outside of the allocator, as MemoryProfile.outside_bytes."""
+    """Memory outside the allocator, as MemoryProfile.outside_bytes."""
     notes: tuple[str, ...] = ()
-    """What could not be watched."""
+    """Facts that could not be recorded."""
     history_sha256: str | None = None
-    """`history_digest` of the history that the marks belong to; None in old files."""
+    """`history_digest` of the matching history; None in old files."""
     schema: str = field(default=MARKS_SCHEMA)
     """Format of this file."""
 
 
 def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:
-    """SHA-256 of a device's history in hexadecimal digits, by which marks identify it.
+    """SHA-256 of a device's history in hexadecimal, which links marks to it.
 
-    It covers the events in BLOCK_ACTIONS, in order: one byte for the action, and eight bytes each for the address and
-    the requested size, in little-endian order.
+    It covers the events in BLOCK_ACTIONS, in order: one byte of action, then address and requested size, eight
+    little-endian bytes each.
     """
     return hashlib.sha256(b"".join((actions, addresses, sizes))).hexdigest()

@@ -1,4 +1,4 @@
-"""Runs and predictions that a run's memory is compared with."""
+"""Runs and predictions to compare a run's memory with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from steplab.records.run import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Forecast:
-    """Predictions by a dry run for a step that was measured in low precision only: in its precision, and in fp32."""
+    """Dry-run predictions for a step measured only in low precision: in its precision, and in fp32."""
 
     own: MemoryPrediction
-    """Prediction for the step as it was measured, which shows the error of the dry run."""
+    """Prediction for the measured step, which shows the dry run's error."""
     fp32: MemoryPrediction
     """Prediction for the same step in fp32, which was not measured."""
 
@@ -22,6 +22,6 @@ class MemoryReferences:
     """References for one or several runs."""
 
     others: tuple[Run, ...] = ()
-    """Measured runs that include, where they exist, the same cells in fp32 and without checkpointing."""
+    """Measured runs, among them the same cells in fp32 and without checkpointing, if any."""
     forecasts: Mapping[str, Fp32Forecast] = field(default_factory=dict)
-    """Predictions by the id of the run, for runs in low precision without a cell in fp32 that a dry run supports."""
+    """Predictions by run id, for low-precision runs without an fp32 cell that a dry run supports."""

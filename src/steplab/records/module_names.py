@@ -1,4 +1,4 @@
-"""The names that records give to the modules of a model: blocks.3.attention."""
+"""Module names in records, such as blocks.3.attention."""
 
 import re
 
@@ -6,5 +6,5 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def without_numbers(module: str) -> str:
-    """A module's name with * for the numbers of layers: blocks.3.attention -> blocks.*.attention."""
+    """Replace layer numbers by *: blocks.3.attention -> blocks.*.attention."""
     return _NUMBER.sub("*", module)

@@ -1,8 +1,7 @@
-"""The record of a precision audit: the data types that a step runs in, and the values that they lose.
+"""The record of a precision audit: data types of a step, and the values they lose.
 
-An audit runs the step twice on the same weights and the same batch: in fp32, and in the requested precision. Losses are
-counted element by element between the two, so that zeros from a ReLU do not count as underflow. Data types have torch's
-names: float32, bfloat16.
+An audit runs the step on the same weights and batch in fp32 and in the requested precision. Losses are counted element
+by element between the two, so zeros from a ReLU are no underflow. Data types have torch's names: float32, bfloat16.
 """
 
 from collections.abc import Iterator
@@ -14,40 +13,40 @@ from steplab.records.record import StepRecord
 from steplab.records.rows import Row, head, software, step_columns
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
-"""What autocast does with an operation. low_precision: casts its inputs down. fp32: casts them up. promote: casts them
-to the widest type among them. parts: treats the operations it is made of differently. none: runs it in the type of its
-inputs. cast: the model itself requests the type. off: autocast is off."""
+"""Autocast's treatment of an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to their
+widest type. parts: differs by inner operation. none: keeps the inputs' type. cast: the model requests the type. off: no
+autocast.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """Counts of the elements of some tensors, in the tensors' own type."""
+    """Counts of tensor elements, in the tensors' own type."""
 
     num_elements: int
-    """Number of elements."""
+    """Elements of all tensors together."""
     num_inf: int
-    """Number of infinite elements."""
+    """Infinite elements."""
     num_nan: int
-    """Number of NaN elements."""
+    """NaN elements."""
     num_zero: int
-    """Number of zeros, whether or not they are zero in fp32."""
+    """Zeros, also those that are zero in fp32."""
     num_subnormal: int
-    """Number of subnormal elements, which have fewer significant digits than normal numbers of their type."""
+    """Subnormal elements, which have fewer significant digits."""
     num_overflowed: int | None
-    """Number of elements that are infinite or NaN here and finite in the fp32 run; None: there was no fp32 run."""
+    """Infinite or NaN here, finite in fp32; None: no fp32 run."""
     num_underflowed: int | None
-    """Number of elements that are zero here and neither zero nor NaN in the fp32 run; None: there was no fp32 run."""
+    """Zero here, neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Number of underflowed elements whose value in the fp32 run rounds to zero in the precision's type. The other
-    underflowed elements were lost in their inputs, in a difference of numbers that round to the same value. None: there
-    was no fp32 run."""
+    """Underflowed elements whose fp32 value rounds to zero in this type. Others were lost in their inputs, as
+    differences of numbers that round to the same value. None: no fp32 run.
+    """
     largest: float | None
-    """Largest finite magnitude; None: there is none."""
+    """Largest finite magnitude; None: none."""
     smallest: float | None
-    """Smallest magnitude above zero; None: there is none."""
+    """Smallest magnitude above zero; None: none."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         for name in ("inf", "nan", "zero", "subnormal", "overflowed", "underflowed", "below_range"):
             count = getattr(self, f"num_{name}")
             if count is not None and count > self.num_elements:
@@ -56,116 +55,111 @@ class Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleAudit:
-    """Data types and losses of one module. A tuple of types has each type once, in the order of first appearance."""
+    """Data types and losses of one module. Tuples hold each type once, by first appearance."""
 
     module: str
-    """Dotted name of the module, such as blocks.0.attention; '' is the model."""
+    """Dotted name, such as blocks.0.attention; '' is the model."""
     kind: str
-    """Class of the module, such as Linear."""
+    """Class, such as Linear."""
     leaf: bool
-    """Whether the module has no submodules."""
+    """True without submodules."""
     parameters: tuple[str, ...] = ()
-    """Types of its own parameters, without those of submodules; empty: it has none."""
+    """Types of its own parameters, without submodules'."""
     inputs: tuple[str, ...] = ()
-    """Types of its input tensors."""
+    """Types of input tensors."""
     outputs: tuple[str, ...] = ()
-    """Types of its output tensors."""
+    """Types of output tensors."""
     gradients: tuple[str, ...] = ()
     """Types of its parameters' gradients."""
     output_gradients: tuple[str, ...] = ()
-    """Types of the gradients that reached its outputs."""
+    """Types of the gradients of its outputs."""
     output_elements: Elements | None = None
-    """Counts over its floating-point outputs in all calls; None: it has none."""
+    """Counts over floating-point outputs of all calls; None: it has none."""
     gradient_elements: Elements | None = None
-    """Counts over its parameters' gradients; None: there are none."""
+    """Counts over its parameters' gradients; None: none."""
     output_gradient_elements: Elements | None = None
-    """Counts over the gradients that reached its outputs; None: there are none."""
+    """Counts over the gradients of its outputs; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationAudit:
-    """Equal calls of one operation in the forward pass, as the model made them."""
+    """Equal calls of an operation in the forward pass, as the model made them."""
 
     op: str
-    """Torch's name of the operation, such as linear, layer_norm or cross_entropy."""
+    """Torch's name, such as linear, layer_norm or cross_entropy."""
     rule: Rule
-    """What autocast does with the operation on this device."""
+    """Autocast's treatment on this device."""
     inputs: tuple[str, ...]
-    """Floating-point types of its inputs, before autocast."""
+    """Floating-point input types, before autocast."""
     outputs: tuple[str, ...]
-    """Types of its outputs."""
+    """Output types."""
     calls: int
-    """Number of calls."""
+    """Calls in the step."""
     parts: tuple[str, ...] = ()
-    """Operations that it is made of and that the rule applies to; empty: the rule applies to the operation itself."""
+    """Inner operations under the rule; empty: the rule applies to the operation itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulAudit:
-    """Equal calls of one operator that multiplies matrices, as the device executed them, after every cast."""
+    """Equal calls of a matrix product, as executed after every cast."""
 
     module: str
-    """Module of the call; in the backward pass, the module whose forward pass it differentiates; '' is the model."""
+    """Calling module, in backward the module being differentiated; '' is the model."""
     phase: str
-    """The pass: forward or backward."""
+    """forward or backward."""
     op: str
-    """Name of the operator, such as aten::mm."""
+    """Operator, such as aten::mm."""
     node: str | None
-    """Node of autograd's graph that made the call, such as MmBackward0; None in the forward pass."""
+    """Calling node of autograd's graph, such as MmBackward0; None in the forward pass."""
     inputs: tuple[str, ...]
-    """Types of its input tensors, in order."""
+    """Input types, in order."""
     outputs: tuple[str, ...]
-    """Types of its results."""
+    """Result types."""
     calls: int
-    """Number of calls."""
+    """Calls in the step."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from known(".phase", self.phase, ("forward", "backward"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
-    """Effect of a loss scale on the gradients. The counts cover all observed gradients: those of parameters, and those
-    of the outputs of modules without submodules."""
+    """Effect of a loss scale on gradients of parameters and of leaf modules' outputs."""
 
     largest_gradient: float
-    """Largest magnitude among the gradients of the fp32 run."""
+    """Largest gradient magnitude in fp32."""
     suggested_scale: float
-    """Suggested loss scale: a power of two that brings the largest gradient to an eighth of the type's range, and with
-    which the step had no overflow."""
+    """Power of two that brings the largest gradient to an eighth of the type's range, without overflow in the step."""
     unscaled: Elements
-    """Counts over the gradients of the step without a loss scale."""
+    """Counts over gradients without a loss scale."""
     scaled: Elements
-    """Counts over the gradients of the same step with the suggested scale, before they are divided by it."""
+    """Counts over gradients with the suggested scale, before dividing by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """The audit of one step in one precision."""
+    """Audit of a step in one precision."""
 
     loss_dtype: str | None
     """Type of the loss; None without a backward pass."""
     loss: float | None
-    """Value of the loss; None without a backward pass, or if it is not finite."""
+    """The loss; None without a backward pass, or if not finite."""
     reference_loss: float | None
-    """Value of the loss in the fp32 run; None as for `loss`, or without an fp32 run."""
+    """The loss in fp32; None as for `loss`, or without an fp32 run."""
     modules: tuple[ModuleAudit, ...]
-    """Audits of the modules, in the model's order."""
+    """Audits of modules, in the model's order."""
     operations: tuple[OperationAudit, ...]
-    """Audits of the operations, in the order of their first call."""
+    """Audits of operations, by first call."""
     matmuls: tuple[MatmulAudit, ...]
-    """Audits of the matrix products, in the order of their first call."""
+    """Audits of matrix products, by first call."""
     gradient_exponents: tuple[tuple[int, int], ...] = ()
-    """Histogram of the gradients of the fp32 run: pairs (e, number of gradients with a magnitude from 2^e to below
-    2^(e+1)), over the same gradients as in LossScaling."""
+    """Histogram of fp32 gradients as in LossScaling: pairs (e, count with magnitude in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
     """Effect of a loss scale; only for fp16 with a backward pass."""
     kept_on_cuda: tuple[str, ...] = ()
-    """Operations of the step that autocast runs in fp32 on a CUDA GPU but not on this device."""
+    """Operations that autocast runs in fp32 on CUDA but not on this device."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         for index, (exponent, _) in enumerate(self.gradient_exponents):
             if abs(exponent) > 1100:
                 yield f".gradient_exponents[{index}]", f"must be an exponent from -1100 to 1100, not {exponent}"
@@ -173,43 +167,42 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binade:
-    """The additions that began with the sum between two powers of two, where its type has a constant spacing."""
+    """Additions while the sum lay between two powers of two, where its type has constant spacing."""
 
     start: float
     """Lower bound of the sum, a power of two; 0 for the first addition."""
     spacing: float
-    """Distance between neighbouring numbers of the accumulator's type there; 0 for the first addition."""
+    """Spacing of the accumulator's type there; 0 for the first addition."""
     num_additions: int
-    """Number of additions."""
+    """Additions within these bounds."""
     added: float
-    """Increase of the sum by each of these additions but the last, which may cross the upper bound."""
+    """Increase per addition, except the last, which may cross the upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """A sum of one number, added many times."""
+    """One number, added many times."""
 
     accumulator: str
     """Type of the sum."""
     addend: str
-    """Type that the number was rounded to."""
+    """Type of the rounded number."""
     cast: bool
-    """Whether it was cast to the sum's type before each addition."""
+    """True if cast to the sum's type before each addition."""
     number: float
     """The number as written."""
     addend_value: float
-    """The number as rounded to the addend's type, exactly."""
+    """The number in the addend's type, exactly."""
     num_additions: int
-    """Number of additions."""
+    """Additions in total."""
     num_rounded: int
-    """Number of additions whose exact sum the accumulator's type cannot represent, so that it was rounded."""
+    """Additions whose exact sum the accumulator's type had to round."""
     result: float
-    """The final sum, exactly."""
+    """Final sum, exactly."""
     binades: tuple[Binade, ...]
-    """The additions by the binade of the sum, in order."""
+    """Additions by binade of the sum, in order."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         if not self.binades:
             yield ".binades", "is empty"
         if self.num_rounded > self.num_additions:
@@ -218,18 +211,17 @@ class Accumulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Numerics(StepRecord):
-    """The record of `steplab precision`: the audit of one step in one precision, and sums on the device."""
+    """The record of `steplab precision`: a step's audit in one precision, and sums on the device."""
 
     audit: Audit | None = None
-    """The audit of the step; None without a step, or for a failure."""
+    """Audit of the step; None without a step, or after a failure."""
     accumulations: tuple[Accumulation, ...] = ()
-    """The sums of the accumulation study."""
+    """Sums of the accumulation study."""
     schema: str = "steplab.numerics/1"
     """Format of this record."""
 
 
 def numerics_row(numerics: Numerics) -> Row:
-    """The row of a precision audit, or of a study of sums alone."""
     row = head(numerics, "precision") | {"status": numerics.status} | step_columns(numerics.spec)
     return row | {
         "device": numerics.device_name,

@@ -1,4 +1,4 @@
-"""Predictions of the memory of a step, by the categories in which it is measured."""
+"""Predicted memory of a step, by the measured categories."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,113 +7,111 @@ from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes
 
 PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
-"""How a prediction was made. dry_run: the operators of the step were followed one by one. traced: so were those that
-torch ran on tensors without content; what a kernel takes for itself is known of few of them. estimate: some of them are
-not known, and usual ones were assumed. at_least: some are left out, so that the peak is a lower bound."""
+"""dry_run: all operators were followed. traced: also those that torch ran without content; few kernels' own memory is
+known. estimate: unknown operators got usual sizes. at_least: some are omitted; the peak is a lower bound.
+"""
 
 FitVerdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """One term of a prediction, with which a reader can check the sum by hand."""
+    """A term of a prediction, for checking the sum by hand."""
 
     category: str
-    """Category of the memory, one of memory_profile.MEMORY_CATEGORIES."""
+    """One of memory_profile.MEMORY_CATEGORIES."""
     what: str
-    """What the memory is for, such as 'attention scores, after the mask'."""
+    """Purpose, such as 'attention scores, after the mask'."""
     formula: str
     """Formula for one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
-    """Bytes of one tensor by the formula."""
+    """Bytes of one tensor."""
     count: int = 1
-    """Number of such tensors in the sum, such as one per block."""
+    """Number of tensors, such as one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFit:
-    """Whether the step fits one GPU."""
+    """Fit of the step on one GPU."""
 
     gpu: str
-    """Name of the GPU in the catalogue of hardware."""
+    """Name in hardware.toml."""
     usable_bytes: int
-    """Memory of the GPU that a program can use, in bytes."""
+    """Bytes that a program can use."""
     usable_is_known: bool
-    """Whether `usable_bytes` was read from such a card; otherwise it is a cautious share of the stated capacity."""
+    """True if read from such a card; else a cautious share of the stated capacity."""
     verdict: FitVerdict
-    """fits: the GPU has at least `safe_device_bytes`. does not fit: it has less than `least_device_bytes`. too tight to
-    promise: its memory is between the two. not known: the prediction is a lower bound, which would fit."""
+    """fits: at least `safe_device_bytes`. does not fit: below `least_device_bytes`. too tight to promise: between them.
+    not known: a lower bound, which would fit.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """The peak of the ranks of a layout that do the same, of the first one, which has the largest shards."""
+    """Peak of the ranks of a layout that do the same, taken from the first, with the largest shards."""
 
     ranks: str
-    """The ranks in words, such as 'ranks 0 to 3'."""
+    """In words, such as 'ranks 0 to 3'."""
     first_rank: int
-    """Number of the first of them."""
+    """Number of the first."""
     num_ranks: int
-    """Number of ranks."""
+    """Ranks that do the same."""
     has: str
-    """Parts of the model that they have, such as 'embedding, blocks 0 to 7'."""
+    """Their parts of the model, such as 'embedding, blocks 0 to 7'."""
     in_flight: int
-    """Most microbatches in flight at once; 1 without a pipeline."""
+    """Most microbatches in flight; 1 without a pipeline."""
     peak_bytes: int
-    """Most bytes allocated at once."""
+    """Peak of allocated bytes."""
     peak_phase: str
     """Phase of the peak."""
     peak_where: str
     """Moment of the peak in words."""
     phase_peaks: dict[str, int]
-    """Most bytes allocated at once in each phase."""
+    """Peak bytes by phase."""
     reserved_bytes: int
-    """Most bytes that the allocator reserves, including its cache."""
+    """Most bytes reserved, including the cache."""
     terms: tuple[Term, ...]
-    """The terms of the peak."""
+    """Terms of the peak."""
     parameters_bytes: int
-    """Bytes of the weights that a rank keeps."""
+    """Bytes of a rank's weights."""
     gradients_bytes: int
     """Bytes of their gradients before the update."""
     optimizer_bytes: int
-    """Bytes of the optimizer's state."""
+    """Bytes of optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryPrediction:
-    """The peak of a step by category, from a dry run of its operators with a model of the allocator."""
+    """Peak of a step by category, from a dry run with a model of the allocator."""
 
     peak_bytes: int
-    """Most bytes allocated at once, the sum of the values of `at_peak`."""
+    """Peak of allocated bytes, the sum of `at_peak`."""
     at_peak: dict[str, int]
     """Bytes by category at the peak, as MemoryProfile.at_peak."""
     peak_phase: str
     """Phase of the peak."""
     peak_where: str
-    """Moment of the peak in words, such as 'backward of the last block, gradient of the softmax'."""
+    """Moment in words, such as 'backward of the last block, gradient of the softmax'."""
     terms: tuple[Term, ...]
-    """The terms of the prediction."""
+    """Terms of the peak."""
     phase_peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes allocated at once in each phase."""
+    """Peak bytes by phase."""
     notes: tuple[str, ...] = ()
-    """What is assumed, and what is left out."""
+    """Assumptions and omissions."""
     kind: PredictionKind = "dry_run"
-    """How the prediction was made: `peak_bytes` is a dry run's result, an estimate, or a lower bound."""
+    """Method: `peak_bytes` is a dry run's result, an estimate, or a lower bound."""
     reserved_bytes: int | None = None
-    """Most bytes that the allocator reserves on a device with ample memory, including its cache; None: not
-    predicted."""
+    """Most bytes reserved on a large device, including the cache; None: not predicted."""
     least_device_bytes: int | None = None
-    """Least memory of a device that can run the step: the peak and memory outside of the allocator; None: not known."""
+    """Least device memory for the step: the peak plus memory outside the allocator; None: unknown."""
     safe_device_bytes: int | None = None
-    """Memory of a device that is sure to run the step, including room for fragmentation; None: not known."""
+    """Device memory that surely suffices, with room for fragmentation; None: unknown."""
     cards: tuple[CardFit, ...] = ()
-    """Whether the step fits each GPU of the catalogue that has a kernel for its attention, the largest GPU first."""
+    """Fit on each known GPU with a kernel for its attention, largest first."""
     rank: str = ""
-    """Ranks of a layout that need most and that the other figures are of, such as 'ranks 0 to 3'; empty for a step of
-    one process."""
+    """Ranks that need most, described by the other figures, such as 'ranks 0 to 3'; empty: one process."""
     ranks: tuple[RankMemory, ...] = ()
-    """The peak of every group of ranks of a layout that do the same, in the order of the pipeline; empty for a step of
-    one process."""
+    """Peak per group of equal ranks, in pipeline order; empty: one process."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
     schema: str = "steplab.memory_prediction/1"

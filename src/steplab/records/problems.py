@@ -1,28 +1,29 @@
-"""What may be wrong with a record's values beyond their types; `validation` asks each value inside a record.
+"""Problems of a record's values beyond their types.
 
-A class whose values must agree with each other has a method `problems`, which yields what cannot be right.
+A class whose values must agree has a method `problems` that yields violations; `validation` calls it for each value in
+a record.
 """
 
 from collections.abc import Iterator, Sequence
 
 Problem = tuple[str, str]
-"""Path of a field within the checked value, such as '.device_s[3]', and what is wrong with it."""
+"""Path within the checked value, such as '.device_s[3]', and the fault."""
 
 
 def known(path: str, value: str, names: Sequence[str] | set[str]) -> Iterator[Problem]:
-    """A value that is not one of the known names."""
+    """Yield a problem for an unknown name."""
     if value not in names:
-        yield path, f"'{value[:64]}' is not known; it must be one of {', '.join(sorted(names))}"
+        yield path, f"'{value[:64]}' is unknown; it must be one of {', '.join(sorted(names))}"
 
 
 def as_long(path: str, column: Sequence[object], length: int, other: str) -> Iterator[Problem]:
-    """A column whose length is not that of another."""
+    """Yield a problem for a column of the wrong length."""
     if len(column) != length:
         yield path, f"has {len(column)} entries, but {other} has {length}"
 
 
 def numbered(path: str, numbers: Sequence[int], expected: int | None = None) -> Iterator[Problem]:
-    """Numbers of ranks that are not complete and in order."""
+    """Yield a problem for rank numbers that are incomplete or out of order."""
     if list(numbers) != list(range(len(numbers))):
         yield path, f"must be ranks 0 to {len(numbers) - 1} in order, not {', '.join(map(str, numbers[:8]))}"
     elif numbers and expected is not None and len(numbers) != expected:

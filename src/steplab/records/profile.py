@@ -1,7 +1,7 @@
-"""The profile of a few steps: the device's time by phase, kernel and operator.
+"""Profile of a few steps: device time by phase, kernel and operator.
 
-Every time here was taken under a profiler, which slows the host: it serves for shares, kernels and gaps, and is never
-shown as step time. Totals are over all profiled steps.
+A profiler slows the host, so these times give shares, kernels and gaps, never step times. Totals cover all profiled
+steps.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from steplab.records.problems import Problem, as_long, known
 from steplab.units import counted, format_time
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
-"""The phases of a step in order; gradient sync is the wait for gradients that data-parallel ranks average."""
+"""Phases in order; gradient sync waits for gradients averaged over data-parallel ranks."""
 OUTSIDE = "outside"
-"""The phase of work that belongs to none of PHASES."""
+"""Phase of work outside PHASES."""
 ATTENTION_PARTS = ("scores", "softmax", "values")
-"""The names in which the ranges of plain attention's parts end."""
+"""Endings of the ranges of plain attention's parts."""
 
 CATEGORIES = (
     "matmul",
@@ -31,146 +31,144 @@ CATEGORIES = (
     "other",
     "uncategorised",
 )
-"""Categories of kernels. other: known kernels outside of the categories above (random numbers, sorting, indices).
-uncategorised: kernels that no rule recognises."""
+"""Kernel categories. other: known kernels of no category (random numbers, sorting, indices). uncategorised: no rule
+matches.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelStats:
-    """One kernel in one phase and range, on one stream. On a CPU, an operator without the time of operators that it
-    called."""
+    """One kernel in one phase and range, on one stream. On a CPU, an operator without the time of its callees."""
 
     name: str
-    """Demangled name by the profiler."""
+    """Demangled name from the profiler."""
     category: str
-    """Category of the kernel, one of CATEGORIES."""
+    """One of CATEGORIES."""
     phase: str
-    """Phase of the host call that launched it: one of PHASES, or outside."""
+    """Phase of the launching host call: one of PHASES, or outside."""
     range: str
-    """Part of the model, without layer numbers, such as 'blocks.*.attention.scores'; a backward kernel has the range of
-    the forward operator that it belongs to. '' if it is not known."""
+    """Part of the model without layer numbers, such as 'blocks.*.attention.scores'; backward kernels have their forward
+    operator's range. '': unknown.
+    """
     stream: int
-    """Stream of the device; on a CPU, the thread."""
+    """Device stream; on a CPU, the thread."""
     calls: int
-    """Number of calls in all profiled steps."""
+    """Calls in all profiled steps."""
     total_s: float
-    """Sum of the durations of its calls in seconds."""
+    """Total seconds."""
     median_s: float
-    """Median duration of a call in seconds."""
+    """Median seconds of a call."""
     max_s: float
-    """Longest duration of a call in seconds."""
+    """Longest call in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStats:
-    """One operator with inputs of one shape, in one phase and range."""
+    """One operator with one input shape, in one phase and range."""
 
     name: str
-    """aten::mm."""
+    """Such as aten::mm."""
     category: str
-    """Category of the kernel that took most of its time."""
+    """Category of its longest kernel."""
     phase: str
     """Phase of its calls, as in KernelStats."""
     range: str
     """Range of its calls, as in KernelStats."""
     inputs: str
-    """Types and shapes of its input tensors, such as 'bf16[2048, 768] bf16[768, 3072]'; '' if the trace lacks them."""
+    """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': the trace lacks them."""
     dtype: str
-    """Number format of the computation, by the names of specs (fp32, bf16, fp16); '' if it is not known."""
+    """Number format of the computation: fp32, bf16, fp16; '': unknown."""
     calls: int
-    """Number of calls in all profiled steps."""
+    """Calls in all profiled steps."""
     kernels: int
-    """Number of kernels that it launched itself, in all calls."""
+    """Kernels launched by the operator itself, in all calls."""
     device_s: float
-    """Sum of the durations of those kernels in seconds."""
+    """Total seconds of those kernels."""
     flops: float | None = None
-    """FLOPs of all calls, two per multiply-add; None if steplab cannot count them for this operator."""
+    """FLOPs of all calls, two per multiply-add; None: steplab cannot count this operator."""
     moved_bytes: float | None = None
-    """Least number of bytes that all calls move: each tensor is read or written once. None if steplab cannot count them
-    for this operator."""
+    """Least bytes moved by all calls, each tensor read or written once; None: steplab cannot count this operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTime:
-    """One phase on the device's timeline, all profiled steps together.
+    """One phase on the device's timeline, over all profiled steps.
 
-    A phase lasts from the end of the phase before it to the end of its own last kernel, as CUDA events between phases
-    would measure it, so that the phases tile the window.
+    It lasts from the previous phase's end to its own last kernel's end, as CUDA events would measure, so phases tile
+    the window.
     """
 
     phase: str
-    """The phase: one of PHASES, or outside."""
+    """One of PHASES, or outside."""
     window_s: float
-    """Length of the phase on the device's timeline in seconds, the sum of busy_s, host_bound_s and idle_s."""
+    """Device seconds: the sum of busy_s, host_bound_s and idle_s."""
     busy_s: float
-    """Seconds in which at least one kernel ran."""
+    """Seconds with at least one kernel."""
     host_bound_s: float
-    """Idle seconds in which the next kernel was not yet launched, so that the device waited for the host."""
+    """Idle seconds in which the host had not launched the next kernel."""
     idle_s: float
     """Idle seconds in which the next kernel was launched but had not begun."""
     categories: dict[str, float]
-    """Seconds by category; kernels that overlap share the time equally. The values sum to busy_s."""
+    """Seconds by category, split equally between overlapping kernels; they sum to busy_s."""
     host_s: float | None = None
-    """Length of the phase on the host's clock in seconds; None if the trace marks no phases."""
+    """Host seconds; None: the trace marks no phases."""
     num_kernels: int = 0
-    """Number of kernels that the phase launched."""
+    """Kernels launched by the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Overlap of collectives and computation, as lengths of exact unions of intervals."""
+    """Overlap of collectives and computation, by exact unions of intervals."""
 
     total_s: float
-    """Seconds in which at least one collective ran."""
+    """Seconds with at least one collective."""
     overlapped_s: float
-    """Seconds of `total_s` in which another kernel than a collective ran as well; memory copies and fills do not
-    count."""
+    """Seconds of `total_s` with a kernel that is no collective; copies and fills do not count."""
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication during which no computation ran."""
+        """Seconds of communication without computation."""
         return self.total_s - self.overlapped_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCallStats:
-    """Equal host calls that wait for the device, copy to or from it, or allocate memory on it."""
+    """Equal host calls that wait for the device, copy to or from it, or allocate on it."""
 
     name: str
-    """Name of the call, such as cudaStreamSynchronize, cudaMalloc or cudaMemcpyAsync with its direction."""
+    """Such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
     phase: str
-    """Phase in which the host made the call."""
+    """Phase of the call."""
     range: str
-    """Range in which the host made the call."""
+    """Range of the call."""
     calls: int
-    """Number of calls in all profiled steps."""
+    """Calls in all profiled steps."""
     total_s: float
-    """Host time of the calls in seconds."""
+    """Total host seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Every kernel of one step as parallel lists, for the timeline chart and for export."""
+    """Kernels of one step as parallel lists, for the timeline chart and export."""
 
     names: tuple[str, ...]
-    """Name of each different kernel."""
+    """Names of the different kernels."""
     categories: tuple[str, ...]
     """Category of each name."""
     kernel: tuple[int, ...]
-    """Index into `names` of each kernel, in the order of start."""
+    """Index into `names` per kernel, by start."""
     stream: tuple[int, ...]
     """Stream of each kernel; on a CPU, its thread."""
     start_ns: tuple[int, ...]
-    """Start of each kernel in ns since the beginning of the step's window."""
+    """Start of each kernel, in ns from the step's window."""
     duration_ns: tuple[int, ...]
     """Duration of each kernel in ns."""
     phases: tuple[tuple[str, int, int], ...]
-    """Name, start and end of each phase on the device's timeline in ns."""
+    """Name, start and end of each phase on the device, in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
-    """Name, start, end and depth of each range inside the phases; start and end, in ns, are those of its kernels."""
+    """Name, start, end and depth of each range; start and end, in ns, are its kernels'."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         yield from as_long(".categories", self.categories, len(self.names), ".names")
         for name in ("stream", "start_ns", "duration_ns"):
             yield from as_long(f".{name}", getattr(self, name), len(self.kernel), ".kernel")
@@ -185,63 +183,60 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledShares:
-    """What `torch.compile` of the model leaves of an eager step, as shares of it, from a dry run of its operators."""
+    """Shares of an eager step that `torch.compile` leaves, from a dry run of its operators."""
 
     memory_bound: float
-    """Share of the time of the model's kernels that memory bandwidth bounds, the gaps between them excluded."""
+    """Share of time in memory-bound kernels of the model, without the gaps."""
     products: float
-    """Share of the time of matrix products; above 1 where a GPU that pauses less lowers its clock for them."""
+    """Share of time in matrix products; above 1 if a busier GPU lowers its clock."""
     kernels: float
     """Share of the model's kernels."""
     host: float
-    """Share of the time that Python takes to launch the step."""
+    """Share of Python's launch time."""
     reads_at: tuple[str, ...] = ()
-    """Places in the model's code at which the host reads values off tensors, as `.item()` does, such as model.py:12."""
+    """Code in which the host reads tensor values, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
-    """Places at which the model makes tensors without naming a device, so that the host makes and copies them."""
+    """Code that makes tensors without a device, so the host makes and copies them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
-    """The profile of some steps."""
+    """Profile of some steps."""
 
     source: str
-    """Source of the trace: torch.profiler (steplab's own run), or kineto or nsys (an imported file)."""
+    """torch.profiler (steplab's own run), or kineto or nsys (an imported file)."""
     device: str
-    """Kind of device that the kernels ran on: cuda or cpu."""
+    """cuda or cpu."""
     num_steps: int
-    """Number of steps in the window; 1 if the trace marks none."""
+    """Steps in the window; 1 if the trace marks none."""
     window_s: float
-    """Seconds from the start of the first kernel of the first step to the end of the last kernel of the last step."""
+    """Seconds from the first step's first kernel to the last step's last."""
     phases: tuple[PhaseTime, ...]
-    """Times of the phases in order; `outside` is last, if some work belongs to no phase."""
+    """Phases in order; `outside` is last, if present."""
     kernels: tuple[KernelStats, ...]
-    """Times of the kernels, the largest total first."""
+    """Kernels, largest total first."""
     ops: tuple[OpStats, ...]
-    """Operators that launched kernels themselves, the largest device time first."""
+    """Operators that launched kernels, largest device time first."""
     host_calls: tuple[HostCallStats, ...] = ()
-    """Host calls that wait for the device, copy to or from it, or allocate memory on it, the longest total first."""
+    """Host calls that wait, copy or allocate, longest total first."""
     host_work_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of the host, from the first step to the last, in ranges of work that no kernel needs: `data loading`,
-    `compilation`. Empty: the trace has no such ranges."""
+    """Host seconds in ranges that no kernel needs: `data loading`, `compilation`. Empty: the trace has none."""
     communication: Communication | None = None
-    """Overlap of collectives and computation; None if no collective ran."""
+    """Overlap of collectives and computation; None: no collective ran."""
     timeline: Timeline | None = None
     """Timeline of the last step; None: not stored."""
     num_launches: int = 0
-    """Number of host calls that launched the window's kernels."""
+    """Host calls that launched the window's kernels."""
     compiled: CompiledShares | None = None
-    """What compiling the model is predicted to leave of a profiled step; None: not predicted, because the step is not
-    an eager one on CUDA, or no dry run of it was possible (the notes say why)."""
+    """Predicted effect of compiling; None: not an eager CUDA step, or no dry run possible (see notes)."""
     file: str | None = None
-    """Name of the imported file; None: the profile was made here."""
+    """Name of the imported file; None: profiled here."""
     device_name: str | None = None
-    """Name of the GPU; None if the trace lacks it."""
+    """Name of the GPU; None: the trace lacks it."""
     notes: tuple[str, ...] = ()
-    """What the trace lacks or what could not be attributed, and the effect on the profile."""
+    """Gaps of the trace and of attribution, with their effect."""
     doubts: tuple[str, ...] = ()
-    """The notes that make the whole profile doubtful: the file was damaged or cut short, or may contain another
-    device's work."""
+    """Notes that put the whole profile in doubt: a damaged or cut file, or another device's work."""
 
     def __repr__(self) -> str:
         return (
@@ -250,20 +245,19 @@ class Profile:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device ran at least one kernel."""
+        """Seconds with at least one kernel."""
         return sum(phase.busy_s for phase in self.phases)
 
     def phase(self, name: str) -> PhaseTime | None:
-        """The phase of that name; None if the profile has none."""
+        """None if absent."""
         return next((phase for phase in self.phases if phase.phase == name), None)
 
     def category_s(self, category: str, phases: tuple[str, ...] | None = None) -> float:
-        """Seconds of a category in the given phases, or in all phases."""
+        """Seconds of a category in the given phases, by default all."""
         chosen = (p for p in self.phases if phases is None or p.phase in phases)
         return sum(phase.categories.get(category, 0.0) for phase in chosen)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         phases = (*PHASES, OUTSIDE)
         if self.num_steps < 1:
             yield ".num_steps", "must be at least 1, not 0"

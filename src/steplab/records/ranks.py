@@ -1,4 +1,4 @@
-"""The measurements of one of several processes that run a step together."""
+"""Measurements of one of several processes of a step."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from steplab.records.timing import PhaseSamples, find_phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSamples:
-    """One rank's own times and memory; all ranks' samples are of the same steps."""
+    """One rank's times and memory; all ranks' samples are of the same steps."""
 
     rank: int
-    """Number of the rank among all processes, from 0."""
+    """From 0, over all processes."""
     host: str
-    """Name of the machine it ran on."""
+    """Name of its machine."""
     device_name: str
     """Name of its device."""
     back_to_back: tuple[PhaseSamples, ...]
-    """Samples of each phase, including `step`, of measured steps that ran without a synchronisation between them."""
+    """Samples of each phase, including `step`, of measured steps back to back."""
     peaks: tuple[PeakMemory, ...] = ()
-    """Peak memory of each phase; empty on a device whose allocator keeps no count."""
+    """Peak of each phase; empty without allocator counts."""
     host_peak_bytes: int | None = None
-    """Largest resident set of its process in bytes; None: not known."""
+    """Largest resident set of its process in bytes; None: unknown."""
 
     def phase(self, name: str) -> PhaseSamples | None:
-        """The samples of one phase; None if it was not measured."""
+        """None: not measured."""
         return find_phase(self.back_to_back, name)
 
     def peak(self, phase: str) -> PeakMemory | None:
-        """The peak memory of one phase; None if it was not measured."""
+        """None: not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)

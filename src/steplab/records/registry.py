@@ -1,7 +1,7 @@
-"""The registry of the kinds of stored records: name, type, format and row in listings of each.
+"""Kinds of stored records: name, type, format and row of each.
 
-Code for several kinds (the codec, the store, `list`, `show`, `report`, `export`, `import`) uses this registry and never
-the type of a record. A new kind is one entry here, and its report in `report.report`.
+Code for several kinds (codec, store, `list`, `show`, `report`, `export`, `import`) uses this registry, never a record's
+type. A new kind is one entry here, and its report in `report.report`.
 """
 
 from collections.abc import Callable
@@ -28,19 +28,19 @@ class Kind:
     type: type[Record]
     """Class of the records."""
     row: Callable[[Any], Row]
-    """Function that makes the flat row of a record for listings, CSV and the store's summary."""
+    """Function for the flat row in listings, CSV and the store's summary."""
     cells: Callable[[Any], tuple[MeasuredCell, ...]] | None
-    """Function that makes what is compared of a record; None: such records are not compared."""
+    """Function for the compared cells; None: not comparable."""
     title: str
-    """Heading of a report that has only records of this kind."""
+    """Heading of a report of only this kind."""
     noun: str
-    """Name of one record in sentences, such as 'data-parallel study'."""
+    """One record in sentences, such as 'data-parallel study'."""
     plural: str
-    """Name of several records in sentences."""
+    """Plural of `noun`."""
     verb: str
-    """The command that makes the records."""
+    """Command that makes the records."""
     stands_alone: bool = False
-    """Whether each record has a report of its own, as benchmarks do; records of other kinds are reported together."""
+    """True if each record is reported alone, as benchmarks are."""
 
     @property
     def schema(self) -> str:
@@ -49,7 +49,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Name of the kind, from the format: run, attention, comm."""
+        """Kind in the format: run, attention, comm."""
         return _name_in(self.schema)
 
 
@@ -130,17 +130,15 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-"""The kinds by name, in the order in which a page shows them."""
+"""Kinds by name, in page order."""
 
 KINDS_IN_LISTS = (*KINDS_OF_RUNS, *(kind.verb for kind in KINDS.values() if kind.type is not Run))
-"""The values of the field `kind` of a row."""
+"""Values of a row's field `kind`."""
 
 
 def kind_of(record: Record) -> Kind:
-    """The kind of a record."""
     return KINDS[_name_in(record.schema)]
 
 
 def summary_row(record: Record) -> Row:
-    """The flat row of a record."""
     return kind_of(record).row(record)

@@ -1,4 +1,4 @@
-"""Flat rows of records, for tables, listings and CSV. Names end in the unit; a missing value is None."""
+"""Flat rows of records, for tables, listings and CSV. Names end in the unit; None is a missing value."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Row = dict[str, Scalar]
 
 
 def run_row(run: Run) -> Row:
-    """The row of a run: every field of the step, then every figure."""
+    """Fields of the step, then figures."""
     spec = run.spec
     row = head(run, _kind_of_run(run)) | {"status": run.status} | step_columns(spec)
     row |= {"processes": spec.layout.world_size if spec else None, "device": run.device_name}
@@ -22,7 +22,7 @@ def run_row(run: Run) -> Row:
 
 
 def head(record: Record, kind: str) -> Row:
-    """The first fields of every row; `kind` is the command that makes such records, and what `steplab list` says."""
+    """The first fields of every row; `kind` is the command that makes such records."""
     return {
         "id": record.id,
         "created_utc": record.created_utc,
@@ -34,28 +34,28 @@ def head(record: Record, kind: str) -> Row:
 
 
 def step_columns(spec: StepSpec | None) -> Row:
-    """Every field of a step; None for each without one."""
+    """Every field of a step; all None without one."""
     return {field.column: field.value(spec) if spec else None for field in FIELDS.values()}
 
 
 def step_key(spec: StepSpec) -> Row:
-    """The fields of a step that decide what it computes, and none that say how it was measured."""
+    """Fields that affect a step's computation; fields of measuring are left out."""
     fields = (field for field in FIELDS.values() if field.about.role not in ("how", "device"))
     return {field.column: field.value(spec) for field in fields}
 
 
 def software(record: Record) -> Row:
-    """The version of torch and the commit of the folder that the record was made in."""
+    """Version of torch, and commit of the folder."""
     env = record.environment
     return {"torch": env.torch if env else None, "git_commit": env.git_commit if env else None}
 
 
 KINDS_OF_RUNS = ("run", "profile", "memory", "trace", "snapshot", "loop")
-"""The values of the field `kind` of a run's row."""
+"""Values of `kind` in the rows of runs."""
 
 
 def _kind_of_run(run: Run) -> str:
-    """run, or profile or memory where its steps were watched; trace, snapshot or loop where no step was asked for."""
+    """run; profile or memory if watched; trace, snapshot or loop without a requested step."""
     if run.spec is None and run.timing is None:
         return "trace" if run.profile else "snapshot" if run.memory_profile else "run"
     if run.spec is None:
@@ -64,7 +64,7 @@ def _kind_of_run(run: Run) -> str:
 
 
 def tail(run: Benchmark[Any]) -> Row:
-    """The last fields of a benchmark's row. An interrupted benchmark has only the first of the requested cells."""
+    """The last fields of a benchmark's row."""
     num_ok = sum(cell.failure is None for cell in run.cells)
     return {
         "num_cells": run.num_requested,

@@ -1,4 +1,4 @@
-"""The figures of a run in the form in which records are compared (records.measured)."""
+"""A run's figures in comparable form (records.measured)."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from steplab.specs.step import describe
 
 
 def run_cells(run: Run) -> tuple[MeasuredCell, ...]:
-    """The run as the one cell that it is."""
+    """The run as its single cell."""
     spec = run.spec
     cell = MeasuredCell(
         key=step_key(spec) if spec else {"tokens_per_step": run.tokens_per_step},
@@ -35,7 +35,7 @@ def _figures(run: Run) -> Iterator[MeasuredFigure]:
 
 
 def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
-    """The step time, what is made of it, the phases, and the time to compile."""
+    """Step time, rates from it, phases, and compile time."""
     if not run.timing:
         return
     for phase in run.timing.back_to_back:
@@ -56,7 +56,7 @@ def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
 
 
 def _profiled(run: Run) -> Iterator[MeasuredFigure]:
-    """Busy time of the device by category of kernel, and communication, in one step under the profiler."""
+    """Device time per profiled step by kernel category, and communication."""
     profile = run.profile
     if profile is None:
         return

@@ -1,6 +1,6 @@
-"""The figures of a run, each declared once: how it is read from the record, and how a table shows it.
+"""Figures of a run, each declared once: how to read and how to show it.
 
-The flat row of a run and the columns of every table of runs are made of these; a new figure is one entry here.
+Rows of runs and columns of every table derive from these.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,11 @@ from steplab.specs.step_fields import Scalar
 
 
 def _phase(name: str) -> Callable[[Run], float | None]:
-    """A function that gives the median of a phase over steps that ran back to back."""
     return lambda run: run.phase_s(name)
 
 
 def _end_of_interval(number: int) -> Callable[[Run], float | None]:
-    """A function that gives the lower (0) or the upper (1) end of the 95 % interval of the median step time."""
+    """The lower (0) or upper (1) end of the 95 % interval of the median step time."""
     return lambda run: run.interval_s[number] if run.interval_s else None
 
 
@@ -40,17 +39,16 @@ def _hfu(run: Run) -> Utilization | None:
 
 
 def _used(run: Run) -> Utilization | None:
-    """The utilization that names the peak: MFU, or HFU where there is none."""
+    """The utilization that names the peak."""
     return _mfu(run) or _hfu(run)
 
 
 def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization], Scalar]) -> Callable[[Run], Scalar]:
-    """A function that reads a value from a utilization of a run; None if the run does not have it."""
     return lambda run: read(used) if (used := find(run)) else None
 
 
 def _seen(run: Run) -> MemoryProfile | None:
-    """The memory profile of a run without measured memory, such as an imported snapshot; its peak is then shown."""
+    """The memory profile of a run without measured memory, such as an imported snapshot."""
     return run.memory_profile if run.memory is None else None
 
 
@@ -114,4 +112,4 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),
 )
-"""The figures in the order of columns."""
+"""Figures in column order."""

@@ -1,4 +1,4 @@
-"""The JSON Schema of stored records, made from their types, with the meaning of each field."""
+"""JSON Schema of stored records, derived from their types, with each field's meaning."""
 
 import dataclasses
 import typing
@@ -12,16 +12,16 @@ from steplab.records.registry import KINDS
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a record of any kind, as `show --format json` and `export` write it.
+    """JSON Schema (draft 2020-12) of all kinds, as `show --format json` and `export` write them.
 
-    Descriptions are the docstrings of the fields. Fields that a later version adds are allowed, as readers allow them.
+    Descriptions are field docstrings. Unknown fields are allowed, as readers allow them.
     """
     types = [kind.type for kind in KINDS.values()]
     references, definitions = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     for described in set(_dataclasses(types)):
         properties = definitions[described.__name__]["properties"]
         for name, text in meanings(described):
-            properties[name].setdefault("description", text)  # of a field declared twice, the nearest class's
+            properties[name].setdefault("description", text)  # the nearest class's wins
     for kind in KINDS.values():
         properties = definitions[kind.type.__name__]["properties"]
         properties["schema"] |= {"const": kind.schema}
@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _dataclasses(types: Iterable[Any]) -> Iterator[type]:
-    """The dataclasses among these types and within them, some more than once."""
+    """Dataclasses among and within these types, with repeats."""
     for found in types:
         yield from _dataclasses((*typing.get_args(found), *getattr(found, "__orig_bases__", ())))
         if dataclasses.is_dataclass(found) and isinstance(found, type):

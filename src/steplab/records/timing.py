@@ -1,4 +1,4 @@
-"""Raw timings of a step. Records hold every sample; statistics are computed where they are shown."""
+"""Raw times of a step. Records hold every sample; statistics are computed when shown."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,32 +7,30 @@ from statistics import median
 from steplab.records.problems import Problem, as_long
 
 HARDLY_AHEAD = 0.01
-"""Smallest share of the step by which the host must be ahead of the device; with a shorter lead, the device waits
-whenever one call of Python takes longer."""
+"""Smallest host lead as a share of the step. With less, the device waits whenever one Python call takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSamples:
-    """Times of one phase, one sample per iteration, in the order they were taken."""
+    """Times of one phase, one sample per iteration, in order."""
 
     phase: str
-    """The phase: step for the whole step, or forward, backward, optimizer, or a name that the user gave."""
+    """step, forward, backward, optimizer, or your own name."""
     device_s: tuple[float, ...] | None = None
-    """Seconds between events on the device's stream; None for a device without events."""
+    """Seconds between events on the device's stream; None: no events."""
     host_s: tuple[float, ...] | None = None
-    """Seconds on the host's clock with the device synchronised at both ends; None if that was not measured."""
+    """Host seconds, synchronised at both ends; None: not measured."""
     lead_s: tuple[float, ...] | None = None
-    """Host lead in seconds: the time from when the host had started all of the phase until the device had finished it.
-    Near zero, the device waited for the host. For a step, the smallest lead of its phases. None if the device is the
-    host, or the host waited for the device."""
+    """Host lead in seconds: from launching all of the phase to the device finishing it; near zero, the device waited.
+    For a step, the least of its phases. None: on a CPU, or the host waited.
+    """
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """The samples between device events if there are any, otherwise those of the host's clock."""
+        """Device samples if any, else host samples."""
         return self.device_s or self.host_s or ()
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
         clocks = {name: getattr(self, name) for name in ("device_s", "host_s", "lead_s")}
         given = {name: samples for name, samples in clocks.items() if samples is not None}
         for name, samples in given.items():
@@ -43,59 +41,56 @@ class PhaseSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The raw timings of one step, each a list of phases."""
+    """Raw times of one step, as lists of phases."""
 
     warmup: tuple[PhaseSamples, ...]
-    """Times of the warm-up steps, which ran back to back like the measured ones."""
+    """Warm-up steps, back to back."""
     back_to_back: tuple[PhaseSamples, ...]
-    """Times of the measured steps without a synchronisation between them, as in training: the headline."""
+    """Measured steps without synchronisation between them, as in training: the headline."""
     synchronised: tuple[PhaseSamples, ...] = ()
-    """Times of further steps with a synchronisation before and after every phase, by both clocks. Empty if the device
-    is the host."""
+    """Further steps with a synchronisation around each phase, by both clocks; empty on a CPU."""
     back_to_back_host_s: float | None = None
-    """Seconds of the whole back-to-back loop on the host's clock, synchronised at both ends, to check the sum of the
-    events."""
+    """Host seconds of the whole back-to-back loop, synchronised at both ends, to check the events' sum."""
     between_s: tuple[float, ...] | None = None
-    """In a user's own loop, seconds from the end of a measured step to the beginning of the next, on the same timeline:
-    data loading, logging, evaluation. None: steps begin where the previous one ends, or there were fewer than two."""
+    """In your own loop, seconds between the end of a measured step and the next: data loading, logging, evaluation.
+    None: steps follow at once, or fewer than two.
+    """
     first_step_s: float | None = None
-    """Synchronised host time in seconds of the step that compiled, before the warm-up, or of the steps before a
-    recording as CUDA graphs and the recording; None for an eager step."""
+    """Synchronised host seconds of the step that compiled, or of recording CUDA graphs with the steps before it; None:
+    eager.
+    """
     one_thread_s: tuple[float, ...] = ()
-    """Seconds of further steps on a CPU with one thread in place of all; empty where a first such step was no faster,
-    or none was tried."""
+    """Seconds of further CPU steps with one thread; empty if the first was no faster, or none was tried."""
 
     def phase(self, name: str) -> PhaseSamples | None:
-        """The back-to-back samples of one phase."""
         return find_phase(self.back_to_back, name)
 
 
 def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
-    """Median host lead at the end of a phase, or, for the step, the least of its phases; None where it is not known."""
+    """Median host lead at the end of a phase, for the step the least of its phases; None: unknown."""
     samples = find_phase(phases, name)
     return median(samples.lead_s) if samples and samples.lead_s else None
 
 
 def waits_for_host(phases: Sequence[PhaseSamples], name: str = "step") -> bool:
-    """Whether the host lead was near zero at the end of a phase, or, for the step, of some phase, so that the device
-    waits for the host at times."""
+    """True if the host lead of the phase, for the step of any phase, is near zero."""
     lead, step = lead_s(phases, name), find_phase(phases, "step")
     return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
 
 
 def find_phase(phases: Sequence[PhaseSamples], name: str) -> PhaseSamples | None:
-    """The phase of that name; None if it was not measured."""
+    """None if it was not measured."""
     return next((phase for phase in phases if phase.phase == name), None)
 
 
 def curve(timing: Timing, name: str = "step") -> tuple[float, ...]:
-    """Times of the step, or of a phase of it, from the first step on: the warm-up steps, then the measured ones."""
+    """Times of the step or a phase in order: warm-up, then measured steps."""
     warmup, measured = find_phase(timing.warmup, name), timing.phase(name)
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
 
 
 def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
-    """The samples of several turns of one step, phase by phase; a clock that one turn lacks is left out."""
+    """Samples of several turns of one step, phase by phase, without clocks that a turn lacks."""
 
     def of_phase(parts: Sequence[PhaseSamples]) -> PhaseSamples:
         def column(name: str) -> tuple[float, ...] | None:
@@ -110,7 +105,7 @@ def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
 
 
 def part(phases: Sequence[PhaseSamples], first: int, end: int | None = None) -> tuple[PhaseSamples, ...]:
-    """The samples of the steps from number `first` up to and without number `end`, of every phase."""
+    """Samples of the steps [first, end), for every phase."""
 
     def cut(column: tuple[float, ...] | None) -> tuple[float, ...] | None:
         return None if column is None else column[first:end]
@@ -124,7 +119,7 @@ def part(phases: Sequence[PhaseSamples], first: int, end: int | None = None) -> 
 def phases_problems(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:
-    """Problems of the phases of the same steps. In a user's own loop a phase need not occur in each step."""
+    """Problems of phases of the same steps. Phases of your own loop need not occur in each step."""
     if len({phase.phase for phase in phases}) < len(phases):
         yield path, "has the same phase twice"
     steps = find_phase(tuple(phases), "step") or next(iter(phases), None)

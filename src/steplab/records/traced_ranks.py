@@ -1,6 +1,6 @@
-"""The ranks of one run side by side: their time, who is late at which collective, and the bandwidth of each group.
+"""Ranks of one run side by side: times, late arrivals at collectives, bandwidth by group.
 
-All times are per step unless a field says otherwise. Clocks are aligned on collectives, which end together.
+Times are per step unless a field says otherwise. Clocks are aligned on the common ends of collectives.
 """
 
 from dataclasses import dataclass
@@ -10,80 +10,80 @@ from steplab.records.profile import Timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRank:
-    """One rank; compute, exposed and idle sum to the step, but for copies that run alone (HTA's temporal breakdown)."""
+    """One rank; compute, exposed and idle sum to the step, except for copies alone (HTA's temporal breakdown)."""
 
     rank: int
     """Number of the rank."""
     step_s: float
-    """Seconds from the first piece of work of the steps to the last, divided by their number."""
+    """Seconds from the steps' first work to their last, divided by their number."""
     compute_s: float
-    """Seconds in which a kernel other than a collective ran; copies do not count."""
+    """Seconds with a kernel other than a collective; copies do not count."""
     hidden_s: float
-    """Seconds of communication beside such a kernel."""
+    """Seconds of communication during such a kernel."""
     exposed_s: float
-    """Seconds of communication beside none."""
+    """Seconds of communication without one."""
     idle_s: float
-    """Seconds in which nothing ran."""
+    """Seconds without any work."""
     num_last: int = 0
-    """Number of collectives, in all steps, at which it arrived last."""
+    """Collectives, in all steps, at which it arrived last."""
     late_s: float = 0.0
-    """Seconds by which it was later at these than the ranks in the middle."""
+    """Seconds after the middle ranks' arrival at these."""
     timeline: Timeline | None = None
     """Its last step: computation on row 0, communication on row 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """One collective of the step, the same in every step."""
+    """A collective of the step, the same in every step."""
 
     collective: str
-    """The collective, such as all_reduce."""
+    """Such as all_reduce."""
     group: str
-    """Ranks or name of its process group; '' if the traces do not say."""
+    """Ranks or name of its process group; '': unknown."""
     number: int
-    """Its place among those of this kind and group in a step, from 0."""
+    """Place among its kind and group in a step, from 0."""
     num_steps: int
-    """Number of steps in which it was found in two ranks or more."""
+    """Steps in which two or more ranks have it."""
     last_rank: int
-    """Rank that came last most often."""
+    """Rank most often last."""
     late_s: float
-    """Median seconds by which the last rank came after the ranks in the middle."""
+    """Median seconds of the last rank after the middle ranks."""
     transfer_s: float
-    """Median seconds from the arrival of the last rank to the end."""
+    """Median seconds from the last arrival to the end."""
     exposed_s: float
-    """Median seconds of it beside no computation, of the rank that waits least."""
+    """Median seconds without computation, on the rank that waits least."""
     size_bytes: int
-    """Bytes of the message; 0: not known."""
+    """Bytes of the message; 0: unknown."""
     bus_bytes_per_s: float | None
-    """Bus bandwidth from the last arrival on (costs.communication); None where the size is not known."""
+    """Bus bandwidth from the last arrival on (costs.communication); None: unknown size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathPart:
-    """A stretch of the critical path of the last step: what the step's end waited for."""
+    """A stretch of the last step's critical path."""
 
     rank: int
     """Rank that it runs through."""
     what: str
     """work, up to the arrival at a collective; or the collective."""
     time_s: float
-    """Seconds."""
+    """Its length in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRanks:
-    """All ranks of which traces were read."""
+    """All ranks with traces."""
 
     num_steps: int
-    """Number of steps that every trace has."""
+    """Steps in every trace."""
     ranks: tuple[TracedRank, ...]
-    """The ranks in order."""
+    """One entry per rank, by number."""
     meetings: tuple[Meeting, ...]
-    """The collectives of a step, the one waited for longest first."""
+    """Collectives of a step, longest wait first."""
     path: tuple[PathPart, ...]
-    """The critical path through the last step."""
+    """Critical path through the last step."""
     clock_error_s: float | None
-    """Median seconds by which ends of a collective differ on aligned clocks; None: no collective was found in two."""
+    """Median difference in seconds between a collective's ends on aligned clocks; None: none found in two ranks."""
 
     @property
     def imbalance(self) -> float:

@@ -1,11 +1,8 @@
-"""Checks of imported records beyond their types: `check` refuses values that no steplab writes.
+"""Checks of imported records beyond their types.
 
-A record that a measurement made is right by construction. A record from a file may have columns of different lengths,
-absurd numbers or unknown categories, which would fail in a report long after the import. Here they are refused in one
-line that names the field.
-
-There are two sorts of rules: those for any value (finite, not absurd, text in one line), with exceptions by the name of
-the field, and those for values that must agree with each other, which the classes of records have (`problems`).
+Files may hold columns of different lengths, absurd numbers or unknown categories, which would fail in a later report;
+`check` refuses them and names the field. General rules (finite, not absurd, one line of text) have exceptions by field
+name; rules between values are the classes' `problems`.
 """
 
 import dataclasses
@@ -25,25 +22,24 @@ from steplab.records.record import Record
 from steplab.specs.model import TransformerShape
 
 LARGEST = 1e18
-"""Upper bound of every time, count and size: thirty billion years, or an exabyte."""
+"""Bound of every time, count and size: thirty billion years, or an exabyte."""
 LARGEST_FLOPS = 1e30
-"""Upper bound of FLOPs and FLOP/s."""
+"""Bound of FLOPs and FLOP/s."""
 LONGEST_NAME = 255
-"""Most characters of a name that a user gives."""
+"""Most characters of a user's name for a record."""
 
 _OF_TENSORS = frozenset(
     {"loss", "reference_loss", "largest", "smallest", "largest_gradient", "suggested_scale", "number", "addend_value",
      "result", "start", "spacing", "added"}
 )  # fmt: skip
-"""Fields with values of tensors, which have any size and sign."""
+"""Tensor values, of any size and sign."""
 _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
      "gradient_exponents", "temperature_c", "outside_bytes", "predicted_share", "untried_shares"}
 )  # fmt: skip
-"""Fields that may be negative: fitted values, differences, predicted savings, exponents, and the stream -1, which means
-not known."""
+"""Fields that may be negative: fits, differences, savings, exponents, and stream -1 (unknown)."""
 _AS_GIVEN = frozenset({"hf_config"})
-"""Fields with the content of a user's file, which reports do not show and which is not checked."""
+"""Unchecked content of a user's file, which reports do not show."""
 
 _MOST_LAYERS = 10_000
 
@@ -52,7 +48,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 def check(record: Record) -> None:
-    """Raise SteplabError, naming the record and the path of the first field that cannot be right."""
+    """Raise SteplabError with the record and the path of its first faulty field."""
     shown = record.id if _ID.fullmatch(record.id) else ascii(record.id[:64])
     problem = first_problem(record)
     if problem is not None:
@@ -60,14 +56,13 @@ def check(record: Record) -> None:
 
 
 def first_problem(value: Any) -> str | None:
-    """Path of the first field, of a record or a value in one, that cannot be right, and why; None if there is none."""
+    """Path of the first faulty field and its fault; None if there is none."""
     found = next(_problems(value, ""), None)
     return None if found is None else " ".join((found[0].removeprefix("."), found[1])).strip()
 
 
 def cleaned(value: Any) -> Any:
-    """A record, or a value in one, whose texts come from another program: each in one line, and without control
-    characters."""
+    """A value whose texts come from another program: each on one line, without control characters."""
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
     if isinstance(value, (int, float, NoneType)):
@@ -87,7 +82,7 @@ def cleaned(value: Any) -> Any:
 
 
 def _problems(value: Any, name: str) -> Iterator[Problem]:
-    """All problems of a value in a field of this name, including those of values inside it."""
+    """All problems of a value and those inside it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in _checked_fields(type(value)):
             content = getattr(value, field.name)
@@ -118,15 +113,15 @@ def _checked_fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is nothing, or a number that every field allows; a fast check of the common case."""
+    """True for None and numbers that every field allows; a fast common case."""
     return value is None or (type(value) in (bool, int, float) and 0 <= value < LARGEST)
 
 
 def _are_plain_counts(values: Sequence[Any]) -> bool:
-    """Whether these are numbers that every field allows; a fast check of the common case, over all of them at once."""
+    """True for numbers that every field allows, checked all at once."""
     if not values or not set(map(type, values)) <= {int, float}:
         return False
-    total = sum(values)  # NaN, where one is
+    total = sum(values)  # NaN if any is NaN
     return bool(min(values) >= 0 and total < LARGEST)
 
 
@@ -166,5 +161,5 @@ def _within(path: str, problems: Iterator[Problem] | Sequence[Problem]) -> Itera
 
 
 def _shape(shape: TransformerShape) -> Iterator[Problem]:
-    if shape.num_layers > _MOST_LAYERS:  # they are walked through one by one where memory is predicted
+    if shape.num_layers > _MOST_LAYERS:  # predictions of memory go through them one by one
         yield ".num_layers", f"must be at most {_MOST_LAYERS}, not {shape.num_layers}"

@@ -1,6 +1,6 @@
-"""Examines the file of a store, and copies it.
+"""Examines and copies a store's file.
 
-Damage of the file is left to SQLite's own `.recover`, and free space in it to `VACUUM` (docs/reliability.md).
+SQLite's `.recover` repairs damage, `VACUUM` returns free space (docs/reliability.md).
 """
 
 import sqlite3
@@ -18,35 +18,33 @@ from steplab.store.connection import is_damage, network_file_system, open_to_rea
 from steplab.store.schema import pragma, version
 
 _MOST_DAMAGE = 20
-"""Number of findings of SQLite's integrity check that are reported."""
+"""Most findings of SQLite's integrity check to report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """The condition of a store's file."""
+    """Condition of a store's file."""
 
     path: Path
-    """The file."""
     format: int
-    """The store's format."""
+    """Format of the store."""
     size_bytes: int
-    """Size of the file."""
     free_bytes: int
-    """Bytes of it that hold nothing."""
+    """Unused bytes of it."""
     journal: str
     """SQLite's journal mode: wal (write-ahead log) or, on network folders, delete."""
     file_system: str | None
-    """The network file system that the store is on; None: a local one, or not known."""
+    """Network file system under the store; None: local, or unknown."""
     num_records: int
-    """Number of records that were read, damaged ones included."""
+    """Records read, also damaged ones."""
     damage: tuple[str, ...]
-    """SQLite's findings about the file; empty for a sound one."""
+    """SQLite's findings; empty for a sound file."""
     records: tuple[str, ...]
-    """A line for each damaged record, which names the fix."""
+    """A line per damaged record, with the fix."""
 
 
 def check(path: Path, timeout_s: float = 30.0) -> Condition:
-    """Read everything in the store, and change nothing. Raises SteplabError where it cannot be opened at all."""
+    """Read everything in the store without changes. Raises SteplabError if it cannot be opened."""
     with closing(open_to_read(path, timeout_s)) as connection, sqlite_errors(path):
         sqlite = connection.sqlite
         num_records, damage, damaged = 0, dict[str, None](), list[str]()
@@ -72,14 +70,14 @@ def check(path: Path, timeout_s: float = 30.0) -> Condition:
 
 
 def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
-    """Copy the store to a new file as it is at one moment; others may read and write it meanwhile."""
+    """Copy the store to a new file as of one moment, while others read and write it."""
     with closing(open_to_read(path, timeout_s)) as connection:
         connection.copy_to(target)
 
 
 @contextmanager
 def _damage_in(damage: dict[str, None]) -> Iterator[None]:
-    """Add the error with which reading ends at a page that is lost."""
+    """Add the error that ends reading at a lost page."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -89,22 +87,22 @@ def _damage_in(damage: dict[str, None]) -> Iterator[None]:
 
 
 def _problems(path: Path, seq: int, record_id: str, summary: bytes, body: bytes) -> list[str]:
-    """One line if the record is damaged. One that only a later steplab knows is not."""
+    """One line for a damaged record; one from a later steplab is not damaged."""
     try:
         record = decode(body)
         summary_row(record)
     except UnknownFormat:
         return []
     except (SteplabError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # not decoded, or decoded and yet no record that steplab can have made
-        return [f"record {record_id} cannot be read: {error}; `steplab rm {record_id}` removes it"]
+        # decoding failed, or gave a record that steplab cannot have made
+        return [f"record {record_id} is unreadable: {error}; remove it: `steplab rm {record_id}`"]
     if record.id != record_id:
         sql = f"UPDATE record SET id = json_extract(CAST(body AS TEXT), '$.id') WHERE seq = {seq}"
-        fix = f'`sqlite3 {path} "{sql}"` mends it'
+        fix = f'repair: `sqlite3 {path} "{sql}"`'
         return [f"record {record.id} is listed as {record_id!r}; {fix}"]
     try:
         msgspec.json.decode(summary)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
-        fix = "`steplab export`, `steplab rm` and `steplab import` make it again"
-        return [f"the figures of record {record_id} in lists are damaged; {fix}"]
+        fix = "rebuild: `steplab export`, `steplab rm`, `steplab import`"
+        return [f"the listed figures of record {record_id} are damaged; {fix}"]
     return []

@@ -1,4 +1,4 @@
-"""The identity of a cell and of a study: equal work has an equal key."""
+"""Keys of cells and studies: equal work has equal keys."""
 
 import dataclasses
 import hashlib
@@ -20,38 +20,36 @@ _SIZES_OF_FORMAT_1 = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads"
 
 
 def cell_key(spec: StepSpec) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of the spec's fields beyond their defaults.
+    """Sixteen hexadecimal digits of the SHA-256 of the spec's non-default fields, as canonical JSON sorted by name.
 
-    The fields are canonical JSON, sorted by name. A field with its default, or one that has no effect on such a step
-    and is refused for it, is left out, so that a new field leaves the keys of all cells that do not use it unchanged.
+    Defaults and fields refused for the step are left out, so a new field changes no other cell's key.
     """
     unused = {field.attribute for field in STEP_FIELDS if field.unused(spec)}
     return _short_hash(_json({name: value for name, value in _beyond_defaults(spec).items() if name not in unused}))
 
 
 def part_key(part: Part) -> str:
-    """The identity of a further measurement of a study: its command, and the key of its step or of its options."""
+    """Key of a further measurement: its command, with its step's key or its options' hash."""
     return f"{part.kind}:{cell_key(part.step) if part.step else _short_hash(_json(part.options))}"
 
 
 def study_keys(study: StudySpec) -> list[str]:
-    """The keys of all measurements of a study."""
     return [*map(cell_key, study.cells), *map(part_key, study.parts)]
 
 
 def study_fingerprint(study: StudySpec) -> str:
-    """The key of a study over all its measurements; their order and the study\'s name do not count."""
+    """Key of a study over all measurements, without order and name."""
     return _fingerprint(study_keys(study))
 
 
 def fingerprint_of_format_1(study: StudySpec) -> str | None:
-    """The fingerprint of the study in a store of format 1; None if a cell uses a newer field."""
+    """The study's fingerprint in format 1; None if a cell uses a newer field."""
     keys = [_key_of_format_1(cell) for cell in study.cells]
     return _fingerprint([key for key in keys if key]) if all(keys) and not study.parts else None
 
 
 def _key_of_format_1(spec: StepSpec) -> str | None:
-    """The key of a cell in format 1, where every field counted, whatever its value."""
+    """A cell's key in format 1, over all fields with any value."""
     fields = _FIELDS_OF_FORMAT_1 + (_OF_SEVERAL_PROCESSES if spec.layout.world_size > 1 else ())
     known = {*_FIELDS_OF_FORMAT_1, *_OF_SEVERAL_PROCESSES}
     shape = spec.model.shape
@@ -65,7 +63,7 @@ def _key_of_format_1(spec: StepSpec) -> str | None:
 
 
 def _beyond_defaults(value: Any) -> dict[str, object]:
-    """The fields of a dataclass that differ from their defaults, and those that have none."""
+    """Fields that differ from their defaults, or lack one."""
     pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return {
         field.name: _beyond_defaults(content) if dataclasses.is_dataclass(content) else content

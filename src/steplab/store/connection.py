@@ -1,4 +1,4 @@
-"""Opens the store's file, to write or only to read; each exception of SQLite becomes a line that names the fix."""
+"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix."""
 
 import itertools
 import os
@@ -13,13 +13,13 @@ from typing import Any
 from steplab.errors import Remark, SteplabError, UserError, warn_caller
 from steplab.store import schema
 
-MOVE_AWAY = "move it away, and `steplab import` an export of it, if there is one, into a new store"
-NAME_ANOTHER = "name another store with --store or STEPLAB_STORE"
-RECOVER = "`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read into a new store"
-_LOCKED = "another process keeps the store {path} locked; wait for it or end it, then try again"
+MOVE_AWAY = "move it away, and `steplab import` an export, if any, into a new store"
+NAME_ANOTHER = "choose another store by --store or STEPLAB_STORE"
+RECOVER = "`sqlite3 {path} .recover | sqlite3 new.db` recovers what it can into a new store"
+_LOCKED = "another process has locked the store {path}; wait for it or end it, then repeat"
 
 _MESSAGES: dict[int, str] = {
-    sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, it is not even an SQLite file; {MOVE_AWAY}",
+    sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, nor an SQLite file; {MOVE_AWAY}",
     sqlite3.SQLITE_CORRUPT: f"the store {{path}} is damaged; {RECOVER}",
     sqlite3.SQLITE_READONLY: (
         f"the store {{path}} is not writable; make it and its folder writable, or {NAME_ANOTHER}"
@@ -37,7 +37,7 @@ _MESSAGES: dict[int, str] = {
     sqlite3.SQLITE_CONSTRAINT: "the store {path} refuses the record ({error}); please report this as a bug",
 }
 _NO_LOCKS = (
-    f"the file system of the store {{path}} has no working locks ({{error}}), as some network folders; "
+    f"the file system of the store {{path}} lacks working locks ({{error}}), as some network folders do; "
     f"{NAME_ANOTHER}, on a local disk"
 )
 _OF_LOCKS = {
@@ -49,37 +49,35 @@ _OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
 
 
 def not_writable(path: Path) -> str:
-    """The message for a store that cannot be written."""
     return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
 
 
 def locked(path: Path) -> str:
-    """The message for a store that another process keeps locked."""
     return _LOCKED.format(path=path)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file's content is the cause, and not a lock or the disk."""
+    """True if the file's content is the cause, not a lock or the disk."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Raise SteplabError, naming the store and the fix, for whatever sqlite3 or the file system raises inside."""
+    """Raise SteplabError, with store and fix, for any error of sqlite3 or the file system inside."""
     try:
         yield
     except sqlite3.Error as error:
-        # The low byte of an extended code is its family: SQLITE_READONLY_DIRECTORY is a SQLITE_READONLY.
+        # The low byte of an extended code is its family: SQLITE_READONLY_DIRECTORY is SQLITE_READONLY.
         code = getattr(error, "sqlite_errorcode", 0)
         message = _NO_LOCKS if code in _OF_LOCKS else _MESSAGES.get(code & 0xFF, _OTHER)
         raise SteplabError(message.format(path=path, error=error)) from error
     except OSError as error:
         raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
-    except UnicodeDecodeError as error:  # a name in the file, or SQLite's message about it
+    except UnicodeDecodeError as error:  # a name in the file, or SQLite's message
         raise SteplabError(_MESSAGES[sqlite3.SQLITE_CORRUPT].format(path=path, error=error)) from error
     except (UnicodeEncodeError, OverflowError) as error:
         raise UserError(
-            f"a text or number that was given can neither be stored nor found in the store {path} ({error}); use valid "
+            f"a given text or number does not fit the store {path} ({error}); use valid "
             "text, and whole numbers below 2^63"
         ) from error
 
@@ -89,11 +87,11 @@ _NETWORK = {
     *("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"),
     *("sshfs", "s3fs", "rclone", "gcsfuse", "juicefs", "goofys", "ceph-fuse"),
 }
-"""Types of file systems that several machines, or a machine and its guest, may have open at once."""
+"""File systems that several machines, or machine and guest, may have open."""
 
 
 def network_file_system(path: Path) -> str | None:
-    """The type of the network file system that the path is on; None for a local one, or if it is not known."""
+    """Type of the network file system under the path; None: local, or unknown."""
     import psutil  # type: ignore[import-untyped]  # only a writer asks
 
     try:
@@ -106,71 +104,68 @@ def network_file_system(path: Path) -> str | None:
 
 
 _BARE = "mode=ro&immutable=1"
-"""Reads the file alone, without locks and companions."""
+"""Reads only the file, without locks and companions."""
 _NO_SPACE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-"""What a reader gets that cannot make its companions for want of space."""
+"""Errors of a reader without space for its companions."""
 _COPY_WAITS_S = 30.0
-"""How long a copy waits for another process's lock."""
+"""Seconds that a copy waits for another process's lock."""
 
 
 class Connection:
-    """An open store; every method raises SteplabError if SQLite fails."""
+    """An open store; methods raise SteplabError if SQLite fails."""
 
     def __init__(self, path: Path, sqlite: sqlite3.Connection) -> None:
         self.path = path
         self.sqlite = sqlite
-        """SQLite's own connection, for the care of the file; it raises SQLite's errors."""
+        """SQLite's connection, for the care of the file; it raises SQLite's errors."""
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        """All rows that a statement returns."""
         with sqlite_errors(self.path):
             return self.sqlite.execute(sql, values).fetchall()
 
     def stream(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """The rows that a statement returns, one at a time, for rows with bodies, which need not all fit into
-        memory."""
+        """Rows one at a time, so that bodies need not all fit into memory."""
         with sqlite_errors(self.path):
-            # `yield from` would close the cursor of a reader that stops early, perhaps after the store is closed.
+            # `yield from` would close the cursor of a stopping reader, maybe after the store's closing.
             for row in self.sqlite.execute(sql, values):  # noqa: UP028
                 yield row
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A transaction: all writes inside happen, or none; other writers wait, and readers see the state before."""
+        """All writes inside happen, or none; other writers wait, readers see the state before."""
         with sqlite_errors(self.path):
-            # IMMEDIATE takes the write lock now: a transaction that first reads and then asks for it fails at
-            # once, without waiting, if another process wrote in between.
+            # IMMEDIATE takes the write lock now. A transaction that reads first and then asks for it fails at once if
+            # another process wrote in between.
             self.sqlite.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self.sqlite.execute("COMMIT")
             except BaseException:
-                if self.sqlite.in_transaction:  # a full disk has already rolled it back
+                if self.sqlite.in_transaction:  # a full disk already rolled it back
                     self.sqlite.execute("ROLLBACK")
                 raise
 
     def copy_to(self, target: Path) -> None:
-        """Copy the store to a new file as it is now, damaged pages included; others may go on reading and writing."""
+        """Copy the store as it is now, damaged pages included, while others read and write."""
         with sqlite_errors(target), closing(sqlite3.connect(target)) as copy:
             self.sqlite.backup(copy, progress=_patience(self.path), sleep=0.05)
 
     def close(self) -> None:
-        """Close the file; further calls fail."""
         with sqlite_errors(self.path):
             self.sqlite.close()
 
 
 def open_to_write(path: Path, timeout_s: float) -> Connection:
-    """Open, create or upgrade the store at `path`, and prove that it can be written.
+    """Open, create or upgrade the store at `path`, and prove it writable.
 
-    Raises SteplabError if it cannot, or if the file is damaged, is another program's or a newer steplab's;
-    such a file is left exactly as it was.
+    Raises SteplabError otherwise, and for a file that is damaged, another program's or a newer steplab's; such files
+    stay unchanged.
     """
     with sqlite_errors(path):
         _make_folder(path)
         _refuse_folder(path)
         if path.exists() and not os.access(path, os.W_OK):
-            # SQLite would open it read-only, and leave companions behind that it cannot remove.
+            # SQLite would open it read-only and leave companions that it cannot remove.
             raise SteplabError(not_writable(path))
         sqlite = _connect(path, "mode=rwc", timeout_s)
         connection = Connection(path, sqlite)
@@ -178,7 +173,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
             _check_origin(path, sqlite)
             _use_journal(path, sqlite, timeout_s)
             with connection.transaction():
-                _check_origin(path, sqlite)  # again: another process may have been faster
+                _check_origin(path, sqlite)  # another process may have been faster
                 _keep_earlier_format(connection)
                 schema.migrate(sqlite)
             _prove_writable(sqlite)
@@ -189,9 +184,9 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
 
 
 def _patience(path: Path) -> Callable[[int, int, int], None]:
-    """Raises SteplabError, called as a copy goes on, where another process has kept the store locked for too long.
+    """A copy's callback: raises SteplabError if another process locks the store for too long.
 
-    SQLite itself would try again for ever, deaf to Ctrl-C.
+    SQLite would retry forever, deaf to Ctrl-C.
     """
     deadline_s = time.monotonic() + _COPY_WAITS_S
 
@@ -203,61 +198,61 @@ def _patience(path: Path) -> Callable[[int, int, int], None]:
 
 
 def aside(path: Path, what: str) -> Path:
-    """The path beside a store for a file that belongs to it, which no other has: store.db.WHAT-TIME."""
+    """An unused path next to a store for a related file: store.db.WHAT-TIME."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     names = (f"{path.name}.{what}-{stamp}{f'.{number}' if number else ''}" for number in itertools.count())
     return next(other for name in names if not (other := path.with_name(name)).exists())
 
 
 def _keep_earlier_format(connection: Connection) -> None:
-    """Copy a store that is about to be upgraded, and tell the user."""
+    """Copy a store before its upgrade, and warn the user."""
     seen = schema.version(connection.sqlite)
     if 0 < seen < schema.CURRENT_VERSION:
         kept = aside(connection.path, f"format-{seen}")
         with closing(_connect(connection.path, "mode=ro", _COPY_WAITS_S)) as reader:
-            # SQLite does not copy through a connection that has begun to write.
+            # SQLite cannot copy through a connection that has begun to write.
             Connection(connection.path, reader).copy_to(kept)
         text = (
-            f"the store {connection.path} is upgraded from format {seen} to {schema.CURRENT_VERSION}, which earlier "
-            f"versions of steplab cannot read; {kept.name} beside it is a copy for them"
+            f"the store {connection.path} is upgraded from format {seen} to {schema.CURRENT_VERSION}; earlier "
+            f"versions of steplab can read the copy {kept.name}"
         )
         warn_caller(Remark(text))
 
 
 def _make_folder(path: Path) -> None:
-    """Make the store's folder, but not the folder around it, so that a typing error makes no tree of folders."""
+    """Make the store's folder but not its parent, so that a typo makes no tree of folders."""
     try:
         path.parent.mkdir(exist_ok=True)
     except FileNotFoundError as error:
         around = path.parent.parent
-        why = f"{path.parent} cannot be made" if around.is_dir() else f"there is no folder {around}"
-        raise SteplabError(f"cannot make the store {path}: {why}; {NAME_ANOTHER}") from error
+        why = f"{path.parent} cannot be created" if around.is_dir() else f"there is no folder {around}"
+        raise SteplabError(f"cannot create the store {path}: {why}; {NAME_ANOTHER}") from error
 
 
 def open_to_read(path: Path, timeout_s: float) -> Connection:
-    """Open the store at `path` without changing or leaving anything on disk.
+    """Open the store at `path` without leaving traces on disk.
 
-    Raises SteplabError if there is none yet, or if the file is damaged, is another program's or a newer steplab's.
+    Raises SteplabError without a store, and for a file that is damaged, another program's or a newer steplab's.
     """
     with sqlite_errors(path):
         if not path.exists():
-            raise SteplabError(f"no store at {path} yet; `steplab run` makes one")
+            raise SteplabError(f"no store at {path} yet; create one: `steplab run`")
         _refuse_folder(path)
         try:
             sqlite, seen = _reader(path, _reading_mode(path), timeout_s)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in _NO_SPACE or _has_unfinished_writes(path):
                 raise
-            # On a full disk there is no room for the companions; nobody can write there either.
+            # On a full disk there is no room for companions; nobody can write either.
             sqlite, seen = _reader(path, _BARE, timeout_s)
-        if seen:  # all formats have the same tables; a writer brings the keys of cells up to date
+        if seen:  # formats share tables; writers update keys of cells
             return Connection(path, sqlite)
         sqlite.close()
-    raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
+    raise SteplabError(f"no store at {path} yet, the file is empty; create one: `steplab run`")
 
 
 def _reader(path: Path, mode: str, timeout_s: float) -> tuple[sqlite3.Connection, int]:
-    """A connection that only reads, and the store's format. Raises SteplabError for a file that is no store."""
+    """A read-only connection, and the store's format. Raises SteplabError for another file."""
     sqlite = _connect(path, mode, timeout_s)
     try:
         sqlite.execute("PRAGMA query_only = ON")
@@ -274,24 +269,24 @@ def _has_unfinished_writes(path: Path) -> bool:
 
 
 def _reading_mode(path: Path) -> str:
-    """How to open a file so that reading it works and leaves no trace.
+    """SQLite's open mode that works for reading and leaves no trace.
 
-    A store in write-ahead mode has two companions while it is open, -wal and -shm; SQLite creates them even
-    for a reader, and a read-only connection cannot remove them again.
+    An open store in write-ahead mode has companions, -wal and -shm. SQLite creates them even for readers, and read-only
+    connections cannot remove them.
     """
     log, shared = Path(f"{path}-wal"), Path(f"{path}-shm")
-    # A writer is at work or was killed: its companion files serve reading too, and stay as they are.
+    # A writer works or was killed: its companions serve reading too, and stay.
     if log.exists() and shared.exists():
         return "mode=ro"
-    # The companions are made now and removed on closing; query_only prevents writing.
+    # The companions are created and removed on closing; query_only prevents writing.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         return "mode=rw"
     if _has_unfinished_writes(path):
         raise SteplabError(
-            f"the store {path} has unfinished writes in {log.name}, which cannot be read where it is "
-            "read-only; copy both files into a writable folder and name the copy with --store"
+            f"the store {path} has unfinished writes in {log.name}, unreadable in a read-only "
+            "place; copy both files to a writable folder, and pass the copy by --store"
         )
-    # Nobody has it open, and the companions cannot be made: read the bare file without locks.
+    # Nobody has it open and companions are impossible: read the bare file without locks.
     return _BARE
 
 
@@ -301,15 +296,15 @@ def _refuse_folder(path: Path) -> None:
 
 
 def _connect(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:
-    # as_uri escapes a ? or # in the path. isolation_level=None: transactions begin where we say.
+    # as_uri escapes ? and # in paths. isolation_level=None: transactions begin explicitly.
     uri = f"{path.absolute().as_uri()}?{mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
-    connection.text_factory = text_of  # one damaged text must not keep the others from being read
+    connection.text_factory = text_of  # a damaged text must not block the others
     return connection
 
 
 def text_of(value: object) -> str:
-    """The text of a value of a damaged row, which may have any type."""
+    """Text of a damaged row's value, which may have any type."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -325,28 +320,26 @@ def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:
             "knows, and was left unchanged; upgrade steplab"
         )
     if other := schema.not_ours(sqlite):
-        raise SteplabError(f"the store {path} holds {other}, which no store has, and is not used; {MOVE_AWAY}")
+        raise SteplabError(f"the store {path} contains {other}, unlike a store; refused; {MOVE_AWAY}")
 
 
 def _prove_writable(sqlite: sqlite3.Connection) -> None:
-    # The lock alone proves nothing: in write-ahead mode a read-only file grants it too.
+    # The lock proves nothing: in write-ahead mode a read-only file grants it.
     sqlite.execute("BEGIN IMMEDIATE")
     sqlite.execute(f"PRAGMA user_version = {schema.CURRENT_VERSION}")
     sqlite.execute("ROLLBACK")
 
 
 def _use_journal(path: Path, sqlite: sqlite3.Connection, timeout_s: float) -> None:
-    """Let readers read while a writer writes, by a write-ahead log; synchronous stays FULL, so that a commit survives a
-    power cut.
+    """Use a write-ahead log, so that readers read during writes; synchronous stays FULL, so commits survive power cuts.
 
-    On a network file system the processes of two machines would each have their own copy of the log's index, and damage
-    the store (https://sqlite.org/wal.html); there the rollback journal is used, which is as safe. SQLite stays with it
-    by itself where a file system lacks what the log needs. The switch, needed once in a file's life, does not wait for
-    locks by itself.
+    On a network file system each machine would have its own log index and damage the store
+    (https://sqlite.org/wal.html), so the equally safe rollback journal is used. SQLite keeps that if a file system
+    lacks support for the log. The switch, once per file, does not wait for locks.
     """
     network = network_file_system(path)
     if network and schema.is_blank(sqlite):
-        text = f"the store {path} is on a network file system ({network}); docs/reliability.md says what that means"
+        text = f"the store {path} is on a network file system ({network}); see docs/reliability.md"
         warn_caller(Remark(text))
     mode = "DELETE" if network else "WAL"
     deadline_s = time.monotonic() + timeout_s

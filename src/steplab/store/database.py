@@ -1,4 +1,4 @@
-"""The store: every record that steplab made on this machine, in one SQLite file. The entry point of this folder."""
+"""The store: every record made on this machine, in one SQLite file. The folder's entry point."""
 
 from pathlib import Path
 from types import TracebackType
@@ -11,24 +11,23 @@ from steplab.store.study_table import StudyTable
 
 
 class Store(RecordTable, StudyTable):
-    """An open store. Every method raises SteplabError, with one line that names the fix, if the file cannot be used.
+    """An open store. Methods raise SteplabError, one line with the fix, if the file is unusable.
 
-    Of several attempts at one cell of a study (a resumed sweep measures crashed and timed-out cells again), listings
-    show the newest; `all_attempts=True` shows the others too.
+    Resumed sweeps repeat crashed and timed-out cells. Listings show the newest attempt at a cell; `all_attempts=True`
+    shows all.
     """
 
     @classmethod
     def open(cls, path: Path | str | None = None, *, write: bool = False, timeout_s: float = 30.0) -> Self:
-        """Open the store at `path`, or at the default path: $STEPLAB_STORE, else in the XDG data folder.
+        """Open the store at `path`, or the default: $STEPLAB_STORE, else in the XDG data folder.
 
             with steplab.Store.open() as store:
-                rows = store.rows()  # pandas.DataFrame(rows) and polars.DataFrame(rows) take them as they are
+                rows = store.rows()  # for pandas.DataFrame(rows) and polars.DataFrame(rows)
 
-        write=True creates it where there is none, upgrades an older one, and proves that it can be written: a
-        measurement must not be made that cannot be stored. write=False leaves no trace, and works on a
-        read-only file or folder. `timeout_s` is how long to wait for another process's lock.
+        write=True creates a missing store, upgrades an older one and proves it writable. write=False leaves no trace
+        and works on read-only files and folders. `timeout_s`: wait for another process's lock.
 
-        Raises SteplabError if the file is missing (write=False), not writable (write=True), damaged, locked,
+        Raises SteplabError for a file that is missing (write=False), not writable (write=True), damaged, locked,
         another program's, or a newer steplab's.
         """
         if write and not path:
@@ -38,11 +37,10 @@ class Store(RecordTable, StudyTable):
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._connection.path
 
     def close(self) -> None:
-        """Close the file; to be called once everything read from it has been used."""
+        """Close the file, after use of everything read from it."""
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -23,34 +23,34 @@ _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 """Errors of decoding a damaged row."""
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
-"""Fields of a row that have columns of their own, which are right though the row is damaged."""
+"""Row fields with separate columns, which stay right if the row is damaged."""
 _SURE = ("id", "created_utc", "name", "status")
-"""Those that say the same as the row; the column `kind` is that of the record, and the row says how it was made."""
+"""Columns equal to the row's fields; `kind` differs: a row's says how the record was made."""
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 _MOST_NUMBERS = 500
-"""Number of records that one query names; SQLite takes 999 and, since 3.32, 32,766."""
+"""Records named per query; SQLite takes 999 and, since 3.32, 32,766."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
-    """A record from outside that was decoded and validated."""
+    """A decoded and validated record from outside."""
 
     where: str
     """Its name in messages, such as "runs.jsonl, line 3"."""
     body: bytes
-    """Its JSON as it came, including fields that only a later version knows."""
+    """Its original JSON, with fields of later versions."""
 
     @property
     def record(self) -> Record:
-        """The record, decoded again: of thousands that wait for their transaction the JSON alone is kept."""
+        """Decoded again: thousands of waiting records are kept only as JSON."""
         return decode(self.body)
 
 
 def read_foreign(where: str, line: bytes) -> ForeignRecord:
-    """The record in a line of JSON from outside.
+    """The record in a line of outside JSON.
 
-    Raises SteplabError, beginning with `where`, if it is not a record, or not one that steplab can have written.
+    Raises SteplabError, beginning with `where`, for anything that steplab cannot have written.
     """
     try:
         check(decode(line))
@@ -60,26 +60,22 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
 
 
 class RecordTable:
-    """The records of an open store. Every method raises SteplabError, with one line that names the fix, if the file
-    cannot be used."""
+    """Records of an open store. Methods raise SteplabError, one line with the fix, if the file is unusable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def add(self, record: Record, *, cell: str | None = None) -> None:
-        """Store a record; it is on disk when this returns. The same record again changes nothing.
+        """Store a record, on disk at return; repeating changes nothing.
 
-        `cell` is the key of the study's cell it measured; by default that of the record's own spec.
-        Raises SteplabError if another record has its id.
+        `cell` is the key of the measured cell of a study, by default of the record's spec. Raises SteplabError if
+        another record has its id.
         """
         with self._connection.transaction():
             _insert(self._connection, record, encode(record), cell)
 
     def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
-        """Store records that `read_foreign` returned, all or none.
-
-        Returns how many were added and how many were there already.
-        """
+        """Store records of `read_foreign`, all or none. Returns how many were added and how many existed."""
         num_added = 0
         with self._connection.transaction():
             for foreign in records:
@@ -90,18 +86,17 @@ class RecordTable:
         return num_added, len(records) - num_added
 
     def get(self, id_prefix: str) -> Record:
-        """The record whose id begins with `id_prefix`. Raises UserError if none does, or more than one."""
+        """The record whose id begins so. Raises UserError for none or several."""
         record_id = unique_id(self._connection, "record", id_prefix)
         body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         return _decode(self._connection, record_id, body)
 
     def id_beginning(self, prefix: str) -> str | None:
-        """The id of the record that begins so, whatever records are called; None: none does. Raises UserError if more
-        than one does."""
+        """The id that begins so, regardless of names; None without one. Raises UserError for several."""
         return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
-        """The record with this id; None, with a LeftOut warning, if it cannot be read."""
+        """The record with this id; None, with a LeftOut warning, if unreadable."""
         try:
             return self.get(record_id)
         except SteplabError as error:
@@ -109,7 +104,7 @@ class RecordTable:
             return None
 
     def records(self, id_prefixes: Iterable[str]) -> list[Record]:
-        """The records with these ids, each once, in this order. Raises as `get` does."""
+        """The records with these ids, each once, in order. Raises as `get`."""
         return list({record.id: record for record in map(self.get, id_prefixes)}.values())
 
     def rows(
@@ -122,11 +117,10 @@ class RecordTable:
         limit: int | None = None,
         all_attempts: bool = False,
     ) -> list[Row]:
-        """One flat row of figures per record, newest first, without reading any record's body; None does not restrict.
+        """One flat row of figures per record, newest first, without reading bodies; None does not restrict.
 
-        The figures are those of the command line's JSON and CSV, in base units, an absent one None. A row has the
-        columns of the version that stored the record, so read it with `get`. A LeftOut warning reports a damaged row.
-
+        Figures are as in the command line's JSON and CSV: base units, None if absent. Columns are of the version that
+        stored the record, so read rows with `get`. A damaged row warns by LeftOut.
         """
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return list(_rows(self._connection, selection, limit))
@@ -134,12 +128,12 @@ class RecordTable:
     def rows_in_part(
         self, keys: Collection[str], *, study: str | None = None, name: str | None = None
     ) -> Iterator[Row]:
-        """As `rows`, one at a time, but of each row only these fields, and `seq`, by which `rows_of` finds the row.
+        """As `rows`, one at a time, with only these fields and `seq`, for `rows_of`.
 
-        It is for choosing among many records: the rows of 100,000 take 620 MiB of memory, and so much of them 50.
+        For choosing among many records: 100,000 rows take 620 MiB, these 50 MiB.
         """
         selection = Selection(study=study, name=name)
-        # a number, because making texts of 100,000 ids takes as long as reading the figures
+        # a number, because texts of 100,000 ids take as long as reading the figures
         columns = ["seq", *(key for key in _BESIDE if key in keys)]
         figures = [key for key in dict.fromkeys(keys) if key not in _SURE]
         sql = f"SELECT {', '.join(columns)}, {'summary' if figures else 'NULL'} FROM record"
@@ -164,7 +158,7 @@ class RecordTable:
             yield row
 
     def rows_of(self, numbers: Sequence[int]) -> list[Row]:
-        """The rows of the records with these `seq`, in this order; a record that is gone has none."""
+        """Rows of the records with these `seq`, in order, without removed ones."""
         found = dict[int, Row]()
         for first in range(0, len(numbers), _MOST_NUMBERS):
             some = numbers[first : first + _MOST_NUMBERS]
@@ -175,7 +169,7 @@ class RecordTable:
         return [found[number] for number in numbers if number in found]
 
     def fields_of_rows(self, *, study: str | None = None, name: str | None = None) -> dict[str, dict[str, None]]:
-        """The fields that rows of each kind have, in their order, by the rows' field `kind`."""
+        """Fields of rows in their order, by the rows' `kind`."""
         fields = dict[str, dict[str, None]]()
         for row in _rows(self._connection, Selection(study=study, name=name), None):
             fields.setdefault(str(row["kind"]), {}).update(dict.fromkeys(row))
@@ -193,7 +187,7 @@ class RecordTable:
     ) -> Iterator[Record]:
         """Whole records, oldest first, one at a time; None does not restrict.
 
-        `newest` is how many of the newest are taken. One that cannot be read is left out, with a LeftOut warning.
+        `newest`: only so many of the newest. Unreadable ones are skipped with a LeftOut warning.
         """
         selection = Selection(
             kind=kind, study=study, name=name, all_attempts=all_attempts, outside_studies=outside_studies
@@ -213,8 +207,8 @@ class RecordTable:
                 yield record
 
     def of_unknown_kind(self) -> list[tuple[str, str]]:
-        """Id and kind of each record of a kind that this version does not know."""
-        # the kinds alone are read of an index, without a look at the records
+        """Id and kind of records of kinds unknown to this version."""
+        # kinds come from an index, without reading records
         if all(kind in KINDS for (kind,) in self._connection.query("SELECT DISTINCT kind FROM record")):
             return []
         marks = ", ".join("?" * len(KINDS))
@@ -222,10 +216,7 @@ class RecordTable:
         return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
 
     def identify(self, id_prefixes: Iterable[str]) -> list[Row]:
-        """Id, kind, created_utc, name, status and study of each record, without reading the record.
-
-        Raises as `get` does.
-        """
+        """Id, kind, created_utc, name, status and study of each record, without reading it. Raises as `get`."""
         columns = ("id", "kind", "created_utc", "name", "status", "study")
         ids = dict.fromkeys(unique_id(self._connection, "record", prefix) for prefix in id_prefixes)
         sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
@@ -236,15 +227,15 @@ class RecordTable:
         ]
 
     def annotate(self, id_prefix: str, change: Callable[[Record], dict[str, object]]) -> Record:
-        """Change a record's tags or comment to those that `change` gives, by field, for the record as it is then.
+        """Change a record's tags or comment to the fields that `change` returns for it.
 
-        Raises as `get` and `change` do.
+        Raises as `get` and `change`.
         """
         with self._connection.transaction():
             record_id = unique_id(self._connection, "record", id_prefix)
             body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
-            changes = change(_decode(self._connection, record_id, body))  # a damaged one is refused
-            fields = msgspec.json.decode(body)  # with those that only a later version knows
+            changes = change(_decode(self._connection, record_id, body))  # refuses a damaged one
+            fields = msgspec.json.decode(body)  # with fields of later versions
             changed = msgspec.json.encode(fields | changes)
             record = _decode(self._connection, record_id, changed)
             row = encode(summary_row(record))
@@ -252,9 +243,9 @@ class RecordTable:
         return record
 
     def remove(self, ids: Iterable[str]) -> list[str]:
-        """Remove records by their whole ids, whether they can be read or not, all or none.
+        """Remove records by whole ids, readable or not, all or none.
 
-        A study goes with its last record. Returns the ids of those that went.
+        A study goes with its last record. Returns the ids of removed studies.
         """
         emptied = dict[str, None]()
         with self._connection.transaction():
@@ -264,15 +255,14 @@ class RecordTable:
             return [study for study in emptied if _remove_empty(self._connection, study)]
 
     def ceilings(self, device_name: str) -> list[Ceilings]:
-        """All ceilings that were measured on a device of that name, newest first."""
+        """Measured peaks of devices with that name, newest first."""
         of_device = [row for row in self.rows(kind="ceilings") if row.get("device") == device_name]
         found = (self.find(str(row["id"])) for row in of_device)
         return [record for record in found if isinstance(record, Ceilings)]
 
 
 def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
-    """Flat rows of the records that match, newest first; for a damaged row, only the columns that the table has
-    beside it."""
+    """Flat rows of matching records, newest first; a damaged one has only its separate columns."""
     found = connection.stream(
         f"SELECT {_COLUMNS} FROM record WHERE {selection.condition()} {_NEWEST_FIRST} LIMIT ?",
         *selection.values(),
@@ -282,14 +272,14 @@ def _rows(connection: Connection, selection: Selection, limit: int | None) -> It
 
 
 def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
-    """The type of a row of which only these fields are read; one that is missing is UNSET."""
+    """The type of a row with only these fields; missing ones are UNSET."""
     names = {f"field_{place}": key for place, key in enumerate(keys)}
     fields = [(name, Scalar | msgspec.UnsetType, msgspec.UNSET) for name in names]
     return msgspec.defstruct("PartOfRow", fields, rename=names)
 
 
 def _row(columns: Sequence[str], summary: bytes) -> Row:
-    """The row as it was stored; a row of an earlier version lacks its kind."""
+    """The row as stored; earlier versions' lack the kind."""
     record_id, created_utc, kind, name, status = columns
     verb = _verb(kind)
     sure: Row = {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
@@ -313,12 +303,12 @@ def _leave_out(error: SteplabError) -> None:
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
-    """The row of a record that was found before. Raises SteplabError if it is not there: an index is damaged."""
+    """The row of a record found before. Raises SteplabError if it is gone: an index is damaged."""
     found = connection.query(sql, record_id)
     if not found:
         raise SteplabError(
-            f"record {record_id} is listed in {connection.path} and not found there: the store is damaged; "
-            "`steplab store check` says how to mend it"
+            f"record {record_id} is listed but missing in {connection.path}: the store is damaged; "
+            "`steplab store check` names the repair"
         )
     return found[0]
 
@@ -329,14 +319,14 @@ def _remove_empty(connection: Connection, study: str) -> bool:
 
 
 def _insert(connection: Connection, record: Record, body: bytes, cell: str | None) -> bool:
-    """Write one record within the caller's transaction; False if it was there already."""
+    """Write a record in the caller's transaction; False if it exists."""
     same_id = connection.query("SELECT body FROM record WHERE id = ?", record.id)
     if same_id:
         if same_id[0][0] == body or _measured(_decode(connection, record.id, same_id[0][0])) == _measured(record):
             return False
         raise SteplabError(
-            f"a different record {record.id} is already in {connection.path} and was kept; "
-            "leave the new one out, or put it into another store with --store"
+            f"{connection.path} has a different record {record.id}, which was kept; "
+            "omit the new one, or import it into another --store"
         )
     study = record.sweep_id
     if study:
@@ -365,7 +355,7 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
 
 
 def _default_cell(record: Record) -> str | None:
-    """The key of a record that does not come from the study itself, but for example from an export."""
+    """The key of a record from elsewhere than the study, such as an export."""
     if record.cell is None:
         return None
     watched = [
@@ -375,7 +365,7 @@ def _default_cell(record: Record) -> str | None:
 
 
 def _measured(record: Record) -> Record:
-    """The record without the user's tags and comment, which may differ from store to store."""
+    """The record without tags and comment, which may differ between stores."""
     return dataclasses.replace(record, tags=(), comment="")
 
 
@@ -384,5 +374,5 @@ def _decode(connection: Connection, record_id: str, body: bytes) -> Record:
         return decode(body)
     except SteplabError as error:
         raise SteplabError(
-            f"record {record_id} in {connection.path} cannot be read: {error}; `steplab rm {record_id}` removes it"
+            f"record {record_id} in {connection.path} is unreadable: {error}; remove it: `steplab rm {record_id}`"
         ) from error

@@ -1,6 +1,6 @@
-"""The tables, as a list of migrations: the file's user_version says how many of them it has seen.
+"""The tables, as migrations; the file's user_version counts the applied ones.
 
-Keys of cells and rows are computed again from the records where a new format changes them.
+A new format recomputes keys of cells and rows from the records.
 """
 
 import sqlite3
@@ -15,10 +15,9 @@ from steplab.store.location import APPLICATION_ID
 
 
 def to_format_2(sqlite: sqlite3.Connection) -> None:
-    """Upgrade to format 2: keys leave out fields that have their default, and rows have every field.
+    """Upgrade to format 2: keys omit defaults, rows have every field. The caller holds the transaction.
 
-    The caller holds the transaction. Bodies are read and not changed. A record that cannot be read keeps its key and
-    its row: its cell counts as not measured.
+    Bodies are not changed. An unreadable record keeps key and row: its cell counts as not measured.
     """
     found = sqlite.execute("SELECT seq, cell, body FROM record WHERE kind = 'run' OR cell IS NOT NULL")
     changed = [(*_made_again(record, cell), seq) for seq, cell, body in found if (record := _record(body))]
@@ -26,14 +25,14 @@ def to_format_2(sqlite: sqlite3.Connection) -> None:
 
 
 def to_format_3(sqlite: sqlite3.Connection) -> None:
-    """Upgrade to format 3: rows have the record's kind, software and warnings. The caller holds the transaction."""
+    """Upgrade to format 3: rows have kind, software and warnings. The caller holds the transaction."""
     found = sqlite.execute("SELECT seq, body FROM record")
     rows = [(encode(summary_row(record)), seq) for seq, body in found if (record := _record(body))]
     sqlite.executemany("UPDATE record SET summary = ? WHERE seq = ?", rows)
 
 
 def _made_again(record: Record, cell: str | None) -> tuple[str | None, bytes]:
-    """The updated key, if the record has one, and the updated row."""
+    """The updated key, if there is one, and the updated row."""
     return cell_key(record.cell) if cell and record.cell else cell, encode(summary_row(record))
 
 
@@ -44,14 +43,8 @@ def _record(body: bytes) -> Record | None:
         return None
 
 
-# A migration is a tuple of single statements, because sqlite3's executescript would end the transaction that
-# makes it all-or-nothing, or of functions that execute some. One that has been released is never edited; a change is a
-# new one behind it.
-#
-# record.seq orders records made within one second. summary holds the flat row of records/rows.py, so that a
-# listing never reads a body; body is the record's JSON with every raw sample. study.cells is a JSON list of
-# cell keys; it and the other two are NULL for a study known only by its imported records. A study that was begun in
-# format 1 keeps that format's fingerprint (store/cells.py): the specs of cells not yet measured are not known.
+# A migration is a tuple of functions or single statements: sqlite3's executescript would end the transaction that makes
+# it all-or-nothing. Released ones are never edited; a change is a new one.
 MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
     (
         """
@@ -93,22 +86,21 @@ _STATEMENTS = {" ".join(made.split()) for migration in MIGRATIONS for made in mi
 
 
 def is_blank(connection: sqlite3.Connection) -> bool:
-    """Whether no program has written to the file yet."""
+    """True if no program has written to the file."""
     if pragma(connection, "application_id") or version(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
 
 
 def is_ours(connection: sqlite3.Connection) -> bool:
-    """Whether steplab made the file."""
     return pragma(connection, "application_id") == APPLICATION_ID
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
-    """A table or anything else that no migration made, in words; None if there is nothing.
+    """Anything that no migration made, in words; None without it.
 
-    A view, a trigger, a generated column, an expression in an index, a conflict clause: each computes, hangs or
-    swallows what is stored. Tables that `.recover` adds (lost_and_found) are never read.
+    Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
+    added by `.recover` (lost_and_found) are never read.
     """
     for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
         is_added = str(name).startswith("lost_and_found") and str(sql).startswith(f"CREATE TABLE {name}(")
@@ -118,12 +110,12 @@ def not_ours(connection: sqlite3.Connection) -> str | None:
 
 
 def version(connection: sqlite3.Connection) -> int:
-    """The number of migrations that were applied to the file."""
+    """Number of applied migrations."""
     return pragma(connection, "user_version")
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Apply the migrations that the file lacks; the caller holds the transaction."""
+    """Apply missing migrations; the caller holds the transaction."""
     for statements in MIGRATIONS[version(connection) :]:
         for statement in statements:
             if isinstance(statement, str):
@@ -136,5 +128,4 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 
 def pragma(connection: sqlite3.Connection, name: str) -> int:
-    """The number that SQLite gives for one of its settings."""
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])

@@ -1,4 +1,4 @@
-"""The records that a reader asks for: as an SQL condition, or by an id, a unique name, or first digits, as git does."""
+"""Selects records: by an SQL condition, or by an id, a unique name, or first digits, as git does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,45 +9,45 @@ from steplab.store.connection import Connection
 from steplab.units import counted
 
 FINISHED = "('ok', 'out_of_memory', 'error')"
-"""The statuses of an attempt that stands. A cell that crashed or timed out may go better next time."""
+"""Statuses that need no further attempt; crashed or timed-out cells may succeed later."""
 NOT_SUPERSEDED = f"""NOT EXISTS (
     SELECT 1 FROM record AS newer
     WHERE newer.study = record.study AND newer.cell = record.cell AND newer.kind = record.kind
     AND (newer.status IN {FINISHED}, newer.created_utc, newer.seq)
         > (record.status IN {FINISHED}, record.created_utc, record.seq)
 )"""
-"""True for the last attempt at a cell, and for every record outside of a study.
+"""True for the last attempt at a cell, and for records outside studies.
 
-One that stands is never hidden by one that crashed or timed out: attempts end with the first that stands, so that the
-other can be the newer only by a clock that was set back."""
+A final attempt is never hidden by a crash or timeout: attempts end with the first final one, so the other is newer only
+by a clock set back.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The values that a record must match; None does not restrict."""
+    """Values to match; None does not restrict."""
 
     kind: str | None = None
-    """The record's kind: run, ceilings, ..."""
+    """Kind of record: run, ceilings, ..."""
     study: str | None = None
-    """The id of the record's study."""
+    """Id of the study."""
     name: str | None = None
-    """The name that the user gave."""
+    """The user's name."""
     status: str | None = None
-    """The record's status: ok, or the kind of a failure."""
+    """ok, or the kind of a failure."""
     outside_studies: bool = False
-    """Whether the record must belong to no study."""
+    """True for records outside studies only."""
     all_attempts: bool = False
-    """Whether attempts count that a newer attempt at the same cell has superseded."""
+    """True to include superseded attempts at a cell."""
 
     def condition(self) -> str:
-        """The condition behind WHERE, with a placeholder for each of `values`."""
+        """SQL for WHERE, with a placeholder per value."""
         conditions = [f"{column} = ?" for column, _ in self._given()]
         if self.outside_studies:
             conditions.append("study IS NULL")
         return " AND ".join([*conditions, "TRUE" if self.all_attempts else NOT_SUPERSEDED])
 
     def values(self) -> list[str]:
-        """The values of the placeholders."""
         return [value for _, value in self._given()]
 
     def _given(self) -> list[tuple[str, str]]:
@@ -57,14 +57,14 @@ class Selection:
 
 _NUM_SHOWN = 5
 LAST, BACK = "last", "last~"
-"""The word that stands for the id of the newest record or study, and what the number of later ones follows."""
+"""Word for the newest record or study, and prefix for the number of later ones."""
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The id that is written so, or else has that name, or else is the only one in `table` that begins so.
+    """The id, else the only one with that name, else the only one with that beginning in `table`.
 
-    `last` is the newest id, `last~1` the one before. Of several studies with one name the newest is taken. Raises
-    UserError if there is none, or more than one.
+    `last` is the newest id, `last~1` the one before. A name of several studies means the newest. Raises UserError for
+    none or several.
     """
     if prefix == LAST or prefix.startswith(BACK):
         return _newest(connection, table, prefix)
@@ -76,19 +76,20 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
         return called[0]
     if called:
         raise UserError(
-            f"'{prefix}' is the name of more than one record: {_some(called)}; give an id; `steplab report` "
-            "and `steplab export` take all of a name"
+            f"'{prefix}' is the name of several records: {_some(called)}; pass an id; `steplab report` "
+            "and `steplab export` take the name"
         )
     found = id_beginning(connection, table, prefix)
     if found is None:
-        raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
+        raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows the ids")
     return found
 
 
 def id_beginning(connection: Connection, table: Literal["record", "study"], prefix: str) -> str | None:
-    """The only id in `table` that begins with `prefix`, a complete one before longer ones; None: none does. An empty
-    prefix begins no other id. Raises UserError if more than one does."""
-    # No character sorts behind the last code point, so the range is exactly the ids with this prefix.
+    """The only id in `table` that begins with `prefix`, preferring a complete one; None without one. An empty prefix
+    matches only itself. Raises UserError for several.
+    """
+    # No character sorts behind the last code point, so the range is the ids with this prefix.
     found = connection.query(
         f"SELECT id FROM {table} WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
         prefix,
@@ -100,19 +101,19 @@ def id_beginning(connection: Connection, table: Literal["record", "study"], pref
         return ids[0]
     if not ids or not prefix:
         return None
-    raise UserError(f"'{prefix}' is the beginning of more than one {table}: {_some(ids)}; give more digits")
+    raise UserError(f"'{prefix}' is the beginning of several ids: {_some(ids)}; add digits")
 
 
 def _newest(connection: Connection, table: str, text: str) -> str:
-    """The id that `last` or `last~N` stands for."""
+    """The id for `last` or `last~N`."""
     back = text.removeprefix(BACK) if text != LAST else "0"
     if not (back.isdecimal() and back.isascii()):
-        raise UserError(f"'{text}' is no {table}; write last~1 for the one before the last")
+        raise UserError(f"'{text}' is not a {table}; last~1 is the one before the last")
     number = int(connection.query(f"SELECT count(*) FROM {table}")[0][0])
     if not number:
-        raise UserError(f"no {table} in {connection.path} yet; `steplab run` makes a record")
+        raise UserError(f"no {table} in {connection.path} yet; make a record: `steplab run`")
     if len(back) > len(str(number)) or int(back) >= number:
-        raise UserError(f"'{text}' is further back than the {counted(number, table)} in {connection.path}")
+        raise UserError(f"'{text}' exceeds the {counted(number, table)} in {connection.path}")
     query = f"SELECT id FROM {table} ORDER BY created_utc DESC, seq DESC LIMIT 1 OFFSET ?"
     return str(connection.query(query, int(back))[0][0])
 

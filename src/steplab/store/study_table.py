@@ -1,4 +1,4 @@
-"""Studies in the store: the cells that a sweep set out to measure, so that it can be resumed."""
+"""Studies in the store: a sweep's planned cells, for resuming it."""
 
 import msgspec
 
@@ -11,12 +11,10 @@ from steplab.store.selection import FINISHED, NOT_SUPERSEDED, unique_id
 
 
 class StudyTable:
-    """The studies of an open store."""
-
     _connection: Connection
 
     def begin_study(self, study: StudySpec) -> str:
-        """Store what a sweep will measure; returns the id that its records carry as `study`."""
+        """Store a sweep's plan; returns the id for its records' `study`."""
         study_id = new_id()
         cells = study_keys(study)
         with self._connection.transaction():
@@ -34,23 +32,22 @@ class StudyTable:
         return study_id
 
     def cells_in_order(self, study_id: str) -> dict[str, int]:
-        """The place of each of a study's records, by its id, in the order in which the study lists its measurements."""
+        """Position of each record of a study, by id, in the study's order of measurements."""
         listed = self._connection.query("SELECT cells FROM study WHERE id = ?", study_id)
         try:
             keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
-        except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # damaged: they stay in the order they were made
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # damaged: records keep their order
             keys = []
         places = {key: place for place, key in enumerate(keys)}
         found = self._connection.query("SELECT id, cell FROM record WHERE study = ?", study_id)
         return {str(record_id): places.get(cell, len(places)) for record_id, cell in found}
 
     def describe_study(self, study_id: str, description: str) -> None:
-        """Give the study with this whole id another description."""
         with self._connection.transaction():
             self._connection.query("UPDATE study SET description = ? WHERE id = ?", description, study_id)
 
     def find_study(self, study: StudySpec) -> str | None:
-        """Id of the newest study with the same cells; neither their order nor its name matters."""
+        """Id of the newest study with the same cells, in any order, under any name."""
         found = self._connection.query(
             "SELECT id FROM study WHERE fingerprint IN (?, ?) ORDER BY created_utc DESC, seq DESC LIMIT 1",
             study_fingerprint(study),
@@ -59,16 +56,16 @@ class StudyTable:
         return str(found[0][0]) if found else None
 
     def study_id(self, id_prefix: str) -> str:
-        """The study's id that begins with `id_prefix`, or that of the newest study of this name, or of all for `last`.
+        """The study id with this beginning, the newest study of this name, or `last`.
 
-        Raises UserError if there is none, or if more than one id begins so.
+        Raises UserError for none, or several beginnings.
         """
         return unique_id(self._connection, "study", id_prefix)
 
     def studies(self) -> list[Row]:
         """One row per study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
 
-        num_cells is None for a study whose records were imported; num_failed counts only the last attempts.
+        num_cells is None for imported studies; num_failed counts last attempts.
         """
         columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
         found = self._connection.query(
@@ -84,9 +81,8 @@ class StudyTable:
         return [dict(zip(columns, (*map(text_of, row[:num_texts]), *row[num_texts:]), strict=True)) for row in found]
 
     def finished_cells(self, study_id: str) -> set[str]:
-        """Keys of the cells that need no further attempt: those that went well, ran out of memory or raised.
-
-        A cell whose process was killed or timed out is not among them.
+        """Keys of cells without further attempts: success, out of memory, or an exception. Killed and timed-out cells
+        are not among them.
         """
         found = self._connection.query(
             "SELECT DISTINCT cell FROM record"

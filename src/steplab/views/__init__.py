@@ -1,1 +1,1 @@
-"""What Python and the command line show: `lab` finds the records, `report` says what they say."""
+"""Views for Python and the command line: `lab` finds records, `report` describes them."""

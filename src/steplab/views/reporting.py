@@ -1,4 +1,4 @@
-"""The report of several records: as a page, or as tables."""
+"""The report of several records, as a page or as tables."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,12 +40,12 @@ def report(
 ) -> View:
     """The report of several records, as `steplab report` writes it.
 
-        steplab.report()  # what was measured last, with its study
+        steplab.report()  # the newest measurement with its study
         steplab.report([before, after]).save("page.html")
 
-    `records` are records, ids, names, tags, studies or git revisions; without them the records of a `study` or of a
-    `name` are reported, or of what was measured last; with `questions`, a preset or a file, all records of the store as
-    answers to those. Raises UserError where there is nothing to report.
+    `records` are records, ids, names, tags, studies or git revisions; without them, the records of a `study` or `name`,
+    else the newest measurement's. `questions` is a preset or a file; its answers use all records of the store if none
+    are chosen. Raises UserError without records.
     """
     given = (records,) if isinstance(records, (Record, str)) else tuple(records)
     if questions:
@@ -62,7 +62,7 @@ def report_of(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
-    """The report of a selection of records. `named`: the records themselves were given."""
+    """`named`: the records themselves were given."""
 
     def write(format: str, color: bool) -> str:
         if format in ("html", "notebook"):
@@ -90,7 +90,7 @@ def _derived(options: Mapping[str, str]) -> str:
 
 
 def answer_of(found: ReportedRecords) -> str:
-    """What a page of these records says first, as text for a terminal."""
+    """The verdict of a page, as terminal text."""
     document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))
     return render(document, "table").lstrip("\n")
 
@@ -121,8 +121,8 @@ def _page(
 def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
     """The records in a format other than a page.
 
-    Records of a kind that shares one table become that table, every other record a document of its own. Raises
-    UserError for several tables in a format for programs, which holds one: of audits beside runs it has the runs.
+    Kinds with a joint table share one; other records get a document each. Raises UserError for several tables in json
+    or csv, which hold one; runs win over audits.
     """
     by_kind = {name: found.of(name) for name in KINDS}
     if by_kind["run"] and not named and format in ("json", "csv"):
@@ -131,7 +131,7 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
     tables = sum(1 if kind.is_joint else len(by_kind[name]) for name, kind in kinds.items())
     if format in ("json", "csv") and tables > 1:
         raise UserError(
-            f"--format {format} holds one table, and these records have several; name the id of one record, or take "
+            f"--format {format} holds one table, these records need several; pass one id, or use "
             "--format table, md, latex or html"
         )
     draw = Attempts().draw
@@ -141,5 +141,5 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
 
     made = [text for name, kind in kinds.items() for text in draw("the report", by_kind[name], partial(texts, kind))]
     if not made:
-        raise SteplabError("none of these records can be reported; --debug shows why")
+        raise SteplabError("no record can be reported; --debug shows the reasons")
     return "\n\n".join(text.rstrip("\n") for text in made)

@@ -1,4 +1,4 @@
-"""Show one record or one prediction in full, and a record in a notebook in short."""
+"""Shows one record or prediction in full, and a record in a notebook in short."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,15 +41,14 @@ Shown = (
 
 
 def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> View:
-    """Everything about one record, as `steplab show` says it; also about findings, comparisons and predictions.
+    """Everything about one record, as `steplab show` prints it; also for findings, comparisons and predictions.
 
         steplab.show(run)  # text at a prompt, tables and pictures in a notebook
         steplab.show("last").save("run.html")
         steplab.show(steplab.plan("small", context=512, gpu="H100 SXM"))
 
-    `shown` is a record, a result of `explain`, `compare`, `history` or a `plan` function, or the id of a stored record,
-    the beginning of one, or `last`. The store is asked for what a profile or a memory profile is compared with. Raises
-    UserError where there is no such record.
+    `shown` is a record, a result of `explain`, `compare`, `history` or a `plan` function, or a stored record's id, its
+    beginning, or `last`. Profiles are compared with the store's records. Raises UserError without such a record.
     """
     if isinstance(shown, str):
         shown = load(shown, store=store)
@@ -59,7 +58,7 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
 
 
 def in_short(record: Record) -> str:
-    """A record for a notebook, as HTML: its answer, its first table and its first picture."""
+    """A record as HTML for notebooks: verdict, first picture and first table."""
     (document,) = report_of(kind_of(record).name).documents([record])
     blocks = [block for section in document.sections for block in _blocks(section)]
     table = next((block for block in blocks if isinstance(block, Table)), None)
@@ -88,7 +87,7 @@ def _writer(document: Document, json: str) -> Callable[[str, bool], str]:
 
 
 def _document(shown: Any, store: Path | str | None) -> Document:
-    """The document of what is no record; its module loads only where it is needed."""
+    """The document of anything but a record; its module loads on demand."""
     match shown:
         case Findings():
             from steplab.report.profile.verdict import findings_document
@@ -119,12 +118,12 @@ def _document(shown: Any, store: Path | str | None) -> Document:
 
             return time_document(spec, shown)
     raise UserError(
-        f"{type(shown).__name__} is nothing to show; give a record, its id, or what explain, compare or plan gave"
+        f"{type(shown).__name__} cannot be shown; pass a record, its id, or a result of explain, compare or plan"
     )
 
 
 def _blocks(section: Section) -> Iterator[Block]:
-    """The blocks of a section and of those within it, in the order they are read."""
+    """Blocks of a section and its subsections, in reading order."""
     for block in section.blocks:
         if isinstance(block, Section):
             yield from _blocks(block)

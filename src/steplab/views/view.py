@@ -1,4 +1,4 @@
-"""Something to look at: at a prompt, in a notebook, or as a file."""
+"""A report for a prompt, a notebook or a file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
 from steplab.report.kit.rendering import PAGE
 
 FORMATS = (*TEXT_FORMATS, PAGE)
-"""The formats of every view; table is text for a terminal, html a page that needs nothing else."""
+"""Formats of every view: table is terminal text, html a self-contained page."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class View:
-    """A report that is written when it is looked at: as text at a prompt, as HTML in a notebook."""
+    """A report, written when looked at: text at a prompt, HTML in a notebook."""
 
     write: Callable[[str, bool], str]
-    """Function that writes it in one of FORMATS, or in `notebook`; the second argument is whether text is coloured."""
+    """Function from one of FORMATS, or `notebook`, and the use of colours to the text."""
     store: Path | str | None = None
-    """The store that the records are from, which no file may replace; None: the default store."""
+    """Store of the records, which no file may replace; None: the default store."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -30,21 +30,21 @@ class View:
         return leaving(self.write("notebook", False), "html")
 
     def render(self, format: str = "table", *, color: bool = False) -> str:
-        """The report in one of FORMATS. Raises UserError for another format, or one that does not suit it."""
+        """The report in one of FORMATS. Raises UserError for an unknown or unsuitable format."""
         if format not in FORMATS:
-            raise UserError(f"there is no format '{format}'; choose one of {', '.join(FORMATS)}")
+            raise UserError(f"unknown format '{format}'; use one of {', '.join(FORMATS)}")
         return leaving(self.write(format, color), format, colored=color)
 
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
-        """Write the report to a file, in the format of its suffix (page.html, rows.csv.gz) unless one is named.
+        """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
 
-        A file that does not name steplab as its writer is replaced only with `force`, and the store never.
-        Raises UserError for such a file, and SteplabError where writing fails.
+        Files of other writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError
+        if writing fails.
         """
         target = Path(path)
         chosen = format or format_of(target)
         if chosen is None:
-            raise UserError(f"the name {target.name} does not say a format; choose one of {', '.join(FORMATS)}")
+            raise UserError(f"unknown format for {target.name}; use one of {', '.join(FORMATS)}")
         destination = Destination(path=target, store=self.store, force=force)
         destination.check()
         text = self.render(chosen)

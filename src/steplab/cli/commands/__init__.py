@@ -1,4 +1,4 @@
-"""The commands: a file each, whose docstring is its help and whose function has its name.
+"""One file per command: its docstring is the help, its function has the command's name.
 
-`list_` and `import_` are `steplab list` and `steplab import`: those words are Python's.
+Python reserves `list` and `import`, hence `list_` and `import_`.
 """

@@ -1,14 +1,14 @@
-"""Measure two or more steps in turns on one device, A B B A, and say by how much they differ.
+"""Compare two or more steps by measuring them alternately on one device, A B B A.
 
-Options that all sides share stand once; what differs stands in quotes. A single quoted side is compared with the step
-without it, and --against compares with the code of another revision.
+Options outside quotes apply to every side; each quoted text holds what differs. A single quoted side is compared with
+the step without it. --against compares with the code of another revision.
 
 For example: steplab ab --model small '--attention plain' '--attention sdpa'
 
-A model of yours, as it is and as it was: steplab ab --against main --model my_model:build
+Your model before and after a change: steplab ab --against main --model my_model:build
 
-Exit codes: 0 if no side is slower than the first by more than the threshold, whether or not it is known to be faster;
-4 if one certainly is; 3 if that cannot be decided; 1 if a side failed.
+Exit codes: 0 if no side is slower than the first by more than the threshold, 4 if one is, 3 if undecided, 1 if a side
+failed.
 """
 
 from typing import Annotated
@@ -22,30 +22,25 @@ def ab(
     *sides: Annotated[
         str,
         Parameter(
-            help="Options of `steplab run` in which a side differs, in quotes: '--precision bf16 --compile block'",
+            help="A side's options of `steplab run`, in quotes: '--precision bf16 --compile block'",
             allow_leading_hyphen=True,
         ),
     ],
     step: StepOptions = StepOptions(),
     against: Annotated[
         str | None,
-        Parameter(
-            help="Git revision to compare the working tree with: both sides have the same options, and A imports the "
-            "model (and steplab, where it is in the repository) from a worktree of the revision"
-        ),
+        Parameter(help="Git revision whose code side A runs; side B runs the working tree's"),
     ] = None,
     threshold: Annotated[
         str | None,
-        Parameter(
-            help="Smallest difference that matters: 3% or 0.03 [default: 1%; 5% if each turn is a process of its own]"
-        ),
+        Parameter(help="Smallest difference that matters: 3% or 0.03 [default: 1%; 5% with a process per turn]"),
     ] = None,
     starts: Annotated[
         int | None,
-        Parameter(help="How often the sides start anew [default: 3; 1 if a start takes over a minute]"),
+        Parameter(help="Fresh starts of each side [default: 3; 1 if a start takes over a minute]"),
     ] = None,
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Time after which a side that is not ready is given up: 90s, 5min")] = "1h",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
+    timeout: Annotated[str, Parameter(help="Stop waiting for a side after this long: 90s, 5min")] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.options import fields_in

@@ -1,11 +1,11 @@
-"""Walk from a step to the fastest that is found, one change at a time, each measured in turns with the best so far.
+"""Find the fastest version of a step, one measured change at a time.
 
-A change is kept only if the measurement says that it pays. At the end stand the command and the lines of Python that
-make the same changes in a loop of your own.
+Each change alternates with the best step so far and is kept only if it is measurably faster. The result ends with the
+command, and the Python lines for your own loop.
 
 For example: steplab advise --model small --context 512
 
-With a model of yours: steplab advise --model my_model:build --keep-precision --budget 5min
+With your own model: steplab advise --model my_model:build --keep-precision --budget 5min
 
 On several GPUs: steplab advise --model xl --context 512 --layout fsdp=2 --steps 10 --budget 20min
 """
@@ -22,20 +22,17 @@ def advise(
     *,
     step: StepOptions = StepOptions(),
     keep_precision: Annotated[
-        bool, Parameter(help="Try no other number format: neither bf16 nor TF32", negative="")
+        bool, Parameter(help="Keep the number format: try neither bf16 nor TF32", negative="")
     ] = False,
     opt_in: Annotated[
         tuple[str, ...],
-        Parameter(help=f"Change of numerics that is tried only where it is named: {', '.join(OPT_IN)}", negative=""),
+        Parameter(help=f"Also try this change of numerics: {', '.join(OPT_IN)}", negative=""),
     ] = (),
     budget: Annotated[
         str,
-        Parameter(
-            help="Time after which no further change is tried: 90s, 10min, 2h; 'none' tries all. Each change builds "
-            "the step anew, which takes some seconds, and up to minutes where it is compiled"
-        ),
+        Parameter(help="Start no change after this long: 90s, 10min, 2h; 'none' tries all"),
     ] = "10min",
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit_document, say, say_stored

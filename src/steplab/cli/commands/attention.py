@@ -1,8 +1,7 @@
-"""Benchmark attention by itself: time, FLOP/s, memory saved and peak memory, error against float64.
+"""Benchmark attention alone: time, FLOP/s, saved and peak memory, error against float64.
 
-Forward, backward and both are timed, with the implementations in turns, so that their ratios are fair. A cell that runs
-out of memory is a row too. Every combination of the listed values is a cell; together with --grid, the listed values
-replace those of the grid.
+Implementations alternate, so their ratios are fair. Each combination of listed values is a cell; they replace
+the grid's values. Cells that run out of memory are rows too.
 
 For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
 """
@@ -14,14 +13,12 @@ from cyclopts import Group, Parameter
 from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
 from steplab.specs.attention import ATTENTION
 
-_CELLS = Group.create_ordered(
-    "What is measured: every combination of the listed values, which replace the grid's; a default holds without both"
-)
+_CELLS = Group.create_ordered("Cells: every combination of the listed values, which replace the grid's")
 
 
 @field_options(ATTENTION.cells.values(), _CELLS, others=ATTENTION.own)
 class AttentionOptions(GivenFields):
-    """The shapes of attention, the implementations that compute them, and how they are measured."""
+    pass
 
 
 def attention(
@@ -34,12 +31,12 @@ def attention(
     derive: Annotated[
         bool,
         Parameter(
-            help="Measure nothing; print the tensors that plain attention holds in memory in the smallest cell that "
-            "ran out of memory in the newest such benchmark, or, with --gpu, that would on that GPU",
+            help="List the tensors of plain attention in the smallest cell that ran out of memory; "
+            "with --gpu, the smallest that would on that GPU",
             negative="",
         ),
     ] = False,
-    gpu: Annotated[str | None, Parameter(help="GPU of the catalogue whose memory --derive compares with")] = None,
+    gpu: Annotated[str | None, Parameter(help="GPU whose memory --derive compares with")] = None,
     name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
     timeout: Annotated[str, Parameter(help=QUIET)] = ATTENTION.timeout,
     out: OutputOptions = OutputOptions(),
@@ -52,7 +49,7 @@ def attention(
 
     chosen = chosen_format(out.format, out)
     if gpu is not None and not derive:
-        raise UserError("--gpu needs --derive, because measurements are made on this machine; add --derive")
+        raise UserError("--gpu needs --derive: steplab measures on this machine only; add --derive")
     study = attention_study({**asked.grid(), **asked.options()})
     if derive:
         account = account_for_memory(study.cells, gpu, store=out.store)

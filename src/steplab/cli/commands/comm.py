@@ -1,7 +1,7 @@
-"""Benchmark collectives: time, algorithm and bus bandwidth by message size, world size and backend.
+"""Benchmark collectives: time, algorithm and bus bandwidth by size, world size and backend.
 
-Every result is checked, and the samples of every rank are stored. The line alpha + beta * bytes, fitted to the times,
-is the machine's communication profile. Without --gpus or --processes, all GPUs take part, or two processes on the CPU.
+Results are checked; the samples of every rank are stored. The times are fitted by alpha + beta * bytes, the machine's
+communication profile. Default: all GPUs, or two processes on the CPU.
 
 For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB,10MB
 
@@ -15,12 +15,12 @@ from cyclopts import Group, Parameter
 from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
 from steplab.specs.comm import COMM
 
-_CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
+_CELLS = Group.create_ordered("Cells: every combination of the listed values")
 
 
 @field_options(COMM.cells.values(), _CELLS, others=COMM.own)
 class CommOptions(GivenFields):
-    """The collectives, their message sizes, and the processes and backends that carry them out."""
+    pass
 
 
 def comm(

@@ -1,11 +1,10 @@
-"""Compare two records, or two sets of records, and say whether the second is worse.
+"""Compare two records, or two sets of records, and decide if the second is worse.
 
-A and B are each the beginning of an id; last, or last~1 for the record before it; the name or tag of records; a study;
-a git revision at which records were measured; an export (.jsonl); or a store, alone or with one of these behind it, as
-in other.db:last. What measures the same is compared: the fields of the step, the device and the versions must agree.
+A and B are ids or their beginnings, last, last~1 (the record before), names, tags, studies, git revisions or exports
+(.jsonl). other.db is another store, other.db:last a record in it. Steps, device and versions must agree.
 
-Exit codes: 0 if nothing is worse, 4 if a step time or a peak memory certainly grew by more than the threshold or a cell
-fails, 3 if that cannot be decided or A and B are not alike.
+Exit codes: 0 if nothing is worse; 4 if a step time or peak memory grew by more than the threshold, or a cell failed; 3
+if undecided or mismatched.
 
 For example: steplab compare baseline.jsonl last --threshold 3%
 """
@@ -18,14 +17,14 @@ from steplab.cli.options import PageOptions
 
 
 def compare(
-    a: Annotated[str, Parameter(help="What to compare with", show_default=False)],
-    b: Annotated[str, Parameter(help="What is compared")] = "last",
+    a: Annotated[str, Parameter(help="Baseline", show_default=False)],
+    b: Annotated[str, Parameter(help="Records to compare with it")] = "last",
     /,
     *,
     allow: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Name of a field that may differ, such as torch, device or precision; may be repeated",
+            help="Field that may differ: torch, device, precision; may be repeated",
             negative="",
             show_default=False,
         ),
@@ -33,8 +32,7 @@ def compare(
     threshold: Annotated[
         str | None,
         Parameter(
-            help="Smallest difference that matters: 3% or 0.03 [default: 5% for times of one process a side, 1% for "
-            "several and for memory]"
+            help="Smallest difference that matters: 3% or 0.03 [default: 1%; 5% for times of one process a side]"
         ),
     ] = None,
     out: PageOptions = PageOptions(),

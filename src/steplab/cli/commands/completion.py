@@ -1,4 +1,4 @@
-"""Install completion of commands and options for your shell; a new shell has it.
+"""Install completion of commands and options for new shells.
 
 For example: steplab completion --shell bash
 """
@@ -11,14 +11,10 @@ from cyclopts import Parameter
 
 def completion(
     *,
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"] | None, Parameter(help="Shell [default: the one that runs steplab]")
-    ] = None,
-    output: Annotated[
-        Path | None, Parameter(help="Write the script to this file, and leave the shell's own files as they are")
-    ] = None,
+    shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="Shell [default: this one]")] = None,
+    output: Annotated[Path | None, Parameter(help="Only write the script to this file")] = None,
     force: Annotated[
-        bool, Parameter(help="Replace a file that is not such a script", negative="", show_default=False)
+        bool, Parameter(help="Replace a file that is not a completion script", negative="", show_default=False)
     ] = False,
 ) -> None:
     from cyclopts.completion.detect import ShellDetectionError
@@ -33,10 +29,10 @@ def completion(
         if output:
             first, _, rest = app.generate_completion(shell=shell).partition("\n")  # zsh reads its first line
             Destination(path=output, force=force).write(f"{first}\n# {MARK}\n{rest}".encode())
-            say(f"wrote {output}; have your shell read it")
+            say(f"wrote {output}; source it in your shell")
         else:
-            say(f"wrote {app.install_completion(shell=shell)}; begin a new shell to use it")
+            say(f"wrote {app.install_completion(shell=shell)}; start a new shell to use it")
     except ShellDetectionError as error:
-        raise UserError("the shell is not known; name it: --shell bash, zsh or fish") from error
+        raise UserError("unknown shell; set --shell to bash, zsh or fish") from error
     except OSError as error:
         raise SteplabError(f"cannot write the script: {error}") from error

@@ -1,7 +1,6 @@
-"""Compare variants of data parallelism on one step: time, communication exposed and alone, memory, timelines.
+"""Compare data-parallel variants of one step: time, exposed communication, memory, timelines.
 
-Each variant is measured in turns with the same step without communication, which is always measured. Without --gpus or
---processes, two processes on the CPU take part, or those that torchrun started.
+Each variant alternates with the same step without communication. Default: two processes on the CPU, or torchrun's.
 
 For example: steplab ddp --processes 2
 
@@ -12,20 +11,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, OutputOptions, field_options
+from steplab.cli.options import GivenFields, OutputOptions, field_options, timeout_help
 from steplab.specs.ddp import DDP
 
 
 @field_options(DDP.cells.values(), others=DDP.own)
 class DdpOptions(GivenFields):
-    """The step of each rank, and the variants that are compared on it."""
+    pass
 
 
 def ddp(
     *,
     asked: DdpOptions = DdpOptions(),
     name: Annotated[str, Parameter(help="Name of the study in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Time after which a variant is given up: 90s, 5min, 2h")] = DDP.timeout,
+    timeout: Annotated[str, Parameter(help=timeout_help("a variant"))] = DDP.timeout,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit_document, say_stored

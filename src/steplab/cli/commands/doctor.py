@@ -1,4 +1,4 @@
-"""Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known.
+"""Describe this machine and measure its peaks, which MFU uses if no data sheet is known.
 
 For example: steplab doctor --device cpu
 """
@@ -7,19 +7,19 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, PageOptions, field_options
+from steplab.cli.options import GivenFields, PageOptions, field_options, timeout_help
 from steplab.specs.benchmark import DOCTOR
 
 
 @field_options((), others=DOCTOR.own)
 class DoctorOptions(GivenFields):
-    """What is examined."""
+    pass
 
 
 def doctor(
     *,
     asked: DoctorOptions = DoctorOptions(),
-    timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
+    timeout: Annotated[str, Parameter(help=timeout_help("measuring"))] = "10min",
     out: PageOptions = PageOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit_document

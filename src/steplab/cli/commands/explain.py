@@ -1,15 +1,15 @@
-"""Explain why a step takes as long as it does, what to change, and how much time that should save.
+"""Explain a step's time, propose changes and estimate their savings.
 
 For example: steplab explain last
 
-Measuring what it proposes: steplab explain --try
+Measure the proposed changes: steplab explain --try
 """
 
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions, Format
+from steplab.cli.options import FileOptions, Format, timeout_help
 
 
 def explain(
@@ -21,19 +21,12 @@ def explain(
     *,
     try_: Annotated[
         bool,
-        Parameter(
-            name="--try", help="Measure each proposed change on this machine, against its prediction", negative=""
-        ),
+        Parameter(name="--try", help="Measure each proposed change on this machine", negative=""),
     ] = False,
-    timeout: Annotated[
-        str, Parameter(help="Time after which a measurement of --try is given up: 90s, 5min, 2h")
-    ] = "1h",
+    timeout: Annotated[str, Parameter(help=timeout_help("a measurement of --try"))] = "1h",
     format: Annotated[
         Format | None,
-        Parameter(
-            help="Format of the output; json has whole findings, csv one row per finding [default: by the suffix of "
-            "--output, else table]"
-        ),
+        Parameter(help="Format; json: whole findings, csv: one row each [default: by --output's suffix, else table]"),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> int:
@@ -66,5 +59,5 @@ def explain(
         emit_document(findings_document(run, findings), chosen, out)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
-        say("steplab: there is nothing to try, because no finding proposes a change to an option of the step")
+        say("steplab: nothing to try: no finding proposes a change of an option")
     return 1 if tried and all(trial.after_s is None for trial in tried) else 0

@@ -1,4 +1,4 @@
-"""Export records for another machine or another program, to a file or to a tracker of experiments.
+"""Export records to a file, or to an experiment tracker.
 
 For example: steplab export --format perfetto ID --output step.json
 """
@@ -14,7 +14,7 @@ from steplab.cli.options import FileOptions
 def export(
     ids: Annotated[
         tuple[str, ...],
-        Parameter(help="Ids, names, tags, studies or revisions of records [default: all records]", show_default=False),
+        Parameter(help="Ids, names, tags, studies or revisions [default: all records]", show_default=False),
     ] = (),
     /,
     *,
@@ -22,15 +22,15 @@ def export(
     format: Annotated[
         Literal["jsonl", "csv", "perfetto"] | None,
         Parameter(
-            help="Format: jsonl (whole records, for `steplab import`), csv (one row of figures per run), perfetto (the "
-            "timeline of one profiled run, for ui.perfetto.dev) [default: by the suffix of --output, else jsonl]"
+            help="jsonl: records for `steplab import`; csv: a row per run; perfetto: a run's timeline, "
+            "for ui.perfetto.dev [default: by --output's suffix, else jsonl]"
         ),
     ] = None,
     tracker: Annotated[
         Literal["mlflow", "wandb", "tensorboard"] | None,
         Parameter(
-            help="Export to a tracker of experiments: mlflow (the server of MLFLOW_TRACKING_URI), wandb (a folder for "
-            "`wandb sync`; with WANDB_MODE=online its server) or tensorboard (the folder --output, else runs)",
+            help="Tracker: mlflow (MLFLOW_TRACKING_URI's server), wandb (a folder for `wandb sync`, "
+            "or its server with WANDB_MODE=online), tensorboard (folder --output, else runs)",
         ),
     ] = None,
     out: FileOptions = FileOptions(),
@@ -41,7 +41,7 @@ def export(
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
         if format or (out.output and tracker != "tensorboard"):
-            raise UserError("an export goes to one place: --tracker, or a format with --output; run it twice")
+            raise UserError("--tracker excludes --format and --output; run the command twice")
         _track(ids, study, tracker, out)
         return
     from steplab.cli.output import chosen_format, emit
@@ -63,18 +63,18 @@ def export(
         if chosen == "jsonl":
             emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
         else:
-            # a row takes a hundredth of its record, of which a store may have more than fit into memory
+            # A row takes a hundredth of its record's memory, and a store may exceed the memory.
             rows = [run_row(record) if isinstance(record, Run) else None for record in records]
             if ids and None in rows:
                 raise UserError(
-                    f"csv has one row per run, and {rows.count(None)} of these records are not runs; take "
-                    "--format jsonl, which holds every kind, or `steplab report ID --format csv` for a single record"
+                    f"csv has one row per run, and {rows.count(None)} of these records are not runs; use "
+                    "--format jsonl for all kinds, or `steplab report ID --format csv` for one record"
                 )
             emit(render(rows_document([row for row in rows if row is not None]), "csv"), out, chosen)
 
 
 def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
-    """Export the records one by one, each with its page, and say where they went."""
+    """Export each record with its page, and report where it went."""
     from steplab.cli.output import say
     from steplab.cli.progress import ProgressLine
     from steplab.integrations.tracking import track, tracked
@@ -96,7 +96,6 @@ def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptio
 
 
 def _only(ids: tuple[str, ...]) -> str:
-    """The only id; raises UserError for none or several."""
     from steplab.errors import UserError
 
     if len(ids) != 1:
@@ -107,11 +106,10 @@ def _only(ids: tuple[str, ...]) -> str:
 
 
 def _timeline(record: object) -> str:
-    """The timeline of a run in Perfetto's format."""
     from steplab.errors import UserError
     from steplab.records.run import Run
     from steplab.report.perfetto import chrome_trace
 
     if not isinstance(record, Run):
-        raise UserError("this record is not a run, so it has no timeline; `steplab list` shows the runs")
+        raise UserError("only runs have a timeline; `steplab list --kind run` shows them")
     return chrome_trace(record)

@@ -1,6 +1,6 @@
-"""Show a figure of stored runs over the commits at which they were measured, and where its level changed.
+"""Show a figure of stored runs by commit, and where its level changed.
 
-The options of a step choose the runs; each step and device has a history of its own.
+Options of a step select runs; each step and device has its own history.
 
 For example: steplab history --model small --metric step_time
 """
@@ -10,21 +10,20 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import GivenFields, PageOptions, step_options
-from steplab.specs.step import FIELDS
 
 
-@step_options(changed={field.key: field.meaning for field in FIELDS.values()})
+@step_options(with_defaults=False)
 class ChosenSteps(GivenFields):
-    """Values of a step's fields, by which runs are chosen."""
+    pass
 
 
 def history(
     *,
     metric: Annotated[
-        str, Parameter(help="Figure of a run, as in `steplab list --format json`: step_time, mfu, peak_allocated")
+        str, Parameter(help="Figure in `steplab list --format json`: step_time, mfu, peak_allocated")
     ] = "step_time",
-    name: Annotated[str | None, Parameter(help="Take the runs of this name alone")] = None,
-    threshold: Annotated[str, Parameter(help="Smallest change that is marked: 3% or 0.03")] = "1%",
+    name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
+    threshold: Annotated[str, Parameter(help="Smallest change to mark: 3% or 0.03")] = "1%",
     step: ChosenSteps = ChosenSteps(),
     out: PageOptions = PageOptions(),
 ) -> None:

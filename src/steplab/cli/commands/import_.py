@@ -1,6 +1,6 @@
-"""Add exported records to the store, either all or none; records that it already has are left unchanged.
+"""Add exported records to the store, all or none; records already stored stay unchanged.
 
-An invalid record is refused, and the error names its line and its field.
+An invalid record is refused; the error names its line and field.
 
 For example: steplab import records.jsonl
 """
@@ -17,7 +17,7 @@ def import_(
     files: Annotated[
         tuple[Path, ...],
         Parameter(
-            help="JSONL files that `steplab export` wrote, also .gz or .xz; - is standard input",
+            help="JSONL files from `steplab export`, also .gz or .xz; - is stdin",
             allow_leading_hyphen=True,
         ),
     ],

@@ -1,7 +1,7 @@
-"""Import a memory snapshot of any program as a record, and show where the memory went.
+"""Import a memory snapshot of any program, and show where its memory went.
 
-No code in the file is executed. The categories are memory allocated before the history and during it; where the marks
-that `memory --snapshot` writes lie beside the file (snapshot.marks.json), they are those of `memory`.
+No code in the file runs. Categories need the marks of `memory --snapshot` next to the file (snapshot.marks.json);
+otherwise memory is split by the start of the history.
 
 For example: steplab import-snapshot snapshot.pickle
 """
@@ -18,7 +18,7 @@ from steplab.cli.options import OutputOptions, ReadingOptions
 def import_snapshot(
     file: Annotated[
         Path,
-        Parameter(help="Memory snapshot that torch.cuda.memory._dump_snapshot wrote (.pickle, also .gz or .xz)"),
+        Parameter(help="Snapshot of torch.cuda.memory._dump_snapshot (.pickle, also .gz or .xz)"),
     ],
     /,
     *,
@@ -40,6 +40,6 @@ def import_snapshot(
     marks = marks_beside(file)
     if not os.path.exists(marks):
         say(
-            f"steplab: the categories of memory are not known; if `memory --snapshot` wrote this file, put its marks "
+            f"steplab: categories of memory are unknown; if `memory --snapshot` wrote this file, put its marks "
             f"at {marks}"
         )

@@ -1,4 +1,4 @@
-"""Import a trace of torch.profiler or Nsight Systems as a record, and show where its time went.
+"""Import a trace of torch.profiler or Nsight Systems, and show where its time went.
 
 For example: steplab import-trace trace.json.gz
 """
@@ -12,13 +12,11 @@ from steplab.cli.options import OutputOptions, ReadingOptions
 
 
 def import_trace(
-    file: Annotated[Path, Parameter(help="Kineto trace (.json, also .gz or .xz) or SQLite export of Nsight Systems")],
+    file: Annotated[Path, Parameter(help="Kineto trace (.json, also .gz or .xz) or Nsight Systems' SQLite export")],
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
-    step_range: Annotated[
-        str | None, Parameter(help="Names of the ranges that are steps, such as 'training_step_*'")
-    ] = None,
+    step_range: Annotated[str | None, Parameter(help="Ranges that mark steps, such as 'training_step_*'")] = None,
     reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:

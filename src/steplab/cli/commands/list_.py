@@ -1,4 +1,4 @@
-"""List stored records: id, time, kind, name and device, then the fields in which they differ.
+"""List stored records: id, time, kind, name, device, and the fields that differ.
 
 For example: steplab list --where "model=small and precision=bf16" --sort step_time_s
 """
@@ -15,30 +15,21 @@ def list_(
     *,
     kind: Annotated[
         str | None,
-        Parameter(help=f"List records of these kinds alone: {', '.join(KINDS_IN_LISTS)}; or study, the studies"),
+        Parameter(help=f"Only these kinds: {', '.join(KINDS_IN_LISTS)}; or study"),
     ] = None,
     where: Annotated[
         str | None,
-        Parameter(
-            help="Conditions on fields, joined by 'and': = != < <= > >=, and ~ for a text that contains another. The "
-            "fields are those of --format json"
-        ),
+        Parameter(help="Conditions on fields of --format json, joined by 'and': = != < <= > >=, ~ (contains)"),
     ] = None,
     study: Annotated[
         str | None,
-        Parameter(help="List the records of this study alone: its id or the beginning of it, its name, or last"),
+        Parameter(help="Only this study: the beginning of its id, its name, or last"),
     ] = None,
-    name: Annotated[str | None, Parameter(help="List the records of this name alone")] = None,
-    since: Annotated[
-        str | None, Parameter(help="List what was measured since a date, a time or an age: 2h, 3d")
-    ] = None,
-    sort: Annotated[
-        str | None, Parameter(help="Sort by this field: FIELD or FIELD:desc [default: the newest first]")
-    ] = None,
-    columns: Annotated[
-        str | None, Parameter(help="Show these fields alone, in this order [default: what tells the records apart]")
-    ] = None,
-    limit: Annotated[int, Parameter(help="Number of records to list")] = 40,
+    name: Annotated[str | None, Parameter(help="Only records of this name")] = None,
+    since: Annotated[str | None, Parameter(help="Only records since a date, a time or an age: 2h, 3d")] = None,
+    sort: Annotated[str | None, Parameter(help="Sort by FIELD or FIELD:desc [default: newest first]")] = None,
+    columns: Annotated[str | None, Parameter(help="Columns, in order [default: those that differ]")] = None,
+    limit: Annotated[int, Parameter(help="Most records to list")] = 40,
     out: OutputOptions = OutputOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit_document, say
@@ -69,11 +60,11 @@ def list_(
         document = list_document(found.rows, keys)
     emit_document(document, chosen, out)
     if not found.rows and any((kind, where, study, name, since)):
-        say("no record matches; `steplab list` without conditions shows what there is")
+        say("no record matches; `steplab list` without conditions shows all")
     for record_id, unknown_kind in found.unknown:
         say(
-            f"record {record_id} is of the kind '{plain(unknown_kind)}', which this version does not know; upgrade "
-            f"steplab, or `steplab rm {record_id}` removes it"
+            f"record {record_id} has the unknown kind '{plain(unknown_kind)}'; upgrade "
+            f"steplab, or remove it: `steplab rm {record_id}`"
         )
     if found.num_left_out:
-        say(f"{counted(limit, 'record')} listed, and there are more; --limit N lists them")
+        say(f"{counted(limit, 'record')} listed of more; raise --limit")

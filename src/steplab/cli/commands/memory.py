@@ -1,7 +1,6 @@
 """Measure one training step, break its peak memory down by category, and store the record.
 
-The step is measured as `run` measures it; then the memory of one further step is recorded. The categories sum to the
-peak.
+The memory of one further step is recorded after timing; its categories sum to the peak.
 
 For example: steplab memory --model small --context 256 --precision bf16
 """
@@ -27,13 +26,12 @@ def memory(
     snapshot: Annotated[
         Path | None,
         Parameter(
-            help="File for the raw history (.pickle), which pytorch.org/memory_viz shows; FILE.marks.json beside it "
-            "gets the categories, and import-snapshot reads both"
+            help="File for the raw history (.pickle), for pytorch.org/memory_viz; categories go to FILE.marks.json"
         ),
     ] = None,
     predict: Annotated[
         bool,
-        Parameter(help="Compare the peak with the prediction of `plan memory`, where there is one", negative=""),
+        Parameter(help="Compare the peak with the prediction of `plan memory`", negative=""),
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
@@ -55,7 +53,7 @@ def memory(
                 prediction = memory_of(replace(spec, device="auto"))  # of a CUDA device, whatever the step runs on
         except Unsupported as unsupported:  # reported first; the measurement goes on
             refuse_planning_only(spec.model)
-            say(f"steplab: the step is measured without a prediction: {unsupported.why}")
+            say(f"steplab: measuring without a prediction: {unsupported.why}")
     with measuring_step(spec, measured, out) as how:
         record = measure_and_watch(spec, snapshot=snapshot, force=out.force, **how)
     references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
@@ -78,7 +76,7 @@ def show_memory(
     prediction: "MemoryPrediction | None" = None,
     references: "MemoryReferences | None" = None,
 ) -> None:
-    """Write the memory profile of a run, or, for a run without one, its ordinary report."""
+    """Write the memory profile of a run; a run without one gets its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.report.memory.document import memory_document
     from steplab.report.runs import REPORT

@@ -1,4 +1,4 @@
-"""Put a remark on a record, which `list` and `show` repeat; it replaces an earlier one.
+"""Put a remark on a record, shown by `list` and `show`; it replaces an earlier one.
 
 For example: steplab note last "fan was off"
 """
@@ -11,8 +11,8 @@ from steplab.cli.options import StoreOptions
 
 
 def note(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")],
-    text: Annotated[str, Parameter(help="The remark, in one line; an empty one removes it")],
+    id: Annotated[str, Parameter(help="Beginning of an id, last, or last~1 for the record before")],
+    text: Annotated[str, Parameter(help="The remark, on one line;  removes it")],
     /,
     *,
     store: StoreOptions = StoreOptions(),

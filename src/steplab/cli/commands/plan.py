@@ -1,4 +1,4 @@
-"""Predict the memory and the time of a step, and account for a model at scale, without torch and without a GPU.
+"""Predict a step's memory and time, without torch and without a GPU.
 
 For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 plan = App(name="plan", help_format="plaintext")
 
 _OF_MEASURING = ("warmup", "steps", "seed")
-"""Fields of a step that have no effect on what is predicted."""
+"""Fields that do not affect predictions."""
 
 
 @step_options(without=_OF_MEASURING)
 class PlannedStepOptions(GivenFields):
-    """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
+    """The step that is predicted. `plan steps` takes lists: --context 128,256."""
 
 
 def _chosen(out: PageOptions) -> str:
-    """The format that is written."""
     from steplab.cli.output import chosen_format
 
     return chosen_format(out.format, out)
 
 
 def _write(document: "Document", chosen: str, out: PageOptions, record: object = None) -> None:
-    """Print a document, or write it to a file; as JSON the record, where there is one."""
+    """Print a document or write it to a file; JSON is the record, if one is given."""
     import msgspec
 
     from steplab.cli.output import emit, emit_document
@@ -48,37 +47,31 @@ def _write(document: "Document", chosen: str, out: PageOptions, record: object =
 @plan.command
 def memory(
     *,
-    gpu: Annotated[
-        str | None, Parameter(help="GPU of the catalogue that the step should fit [default: each of the catalogue]")
-    ] = None,
+    gpu: Annotated[str | None, Parameter(help="GPU to fit [default: every known GPU]")] = None,
     step: PlannedStepOptions = PlannedStepOptions(),
     recipe: Recipe = None,
     variant: Annotated[
         str | None,
         Parameter(
-            help="How the ranks of --layout dp=N share state, as `steplab ddp` names it: torch_ddp:25, sharded, fsdp2",
+            help="Variant of `steplab ddp` for --layout dp=N: torch_ddp:25, sharded, fsdp2",
             group=SPREAD,
         ),
     ] = None,
     sequence_parallel: Annotated[
         bool,
         Parameter(
-            help="Whether ranks of tp split the tokens between the products, as steplab runs it; the other way can be "
-            "planned only",
+            help="Split tokens over tp between matrix products; only planning can turn it off",
             group=SPREAD,
         ),
     ] = True,
     out: PageOptions = PageOptions(),
 ) -> None:
-    """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
+    """Predict the peak memory of a step on a CUDA device, component by component.
 
-    Nothing is allocated and nothing is stored: the step is run dry, operator
-    by operator, with a model of torch's allocator. Each summand is shown with
-    its formula, followed by the GPUs that the step fits. Of model xxl only a
-    lower bound is predicted.
-
-    With --layout each group of ranks is predicted, and the ranks that need
-    most are shown in full.
+    No memory is allocated: a model of torch's allocator follows the step
+    operator by operator. Each component has its formula; GPUs that fit are
+    listed. --layout shows the ranks that need most. Model xxl has only a lower
+    bound.
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
@@ -96,34 +89,26 @@ def memory(
 @plan.command
 def time(
     *,
-    gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
+    gpu: Annotated[str, Parameter(help="GPU, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
     peak: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Dense peak that replaces the catalogue's, in FLOP/s by number format: bf16=989e12 [may be repeated]",
+            help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]",
             negative="",
             show_default=False,
         ),
     ] = (),
-    bandwidth: Annotated[
-        float | None, Parameter(help="Memory bandwidth that replaces the catalogue's, in bytes per second: 4.8e12")
-    ] = None,
+    bandwidth: Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")] = None,
     step: PlannedStepOptions = PlannedStepOptions(),
     recipe: Recipe = None,
     out: PageOptions = PageOptions(),
 ) -> None:
-    """Predict the time of a step on a GPU, by phase and by kind of kernel, with a 90 % interval.
+    """Predict the time of a step on a GPU, by phase and kind of kernel, with a 90 % interval.
 
-    The step is run dry, operator by operator, and each kernel takes what
-    kernels of its kind and size were measured to take. A GPU that was not
-    measured is taken to reach the same shares of its stated figures, and the
-    interval is wider.
-
-    A transformers configuration or a function of your own is traced: torch
-    runs its step on tensors without content, which needs no GPU.
-
-    With --layout it is the time on that layout, with what its ranks send;
-    `plan layout` finds the best one, and takes other networks.
+    Kernels take the time measured for their kind and size; an unmeasured GPU
+    scales these by its data sheet, with a wider interval. Other models are
+    traced by torch without a GPU. With --layout, communication is included;
+    `plan layout` finds the best one.
 
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
@@ -151,54 +136,48 @@ _OF_LAYOUTS = (
     *("reshard_after_forward", "pipeline_schedule", "device", "pass"),
     *_OF_MEASURING,
 )
-"""Fields of a step that follow from a layout, or have no effect on it."""
+"""Fields that a layout decides, or that do not affect it."""
 
 
 @step_options(without=_OF_LAYOUTS)
 class JobOptions(GivenFields):
-    """The step that is spread over GPUs."""
+    pass
 
 
 @plan.command
 def layout(
     *,
-    gpus: Annotated[str, Parameter(help="Number of GPUs, or several: 64,512")],
-    global_batch: Annotated[str, Parameter(help="Sequences in a step of all GPUs together")],
-    gpu: Annotated[str, Parameter(help="GPU of the hardware catalogue, or several: 'H100 SXM,H200 SXM'")] = "H200 SXM",
-    gpus_per_node: Annotated[
-        int | None, Parameter(help="GPUs of a node [default: that of the vendor's cluster, else 8]")
-    ] = None,
+    gpus: Annotated[str, Parameter(help="Number of GPUs: 64, or 64,512")],
+    global_batch: Annotated[str, Parameter(help="Sequences per step, over all GPUs")],
+    gpu: Annotated[str, Parameter(help="GPU, or several: 'H100 SXM,H200 SXM'")] = "H200 SXM",
+    gpus_per_node: Annotated[int | None, Parameter(help="GPUs per node [default: the vendor's, else 8]")] = None,
     link: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Bus bandwidth that is reached, in GB/s of one GPU: node=330 or network=45; or what is stated of the "
-            "network of one GPU: network=400Gb/s [may be repeated]",
+            help="Bus bandwidth per GPU: measured, in GB/s (node=330, network=45), or stated "
+            "(network=400Gb/s) [may be repeated]",
             negative="",
             show_default=False,
         ),
     ] = (),
-    profile: Annotated[
-        str | None, Parameter(help="Record of `steplab comm` whose communication profile replaces the node's link")
-    ] = None,
+    profile: Annotated[str | None, Parameter(help="Record of `steplab comm` to use for the node's link")] = None,
     tokens: Annotated[
-        str | None, Parameter(help="Tokens of the whole training, as 300B or 15T, for its days and GPU-hours")
+        str | None, Parameter(help="Tokens of the whole training, for days and GPU-hours: 300B, 15T")
     ] = None,
     step: JobOptions = JobOptions(),
     out: PageOptions = PageOptions(),
 ) -> None:
     """Rank all layouts of a training step on a number of GPUs by predicted time.
 
-    Every factorisation into dp, fsdp, tp and pp is planned: memory of the
-    ranks that need most, messages by axis, and the time of a step with its
-    90 % interval. Layouts that do not fit are listed with the reason. The
-    options that are shown are taken by `steplab run` as they are. A page
-    (--output plan.html) shows memory and time of the fastest as a picture.
+    Every factorisation into dp, fsdp, tp and pp is planned: memory,
+    communication by axis, and time with a 90 % interval. Layouts that do not
+    fit are listed with the reason. `steplab run` takes the options shown.
+    --output plan.html adds pictures.
 
-    Options of the step, --gpus, --gpu, --global-batch and --link take lists:
-    then each combination is planned, and the best layouts stand side by side.
+    The step, --gpus, --gpu, --global-batch and --link take lists; the best
+    layouts of all combinations are compared.
 
-    For example: steplab plan layout --model 8b --context 4096 --precision bf16 --attention sdpa_cudnn --compile
-    default --checkpointing auto --gpus 64,512 --gpu "H100 SXM" --global-batch 512 --tokens 2T
+    For example: steplab plan layout --model 8b --context 4096 --checkpointing auto --gpus 64,512 --global-batch 512
     """
     from steplab.cli.progress import shown
     from steplab.lab.layout_planning import plan_layouts
@@ -226,26 +205,25 @@ def layout(
 
 
 def _parts(text: str) -> list[str]:
-    """The parts of a list with commas."""
     return [part.strip() for part in text.split(",")]
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers in a list with commas. Raises UserError for anything else."""
+    """Raises UserError unless the text is whole numbers separated by commas."""
     try:
         return [int(part) for part in _parts(text)]
     except ValueError:
-        raise UserError(f"{option} takes whole numbers, as 64 or 64,512, not '{text}'") from None
+        raise UserError(f"{option} takes whole numbers, such as 64 or 64,512, not '{text}'") from None
 
 
 @plan.command
 def steps(
     *,
-    gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
+    gpu: Annotated[str, Parameter(help="GPU, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
     step: PlannedStepOptions = PlannedStepOptions(),
     out: PageOptions = PageOptions(),
 ) -> None:
-    """Predict memory and time of several steps in one table; every option of the step but --layout takes a list.
+    """Predict memory and time of several steps in one table; step options except --layout take lists.
 
     For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
     """
@@ -263,12 +241,11 @@ def steps(
 
 @plan.command
 def check(*, out: PageOptions = PageOptions()) -> None:
-    """Set predictions of time and memory beside what was measured, for every run in the store.
+    """Compare predicted time and memory with every run in the store.
 
-    How far off, by precision, by whether rates were fitted to such a run and
-    whether the GPU may have waited for Python; how often the measured time
-    lies in the interval; and what cannot be predicted. JSON and CSV have one
-    row for each run.
+    Errors are grouped by precision, by use of the run in fitting, and by
+    waiting for Python. Coverage of the interval and unpredictable runs follow.
+    JSON and CSV have one row per run.
 
     For example: steplab plan check --output check.html
     """
@@ -287,30 +264,30 @@ _OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS
 
 @step_options(without=[key for key in FIELDS if key not in _OF_A_MODEL])
 class ModelOptions(GivenFields):
-    """A model, and the batch whose activations are counted."""
+    pass
 
 
 @plan.command
 def accounting(
     *,
     model: ModelOptions = ModelOptions(),
-    gpu: Annotated[str, Parameter(help="Device of the mesh, a GPU or TPU by its name in the catalogue")] = "TPU v5p",
-    mesh: Annotated[str, Parameter(help="Devices along each axis: FSDP and tensor parallelism")] = "fsdp=16,tp=4",
+    gpu: Annotated[str, Parameter(help="Device of the mesh: a known GPU or TPU")] = "TPU v5p",
+    mesh: Annotated[str, Parameter(help="Devices along each axis")] = "fsdp=16,tp=4",
     axes: Annotated[
-        str | None, Parameter(help="Axes of the network for each axis of the mesh [default: fsdp=2,tp=1 on a torus]")
+        str | None, Parameter(help="Network axes for each mesh axis [default: fsdp=2,tp=1 on a torus]")
     ] = None,
-    flops: Annotated[float | None, Parameter(help="FLOP/s of a device, in place of its bf16 peak: 459e12")] = None,
+    flops: Annotated[float | None, Parameter(help="FLOP/s of a device [default: its bf16 peak]")] = None,
     bandwidth: Annotated[
-        float | None, Parameter(help="Bytes/s that a device receives along one axis, in place of its own: 180e9")
+        float | None, Parameter(help="Bytes/s a device receives along one axis [default: its own]")
     ] = None,
-    counted_in: Annotated[str, Parameter(help="GPU in whose memories the fp32 state is counted")] = "H100 SXM",
+    counted_in: Annotated[str, Parameter(help="Express the fp32 state in memories of this GPU")] = "H100 SXM",
     out: PageOptions = PageOptions(),
 ) -> None:
-    """Derive what a model takes at scale: memory, devices, and the batch that hides communication.
+    """Derive a model's needs at scale: memory, devices, and the batch that hides communication.
 
-    Each question is answered in one sentence, followed by its formulas with
-    the figures put in, and by their source. Formats md and latex write them as
-    mathematics. Model xxl has feed-forward blocks alone.
+    Each answer is one sentence with its formulas, numbers inserted, and their
+    source. Formats md and latex render mathematics. Model xxl has only
+    feed-forward blocks.
 
     For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
     """

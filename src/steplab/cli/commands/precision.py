@@ -1,8 +1,7 @@
-"""Audit what a precision does to a step: its data types, the values lost, and the time and memory saved.
+"""Audit a precision: its data types, the values lost, and the time and memory saved.
 
---precision takes a list; by default fp16 and bf16 are audited, and all precisions are timed that the step can have
-(bf16_master takes --optimizer adamw_triton). --model toy has two layers with a norm between them, which is enough to
-show every rule of autocast. All results are stored.
+By default fp16 and bf16 are audited and every supported precision is timed; bf16_master needs --optimizer adamw_triton.
+--model toy shows every autocast rule in two layers. Results are stored.
 
 For example: steplab precision --model toy --only audit --precision bf16
 """
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, StepOptions, timeout_help
 
 
 def precision(
@@ -20,12 +19,12 @@ def precision(
     only: Annotated[
         Literal["audit", "accumulation", "timings"] | None,
         Parameter(
-            help="Part to do: audit (data types of one step, and the values lost), accumulation (0.01 added a thousand "
-            "times) or timings (time and memory in each precision) [default: all three]"
+            help="Only this part: audit (data types, lost values), accumulation (0.01 added a thousand "
+            "times), timings (time and memory) [default: all three]"
         ),
     ] = None,
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Time after which a process is given up: 90s, 5min, 2h")] = "1h",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
+    timeout: Annotated[str, Parameter(help=timeout_help("a process"))] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit_document, say
@@ -40,7 +39,7 @@ def precision(
     precisions = tuple(map(str, step.grid().get("precision", ())))
     chosen = chosen_format(out.format, out)
     if chosen == "csv" and only is None:
-        raise UserError("--format csv holds one table; choose it with --only audit, accumulation or timings")
+        raise UserError("--format csv holds one table; set --only to audit, accumulation or timings")
     with ProgressLine() as line:
         try:
             result = compare(

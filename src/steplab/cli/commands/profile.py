@@ -1,6 +1,6 @@
 """Measure one training step, profile where its time goes, and store the record.
 
-The step is measured as `run` measures it; then further steps are profiled, whose times never count as step times.
+Profiled steps follow the timed ones and never count as step times.
 
 For example: steplab profile --model small --context 256 --precision bf16
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 def profile(
     *,
     measured: MeasurementOptions = MeasurementOptions(),
-    profiled_steps: Annotated[int, Parameter(help="Number of steps to profile, after the timed ones")] = 3,
+    profiled_steps: Annotated[int, Parameter(help="Steps to profile, after the timed ones")] = 3,
     trace: Annotated[
         Path | None,
-        Parameter(help="File for the raw trace (.json or .json.gz), which Perfetto opens"),
+        Parameter(help="File for the raw trace (.json or .json.gz), for Perfetto"),
     ] = None,
     nsys: Annotated[
         bool,
-        Parameter(help="Profile with Nsight Systems; --trace is then the file for its SQLite export", negative=""),
+        Parameter(help="Profile with Nsight Systems; --trace then names its SQLite export", negative=""),
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
@@ -53,7 +53,7 @@ def profile(
 
 
 def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
-    """Write the profile of a run, or, for a run without one, its ordinary report."""
+    """Write the profile of a run; a run without one gets its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.lab.explaining import findings_of
     from steplab.report.profile.document import profile_document

@@ -1,9 +1,10 @@
 """Report records as tables, or as one self-contained page with charts.
 
-Without ids, a study or a name, the newest record is reported: a run with its whole study, a run without a study with
-all such runs, and a benchmark (of attention, collectives or data parallelism) by itself.
+Default: the newest record; a run comes with its study, or with all runs outside studies.
 
-For example: steplab report --output page.html, or steplab report --questions assignment --output answers.html
+For example: steplab report --output page.html
+
+Answers to questions: steplab report --questions assignment --output answers.html
 """
 
 from typing import Annotated
@@ -17,7 +18,7 @@ def report(
     ids: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Records to report: ids, names, tags, studies or revisions",
+            help="Ids, names, tags, studies or revisions",
             show_default=False,
         ),
     ] = (),
@@ -28,9 +29,7 @@ def report(
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
     questions: Annotated[
         str | None,
-        Parameter(
-            help="Answer these questions, by all records of the store where none are chosen: assignment, or a file"
-        ),
+        Parameter(help="Answer these questions, by default from all records: assignment, or a file"),
     ] = None,
     out: PageOptions = PageOptions(),
 ) -> None:

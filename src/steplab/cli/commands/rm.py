@@ -1,4 +1,4 @@
-"""Remove records from the store, unreadable ones included; a study is removed with its last record.
+"""Remove records from the store, also unreadable ones; a study goes with its last record.
 
 For example: steplab rm ID
 """
@@ -15,7 +15,7 @@ def rm(
     ids: Annotated[tuple[str, ...], Parameter(help="Ids of records, or their beginnings")],
     /,
     *,
-    yes: Annotated[bool, Parameter(help="Remove without asking for confirmation", negative="")] = False,
+    yes: Annotated[bool, Parameter(help="Remove without confirmation", negative="")] = False,
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
@@ -28,8 +28,8 @@ def rm(
     if not yes:
         if not sys.stdin.isatty():
             raise UserError(
-                f"removing {counted(len(found), 'record')} for good needs confirmation, and there is no terminal to "
-                "ask at; add --yes"
+                f"removing {counted(len(found), 'record')} for good needs confirmation, but stdin is not a "
+                "terminal; add --yes"
             )
         for row in found:
             say(_described(row))
@@ -46,7 +46,7 @@ def rm(
 
 
 def _described(row: dict[str, str | int | float | None]) -> str:
-    """run 0123456789ab, 'sizes', 2026-11-21T07:30:00Z, ok."""
+    """Such as: run 0123456789ab, 'sizes', 2026-11-21T07:30:00Z, ok."""
     called = f" '{row['name']}'," if row["name"] else ""
     line = f"{row['kind']} {row['id']},{called} {row['created_utc']}, {row['status']}"
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)

@@ -1,10 +1,6 @@
 """Measure one training step and store the record.
 
 For example: steplab run --model small --context 256 --precision bf16
-
-On several GPUs: steplab run --model small --gpus 2 --data-parallel bucketed
-
-On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
 """
 
 from steplab.cli.options import MeasurementOptions, OutputOptions

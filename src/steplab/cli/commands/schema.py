@@ -1,4 +1,4 @@
-"""Print the JSON Schema of records, as `show --format json` and `export` write them, with the meaning of each field.
+"""Print the JSON Schema of records, with the meaning and unit of each field.
 
 For example: steplab schema --output record.schema.json
 """

@@ -11,15 +11,13 @@ from steplab.cli.options import FileOptions, PageFormat
 
 
 def show(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")] = "last",
+    id: Annotated[str, Parameter(help="Beginning of an id, last, or last~1 for the record before")] = "last",
     /,
     *,
     format: Annotated[
         PageFormat | None,
         Parameter(
-            help="Format of the output; json is the whole record with its raw samples, and its figures under "
-            "`summary` [default: by the suffix of "
-            "--output, else table]"
+            help="Format; json: the record with raw samples and `summary` [default: by --output's suffix, else table]"
         ),
     ] = None,
     out: FileOptions = FileOptions(),

@@ -15,10 +15,9 @@ store = App(name="store", help_format="plaintext")
 
 @store.command
 def check(*, options: StoreOptions = StoreOptions()) -> int:
-    """Read everything in the store and say what is damaged; nothing is changed.
+    """Check the store's file and read each record; nothing is changed.
 
-    SQLite checks the structure of the file, and then each record is read. The
-    exit code is 1 if anything is damaged.
+    Exit code 1: something is damaged.
 
     For example: steplab store check
     """
@@ -41,7 +40,7 @@ def check(*, options: StoreOptions = StoreOptions()) -> int:
         *found.records,
     ]
     if found.damage:
-        told.append(f"The file is damaged; `sqlite3 {found.path} .recover | sqlite3 new.db` saves what can be read.")
+        told.append(f"The file is damaged; `sqlite3 {found.path} .recover | sqlite3 new.db` recovers what it can.")
     elif not found.records:
         told.append("The store is sound.")
     emit("\n".join(told))
@@ -58,11 +57,11 @@ def backup(
     ] = False,
     options: StoreOptions = StoreOptions(),
 ) -> None:
-    """Copy the store to a file while other commands may read and write it.
+    """Copy the store to a file while other commands read and write it.
 
-    The copy is a store itself: --store or STEPLAB_STORE names it, and `mv`
-    puts it in the place of a lost one. Do not copy a store by `cp`: what was
-    written last may still be in the file beside it that ends in -wal.
+    The copy is a store: use it by --store or STEPLAB_STORE, or `mv` it over a
+    lost one. `cp` is unsafe: recent records may be only in the -wal file next
+    to the store.
 
     For example: steplab store backup store-2026-11-22.db
     """

@@ -1,8 +1,7 @@
-"""Run a whole study as one job that can be resumed: steps, profiles, memory, precision and benchmarks; and report it.
+"""Run a study of steps, profiles, memory, precision and benchmarks as one job, and report it.
 
-Presets: quick measures any machine in a few minutes; single-gpu, multi-gpu and full measure GPUs; assignment is
-reported question by question; sizes, compiled, warmup and attention are the tables of one question each. A TOML file of
-your own serves as well. Options of the step replace those of every step in it.
+Presets: quick (minutes on any machine); single-gpu, multi-gpu, full (GPUs); assignment (reported by question); sizes,
+compiled, warmup, attention (one question each). A TOML file works too. Step options override the study's.
 
 For example: steplab study quick --output page.html
 """
@@ -20,13 +19,11 @@ def study(
     /,
     *,
     step: StepOptions = StepOptions(),
-    name: Annotated[
-        str | None, Parameter(help="Name of the study in listings [default: that of the preset or the file]")
-    ] = None,
+    name: Annotated[str | None, Parameter(help="Name in listings [default: the preset's or file's]")] = None,
     how: StudyOptions = StudyOptions(),
     dry_run: Annotated[
         bool,
-        Parameter(help="List the measurements without making them; with --resume, those that are missing", negative=""),
+        Parameter(help="Only list the measurements; with --resume, the missing ones", negative=""),
     ] = False,
     out: PageOptions = PageOptions(),
 ) -> int:
@@ -42,7 +39,7 @@ def study(
         asked = dataclasses.replace(asked, name=name)
     if dry_run:
         most = max(one.gpus for one in (asked, *asked.includes))
-        needs = f"; all of them need {counted(most, 'GPU')}" if most else ""
+        needs = f"; they need {counted(most, 'GPU')}" if most else ""
         jobs = jobs_of(fitted(asked, MOST_PROCESSES))  # as if there were GPUs for all of it
         listed, told = jobs, f"{counted(len(jobs), 'measurement')}, none made"
         if how.resume:

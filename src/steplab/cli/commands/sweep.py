@@ -1,8 +1,8 @@
-"""Measure every combination of the given values, each in a process of its own.
+"""Measure every combination of the given values, each in its own process.
 
-Every cell is stored as soon as it ends; one that runs out of memory, crashes or times out is stored as a failure.
+Each cell is stored when it ends. Cells that run out of memory, crash or time out are stored as failures.
 
-Exit codes: 0 if at least one cell was measured, because a cell that fails is a result, too; 1 if all failed.
+Exit codes: 0 if any cell was measured, 1 if all failed.
 
 For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
 """
@@ -23,21 +23,18 @@ def sweep(
     watch: Annotated[
         Literal["profile", "memory", "precision"] | None,
         Parameter(
-            help="Also profile every cell (profile), break its memory down (memory), or audit it in place of timing "
-            "(precision)"
+            help="Also profile each cell (profile) or break its memory down (memory); or audit its precision "
+            "instead of timing (precision)"
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         Parameter(
-            help="List the cells without measuring them, with the time and the peak that are predicted; with --resume, "
-            "those that are missing",
+            help="Only list the cells, with predicted time and peak; with --resume, the missing ones",
             negative="",
         ),
     ] = False,
-    gpu: Annotated[
-        str, Parameter(help="GPU of the catalogue for which --dry-run predicts, such as A100 SXM 80GB")
-    ] = "H200 SXM",
+    gpu: Annotated[str, Parameter(help="GPU for which --dry-run predicts, such as A100 SXM 80GB")] = "H200 SXM",
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
@@ -50,11 +47,11 @@ def sweep(
     from steplab.specs.hardware import hardware_named
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
-    if layout := processes.as_layout():  # a sweep may list layouts, some of which the number would contradict
-        raise UserError(f"`sweep` takes the number of processes from --layout; give {layout}")
+    if layout := processes.as_layout():  # it could contradict a layout that the sweep lists
+        raise UserError(f"`sweep` takes the number of processes from --layout; use {layout}")
     grid = step.grid()
     if not grid:
-        raise UserError("no cells to measure; give values (`--context 128,256`), or a study (`steplab study quick`)")
+        raise UserError("no cells to measure; list values (`--context 128,256`), or use `steplab study quick`")
     asked = study_from_grids(name, "", [grid])
     if watch:
         parts = tuple(Part(kind=watch, step=cell) for cell in asked.cells)

@@ -1,4 +1,4 @@
-"""Put words on a record, by which `steplab list --where tags~WORD` finds it.
+"""Tag a record with words, for `steplab list --where tags~WORD`.
 
 For example: steplab tag last baseline
 """
@@ -11,11 +11,11 @@ from steplab.cli.options import StoreOptions
 
 
 def tag(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")],
+    id: Annotated[str, Parameter(help="Beginning of an id, last, or last~1 for the record before")],
     tags: Annotated[tuple[str, ...], Parameter(help="Words to add", show_default=False)] = (),
     /,
     *,
-    remove: Annotated[str | None, Parameter(help="Tags to remove: one word, or several with commas between")] = None,
+    remove: Annotated[str | None, Parameter(help="Tags to remove, separated by commas")] = None,
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
@@ -23,6 +23,6 @@ def tag(
     from steplab.lab.keeping import tag as put
 
     if not tags and not remove:
-        raise UserError("no tag to add or remove; write `steplab tag ID WORD`, or --remove WORD")
+        raise UserError("no tag to add or remove; add WORD, or --remove WORD")
     record = put(id, tags, remove=remove.split(",") if remove else (), store=store.store)
     say(f"record {record.id}: {', '.join(record.tags) or 'no tags'}")

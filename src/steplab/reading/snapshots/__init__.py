@@ -1,1 +1,1 @@
-"""Histories of an allocator: read safely, replayed, and broken down by category. This package does not use torch."""
+"""Allocator histories: read safely, replayed, and split by category, without torch."""

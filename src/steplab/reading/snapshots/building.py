@@ -1,8 +1,7 @@
-"""Makes columns from the objects of a snapshot's pickle.
+"""Builds columns from the objects of a snapshot's pickle.
 
-`torch.cuda.memory._snapshot` documents what torch writes. Unknown keys are skipped; known ones must have the type that
-torch gives them, else the file is refused. A snapshot of 1 GB has millions of events, which are dicts; so each column
-is made at once.
+`torch.cuda.memory._snapshot` documents the format. Unknown keys are skipped; a known key of another type refuses the
+file. 1 GB holds millions of events as dicts, so each column is built at once.
 """
 
 from collections import defaultdict
@@ -33,11 +32,10 @@ from steplab.reading.snapshots.history import (
 
 
 class Refused(Exception):
-    """The file is refused; the message completes a line that begins with the file's name."""
+    """A refused file; the message follows the file's name."""
 
 
 def expect(condition: bool, why: str) -> None:
-    """Raise Refused unless the condition holds."""
     if not condition:
         raise Refused(why)
 
@@ -51,17 +49,17 @@ _STATES = {
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
-"""Types of the columns that do not have numbers of 64 bits."""
+"""Types of columns that are not int64."""
 
 _Kind = TypeVar("_Kind", Segments, Blocks)
 _Dict = Mapping[Any, Any]
 
 
 def build_history(snapshot: object) -> History:
-    """The History in a pickle. Raises Refused if it is not a memory snapshot."""
-    if isinstance(snapshot, list):  # the form of torch.cuda.memory_snapshot() before there was a history
+    """Raises Refused if it is not a memory snapshot."""
+    if isinstance(snapshot, list):  # early torch.cuda.memory_snapshot(), without a history
         snapshot = {"segments": snapshot}
-    expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle, but holds no memory snapshot")
+    expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle without a memory snapshot")
     assert isinstance(snapshot, dict)
     stacks = _Stacks()
     traces = _list(snapshot.get("device_traces", []), "device_traces")
@@ -86,10 +84,9 @@ def build_history(snapshot: object) -> History:
 
 
 class _Stacks:
-    """Numbers stacks in the order in which they are first seen.
+    """Numbers stacks in order of first appearance.
 
-    Lists and frames are first known by identity, which holds while the snapshot is kept: torch has each frame once, and
-    refers to it.
+    Identity identifies lists and frames while the snapshot is kept: torch has each frame once.
     """
 
     def __init__(self) -> None:
@@ -98,7 +95,7 @@ class _Stacks:
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def of(self, frames: Sequence[object]) -> Numbers:
-        """The number of each list of frames; NONE for what is no list."""
+        """The number of each list of frames; NONE for other values."""
         identities, known = list(map(id, frames)), self._of_list
         for identity, each in dict(zip(identities, frames, strict=True)).items():
             if identity not in known:
@@ -106,7 +103,6 @@ class _Stacks:
         return np.fromiter(map(known.__getitem__, identities), np.int32, len(identities))
 
     def all(self) -> tuple[tuple[Frame, ...], ...]:
-        """The stacks, by number."""
         return tuple(self._numbers)
 
     def _new(self, frames: Sequence[object]) -> int:
@@ -123,17 +119,16 @@ def _frame(frame: object) -> Frame:
         file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
         if isinstance(file, str) and isinstance(line, int) and isinstance(name, str):
             return _text(file), line, _text(name)
-    raise Refused("a frame of its stacks has no filename, line and name")
+    raise Refused("a stack frame lacks filename, line or name")
 
 
 def _text(text: str) -> str:
-    """A pickle may hold halves of surrogate pairs, and JSON may not."""
+    """Pickles may hold half surrogate pairs, JSON may not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
-    """One device's events."""
-    expect(set(map(type, trace)) <= {dict}, "it is a pickle, but no memory snapshot: an event is not a dict")
+    expect(set(map(type, trace)) <= {dict}, "it is a pickle without a memory snapshot: an event is not a dict")
     actions = [event.get("action") for event in trace]
     expect(set(map(type, actions)) <= {str}, "an event of its history has no action")
     return Events(
@@ -147,7 +142,7 @@ def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
 
 
 def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
-    """The values of a key as a column, with `absent` for None and for none."""
+    """A key's values as a column; `absent` also replaces None."""
     values = [row.get(key) for row in rows]
     kinds = set(map(type, values))
     if NoneType in kinds:
@@ -160,11 +155,11 @@ def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
 
 
 def _not_a_number(key: object) -> str:
-    return f"it is a pickle, but no memory snapshot: {key} is not a number of 64 bits"
+    return f"it is a pickle without a memory snapshot: {key} is not a number of 64 bits"
 
 
 def _held(segments: Sequence[object], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
-    """The segments and blocks of each device that has any."""
+    """Segments and blocks by device."""
     of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
     for each in segments:
         segment = _dict(each, "a segment")
@@ -185,7 +180,7 @@ def _held(segments: Sequence[object], stacks: _Stacks) -> dict[int, tuple[Segmen
 
 def _block(block: _Dict, address: int, stacks: _Stacks) -> tuple[int, ...]:
     state = block.get("state")
-    expect(isinstance(state, str), "a block of its segments has no state")
+    expect(isinstance(state, str), "a block has no state")
     size = _int(block, "size", NONE)
     requested = _int(block, "requested_size", NONE)
     history = block.get("history")
@@ -202,7 +197,7 @@ def _block(block: _Dict, address: int, stacks: _Stacks) -> tuple[int, ...]:
 
 
 def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
-    """Columns of rows that have their values in the order of the fields."""
+    """Columns of rows in field order."""
     names = [field.name for field in fields(kind)]
     columns = np.array(rows, dtype=np.int64).reshape(-1, len(names)).T
     return kind(
@@ -220,7 +215,7 @@ def _settings(settings: object) -> AllocatorSettings:
     divisions = settings.get("roundup_power2_divisions")
     steps = [_int(divisions, key, 0) for key in divisions] if isinstance(divisions, dict) else []
     return AllocatorSettings(
-        # torch's "no limit" is the largest unsigned number, which it writes as -1
+        # torch writes its largest unsigned number, "no limit", as -1
         max_split_bytes=most if most > 0 else None,
         expandable_segments=bool(settings.get("expandable_segments")),
         roundup_divisions=tuple(steps),
@@ -229,13 +224,13 @@ def _settings(settings: object) -> AllocatorSettings:
 
 def _list(value: object, what: str) -> list[object]:
     if not isinstance(value, list):
-        raise Refused(f"it is a pickle, but no memory snapshot: {what} is not a list")
+        raise Refused(f"it is a pickle without a memory snapshot: {what} is not a list")
     return value
 
 
 def _dict(value: object, what: str) -> _Dict:
     if not isinstance(value, dict):
-        raise Refused(f"it is a pickle, but no memory snapshot: {what} is not a dict")
+        raise Refused(f"it is a pickle without a memory snapshot: {what} is not a dict")
     return value
 
 

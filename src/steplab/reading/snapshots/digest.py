@@ -1,4 +1,4 @@
-"""Makes a MemoryProfile from a History: replays it, assigns categories and finds the peak."""
+"""Builds a MemoryProfile from a History: replay, categories, peak."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,6 @@ from steplab.units import counted, format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Replayed:
-    """One device's history after its replay."""
-
     device: DeviceHistory
     lifetimes: Lifetimes
     allocated_bytes: Integers
@@ -42,10 +40,10 @@ def digest(
     device_name: str | None = None,
     unwatched_peak_bytes: int | None = None,
 ) -> MemoryProfile:
-    """Sum a history up; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
+    """Sum up a history; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
 
-    With marks, it sums the marks' device by MEASURED_CATEGORIES; without, the device with the highest peak by
-    UNNAMED_CATEGORIES. Raises SteplabError for a history in which nothing was allocated.
+    With marks, sums the marks' device by MEASURED_CATEGORIES; without, the device with the highest peak by
+    UNNAMED_CATEGORIES. Raises SteplabError if nothing was allocated.
     """
     replayed = _chosen(history, marks)
     device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
@@ -91,7 +89,7 @@ def digest(
 
 
 def _chosen(history: History, marks: Marks | None) -> _Replayed:
-    """The device of the marks; without marks, the one with the highest peak."""
+    """The device of the marks, else the one with the highest peak."""
     devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
     best: _Replayed | None = None
     for device in devices:
@@ -100,12 +98,12 @@ def _chosen(history: History, marks: Marks | None) -> _Replayed:
         if best is None or allocated_bytes.max() > best.allocated_bytes.max():
             best = _Replayed(device=device, lifetimes=lifetimes, allocated_bytes=allocated_bytes)
     if best is None or not len(best.lifetimes):
-        raise SteplabError("the snapshot holds no allocation: there is nothing to report")
+        raise SteplabError("the snapshot contains no allocations")
     return best
 
 
 def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
-    """The lifetimes with the marks' block sizes: these were recorded, while a replay computes them."""
+    """Replace computed block sizes by the recorded ones of the marks."""
     num_before = int((lifetimes.start < 0).sum())
     if marks is None or not marks.block_bytes or len(marks.block_bytes) != len(lifetimes) - num_before:
         return lifetimes
@@ -114,7 +112,7 @@ def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
 
 
 def _origin_at(moment: int, lifetimes: Lifetimes, origins: Origins) -> Origin:
-    """The origin of the allocation that led to a moment."""
+    """The origin of the allocation just before a moment."""
     pieces = np.flatnonzero(lifetimes.start == moment - 1)
     return origins.of(int(pieces[0])) if moment and len(pieces) else Origin()
 
@@ -129,14 +127,14 @@ def _by_category(lifetimes: Lifetimes, codes: Codes, names: Sequence[str], momen
 def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions: Positions) -> Iterator[str]:
     events = replayed.device.events
     if not len(events):
-        yield "history: the snapshot has none; the figures are of the memory allocated when it was taken"
+        yield "history: missing in the snapshot; figures show memory at its end"
     elif positions.by_event:
-        yield "times: the snapshot has none; its events are numbered instead"
+        yield "times: missing in the snapshot; events are numbered"
     if marks:
         counted_allocations = max((phase.end for phase in marks.phases), default=0)
         if counted_allocations > positions.num_allocations:
             yield (
-                f"marks: {counted_allocations} allocations were counted as the step ran, and the history has "
+                f"marks: {counted_allocations} allocations were counted during the step, the history has "
                 f"{positions.num_allocations}, so owners are uncertain"
             )
         elsewhere = (marks.counted_peak_bytes or 0) - int(replayed.allocated_bytes.max())
@@ -146,25 +144,24 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
     elif len(history.devices) > 1:
         others = ", ".join(f"cuda:{d.index}" for d in history.devices if d is not replayed.device)
         shown = f"cuda:{replayed.device.index}"
-        yield f"devices: the figures are those of {shown}, which has the highest peak; the snapshot also has {others}"
+        yield f"devices: figures show {shown}, with the highest peak; the snapshot also has {others}"
     refused = events.size_bytes[events.action == OOM]
     if len(refused):
         yield (
-            f"out of memory: {counted(len(refused), 'allocation')} failed, the largest of "
+            f"out of memory: {counted(len(refused), 'allocation')} failed, the largest with "
             f"{format_bytes(int(refused.max()))}"
         )
     yield from replayed.lifetimes.notes
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:
-    """Places in UNNAMED_CATEGORIES, for a snapshot without marks."""
+    """Indices into UNNAMED_CATEGORIES, for a snapshot without marks."""
     before, during = UNNAMED_CATEGORIES.index("before"), UNNAMED_CATEGORIES.index("during")
     return np.where(lifetimes.start == NONE, before, during).astype(np.int8)
 
 
 def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
-    """Places in MEASURED_CATEGORIES, where each category is described. A piece belongs to the first owner that is
-    named for it."""
+    """Indices into MEASURED_CATEGORIES. A piece belongs to its first named owner."""
     codes: Codes = np.full(len(lifetimes), MEASURED_CATEGORIES.index("temporaries"), dtype=np.int8)
     always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
     codes[always] = MEASURED_CATEGORIES.index("workspaces")
@@ -182,8 +179,7 @@ def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residen
 
 
 def _forward_stretches(marks: Marks) -> Iterator[Stretch]:
-    """The forward passes whose results a backward pass uses: those of the step, and those that are repeated within
-    it."""
+    """Forward passes whose results backward uses: the step's, and recomputed ones."""
     names = [phase.name for phase in marks.phases]
     if "forward" in names and "backward" in names:
         yield from (phase for phase in marks.phases if phase.name == "forward")

@@ -1,4 +1,4 @@
-"""The largest allocations, with equal ones in one group."""
+"""The largest allocations, equal ones grouped."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from steplab.records.module_names import without_numbers
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
 _Alike = tuple[int, int, Origin]
-"""The requested size, the category, and the origin with * for the numbers of layers."""
+"""Requested size, category, and origin without layer numbers."""
 _MOST_KINDS = 50_000
-"""The most kinds that are distinguished by size, stack and module; a step has hundreds."""
+"""Most kinds distinguished by size, stack and module; a step has hundreds."""
 
 
 def largest(
     lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, peak_moment: int
 ) -> tuple[Allocation, ...]:
-    """Groups of equal allocations: first those alive at the peak, then others, each by their total bytes."""
+    """Groups of equal allocations by total bytes: first alive at the peak, then others."""
     alive = alive_at(lifetimes, peak_moment)
     at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
     others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
@@ -30,14 +30,14 @@ def largest(
 
 
 def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
-    """The first `limit` groups, including the group of the largest single allocation."""
+    """The first `limit` groups, always with the largest single allocation."""
     chosen = groups[:limit]
     widest = max(groups, key=lambda group: group.requested_bytes, default=None)
     return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]
 
 
 def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
-    """Which lifetimes hold memory at a moment."""
+    """Mask of lifetimes that hold memory at a moment."""
     alive: Flags = (lifetimes.start < moment) & (lifetimes.end >= moment)
     return alive
 
@@ -75,10 +75,7 @@ def _groups(
 
 
 def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int, int]]:
-    """The first lifetime of each kind, the number of its lifetimes, and the total bytes of their blocks.
-
-    Kinds are in the order of their first lifetimes.
-    """
+    """First lifetime, number of lifetimes and block bytes of each kind, in order of first lifetimes."""
     if not len(pieces):
         return
     sizes = [lifetimes.requested_bytes[pieces], codes[pieces].astype(np.int64)]

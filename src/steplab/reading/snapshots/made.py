@@ -1,6 +1,6 @@
-"""The origin of each piece of memory: phase, module, operator, tensor and line, as far as each is known.
+"""Origins of memory: phase, module, operator, tensor and line, as far as known.
 
-The line is the innermost of a stack that the reader may have written.
+The line is the innermost on the stack that the user may have written.
 """
 
 import re
@@ -20,24 +20,23 @@ _LIBRARY = re.compile(
     r"|/torch/(_\w+|nn|optim|utils|autograd|cuda|amp|distributed|fx|func|compiler|profiler|overrides\.py|functional\.py)"
     r"|/lib/python3\.\d+/(?!site-packages/|dist-packages/)"
 )
-"""torch, wherever it is installed, and Python's own library."""
+"""torch, wherever installed, and Python's library."""
 _HARNESS = re.compile(r"/steplab/(measurement|cli|lab)/|/steplab/(__main__|model/workload)\.py$")
-"""The code of steplab around the model."""
+"""steplab's code around the model."""
 _STEP = re.compile(r"/steplab/measurement/(step/)?step\.py$")
-"""In older snapshots the file lies in `measurement` itself."""
+"""Older snapshots have the file in `measurement`."""
 _GENERATED = re.compile(r"torchinductor|/inductor|^<eval_with_key>")
 _WRITTEN = re.compile(r"\.py$|^<ipython-input")
 _PARTS_SHOWN = 3
 
 
 class SourceLines:
-    """Source lines by the number of a stack."""
+    """Source lines by stack number."""
 
     def __init__(self, stacks: Sequence[tuple[Frame, ...]]) -> None:
         self._stacks = stacks
         self.of = cache(self._find)
-        """Turns the number of a stack into `steplab/model/transformer.py:81 in forward`; None if it has no such
-        line."""
+        """Maps a stack number to `steplab/model/transformer.py:81 in forward`, or None."""
 
     def _find(self, number: int) -> str | None:
         if number == NONE:
@@ -58,13 +57,12 @@ def _is_users(frame: Frame) -> bool:
 
 
 def _is_generated(frame: Frame) -> bool:
-    """Whether torch.compile wrote the code, which is shown if the line that it came from is unknown."""
+    """True for torch.compile's code, shown if its source line is unknown."""
     return bool(_GENERATED.search(frame[0]))
 
 
 def _is_step(frame: Frame) -> bool:
-    """Whether the line is of the step itself, which is shown for memory that no line of the model allocates, such as
-    the optimizer's."""
+    """True for the step's own code, shown for memory that no model line allocates, such as the optimizer's."""
     return bool(_STEP.search(frame[0]))
 
 
@@ -75,7 +73,7 @@ def _line(frame: Frame) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a piece of memory; None for what is unknown."""
+    """Origin of memory; None is unknown."""
 
     phase: str | None = None
     module: str | None = None
@@ -86,7 +84,7 @@ class Origin:
 
 
 class Origins:
-    """The origins by the number of a lifetime."""
+    """Origins by lifetime number."""
 
     def __init__(
         self,
@@ -105,11 +103,11 @@ class Origins:
         self._operators = positions.innermost(self._marks.operators)
         made = self._marks.made
         pieces = residents.find([m.address for m in made], [m.position for m in made]).tolist()
-        self._made = dict(reversed(list(zip(pieces, made, strict=True))))  # the first tensor made in it counts
+        self._made = dict(reversed(list(zip(pieces, made, strict=True))))  # the first tensor in it counts
         self._made.pop(NONE, None)
 
     def kinds(self, pieces: Integers) -> list[Integers]:
-        """Columns of numbers that are equal for lifetimes of the same origin."""
+        """Columns that are equal for lifetimes of the same origin."""
         ordinals = self._ordinals[pieces]
         known = np.maximum(ordinals, 0)
         columns = [self._stack[pieces].astype(np.int64)]
@@ -124,7 +122,6 @@ class Origins:
         return [column for column in columns if len(column) and column.min() != column.max()]
 
     def of(self, piece: int) -> Origin:
-        """The origin of a lifetime."""
         source = self._lines.of(int(self._stack[piece]))
         ordinal = int(self._ordinals[piece])
         if ordinal == NONE:

@@ -1,7 +1,7 @@
-"""Reads a file with a memory snapshot, as written by torch.cuda.memory._dump_snapshot, into a History.
+"""Reads a snapshot of torch.cuda.memory._dump_snapshot into a History.
 
-A pickle is a program that may import and call anything. Here it finds no class and nothing else by name, so that it
-builds containers, texts and numbers alone. Memory and time are bounded around the process (reading.process).
+A pickle is a program that may import and call anything. Here it finds no name, so it builds only containers, text and
+numbers. The process bounds memory and time (reading.bounded).
 """
 
 import io
@@ -19,7 +19,7 @@ from steplab.reading.snapshots.history import ACTIONS, NONE, OOM, SEGMENT_UNMAP,
 from steplab.units import MIB
 from steplab.unpacking import OnProgress, Unpacked, unwatched
 
-_WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
+_WHAT_IS_READ = "steplab reads torch.cuda.memory._dump_snapshot's files, plain, .gz or .xz"
 _NO_SNAPSHOT = "which no memory snapshot does: refused"
 _PROTO = b"\x80"
 _ZIP = b"PK\x03\x04"
@@ -29,8 +29,8 @@ _BUFFER_BYTES = MIB
 def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
     """The memory snapshot in a file.
 
-    `on_progress` is called with the bytes read of the file, and its size. Raises UserError, in one line, if the file
-    cannot be read, is not a snapshot, or asks for anything to be imported.
+    `on_progress` gets bytes read and the file's size. Raises UserError, on one line, for an unreadable file, another
+    content, or an import.
     """
     try:
         size_bytes = path.stat().st_size
@@ -45,7 +45,7 @@ def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds nothing by name; without a class or a function no instruction of a pickle can call anything."""
+    """Resolves no name; without classes and functions a pickle can call nothing."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         wanted = ".".join(part[:100] if part.isprintable() else ascii(part[:100]) for part in (module, name))
@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Buffered(io.BufferedReader):
-    """Makes room for what there is, not for what a damaged length claims."""
+    """Allocates for existing bytes, not for a damaged length."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not size > _BUFFER_BYTES:
@@ -75,9 +75,9 @@ def _unpickled(source: Unpacked) -> object:
         return _Unpickler(file).load()
     except (Refused, OSError, MemoryError):
         raise
-    except Exception as error:  # a damaged pickle can do anything wrong
+    except Exception as error:  # a damaged pickle can raise anything
         damage = f"its {source.damage.removeprefix('the ')}" if source.damage else ""
-        raise Refused(damage or f"it is no whole pickle: it is damaged, or ends early ({error})") from error
+        raise Refused(damage or f"the pickle is damaged, or ends early ({error})") from error
 
 
 def _check_head(head: bytes, source: Unpacked) -> None:
@@ -86,16 +86,16 @@ def _check_head(head: bytes, source: Unpacked) -> None:
     if not head:
         raise Refused("it is empty")
     if head.startswith(_ZIP):
-        raise Refused("it is a zip archive, such as torch.save writes, and no memory snapshot")
+        raise Refused("it is a zip archive, such as torch.save's, not a memory snapshot")
     if not head.startswith(_PROTO):
-        raise Refused("it is no pickle of protocol 2 or later")
+        raise Refused("it is not a pickle of protocol 2 or later")
 
 
 _HIGHEST = 2**63 - 1
 
 
 def refuse_impossible(history: History) -> None:
-    """Raise Refused if a size or an address is missing or negative, or lies beyond 64 bits."""
+    """Raise Refused for a size or address that is missing, negative or beyond 64 bits."""
     for device in history.devices:
         expect(device.index >= 0, f"the number of a device is negative: {device.index}")
         _check_events(device)
@@ -107,7 +107,7 @@ def refuse_impossible(history: History) -> None:
 
 
 def _check_events(device: DeviceHistory) -> None:
-    """Check the events that allocate, release or map memory, and the size of a failed allocation."""
+    """Check sizes and addresses of events."""
     events = device.events
     placed = events.action <= SEGMENT_UNMAP
     sized = placed | (events.action == OOM)
@@ -125,7 +125,7 @@ def _check_held(what: str, address: Integers, size_bytes: Integers) -> None:
 
 
 def _check_sum(device: DeviceHistory) -> None:
-    """Check that the sum of all sizes fits into 64 bits, since live sizes are summed."""
+    """Check that sums of sizes fit 64 bits."""
     columns: Sequence[Integers] = (
         device.events.size_bytes[device.events.action <= OOM],
         device.blocks.size_bytes,

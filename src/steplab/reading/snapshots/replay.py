@@ -1,18 +1,16 @@
-"""Makes lifetimes from a history: every piece of memory with its size, its beginning and its end.
+"""Computes lifetimes from a history: size, beginning and end of every piece of memory.
 
-Each release is paired with its allocation. The allocator counts memory as allocated from `alloc` until
-`free_requested`. Until `free_completed`, which comes later only if another stream still uses the block, the block is
-not reused (CUDACachingAllocator.cpp, `free` and `free_block`). For a history without requests the completions are used.
+Releases pair with allocations. Memory counts as allocated from `alloc` to `free_requested`. The block is reusable after
+`free_completed`, later only if another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without
+requests, completions count.
 
-Memory from before the history has no allocation in it, but is found from its other end: it is either held after the
-last event without having been allocated, or released without that. A history from a ring buffer, which lost its oldest
-events, is read in the same way.
+Older memory shows at its other end: held after the last event, or released without an allocation. A ring buffer that
+lost its oldest events is read alike.
 
-Sizes of blocks are rounded up to 512 B. A block of the small pool, or of a segment that grows, is cut to that size. In
-the large pool the rest of a free block is cut off only if it is more than 1 MiB: otherwise the piece gets it as well,
-and its size depends on how the segment was divided at that moment. So the blocks of the large pool are followed from
-event to event: the history says where each piece begins, which is always where a free block begins
-(CUDACachingAllocator.cpp: `round_size`, `should_split`, `alloc_found_block`, `free_block`, `try_merge_blocks`).
+Block sizes round up to 512 B. Blocks of the small pool, or of a growing segment, are cut to size. In the large pool
+only a rest over 1 MiB is cut off; otherwise the piece keeps it. Its size depends on the segment's division, so large
+blocks are followed event by event: each piece begins at a free block (`round_size`, `should_split`,
+`alloc_found_block`, `free_block`, `try_merge_blocks`).
 """
 
 from collections.abc import Iterable
@@ -42,18 +40,17 @@ from steplab.reading.snapshots.history import (
 from steplab.units import KIB, MIB, counted
 
 SMALLEST_BYTES = KIB // 2
-"""Every size is a multiple of this."""
+"""All sizes are multiples of this."""
 SMALL_POOL_BYTES = MIB
-"""Sizes up to this, after rounding, come from the small pool; in the large pool, a rest up to this size is not cut
-off."""
+"""Largest rounded size of the small pool; in the large pool, the largest rest not cut off."""
 SEGMENT_BYTES = 2 * MIB
 """The smallest segment."""
 OVERSIZE_BYTES = 20 * MIB
-"""How much larger than the request a block may be that is never split."""
+"""Largest excess of an unsplit block over the request, in bytes."""
 
 
 def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
-    """The sizes to which the allocator rounds requests before it looks for a block."""
+    """Sizes to which the allocator rounds requests before searching a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
         return rounded
@@ -71,19 +68,19 @@ class LargePool:
     def __init__(self, settings: AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
-        """The end of each free block, by its start."""
+        """End of each free block, by its start."""
         self._free_before: dict[int, int] = {}
-        """The start of each free block, by its end."""
+        """Start of each free block, by its end."""
         self._used: dict[int, tuple[int, int]] = {}
-        """The end of each block in use and the number of its piece, by its start."""
+        """End and piece number of each used block, by its start."""
         self._borders: set[int] = set()
-        """The starts of segments, across which blocks do not merge."""
+        """Starts of segments; blocks do not merge across them."""
         self.corrected: dict[int, int] = {}
-        """The corrected size of a piece's block, by the piece's number."""
+        """Corrected block size by piece number."""
         self._searches_left = 10_000
 
     def add_segment(self, start: int, size_bytes: int) -> None:
-        """Add a segment that is entirely free."""
+        """Add a free segment."""
         self._borders.add(start)
         self._set_free(start, start + size_bytes)
 
@@ -94,7 +91,7 @@ class LargePool:
         self._borders.discard(start)
 
     def divide(self, start: int, size_bytes: int, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Divide a segment as it was found: (start, end, number) of the pieces in it, by address; the rest is free."""
+        """Divide a segment as found: (start, end, number) of its pieces by address; the rest is free."""
         self._borders.add(start)
         end = start + size_bytes
         for piece_start, piece_end, number in pieces:
@@ -106,7 +103,7 @@ class LargePool:
             self._set_free(start, end)
 
     def allocate(self, start: int, rounded_bytes: int, number: int) -> int | None:
-        """The size of the block that a piece gets; None if the division of the memory there is unknown."""
+        """Size of the block for a piece; None if the division there is unknown."""
         if start not in self._free and not self._correct(start):
             return None
         end = self._take_free(start)
@@ -121,7 +118,7 @@ class LargePool:
         return end - start
 
     def release(self, start: int) -> None:
-        """Free a block, and merge it with the free blocks beside it."""
+        """Free a block and merge it with free neighbours."""
         if start not in self._used:
             return
         end, _ = self._used.pop(start)
@@ -133,8 +130,7 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Let a free block begin at `start`, which it must: the piece before it is then larger or smaller than
-        assumed."""
+        """Make a free block begin at `start`, as it must: the piece before it has another size than assumed."""
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -153,13 +149,13 @@ class LargePool:
         return False
 
     def _settle(self, begin: int, number: int, border: int, end: int) -> None:
-        """Set a piece to begin .. border, and border .. end to free."""
+        """Set begin .. border to a piece, border .. end to free."""
         self._used[begin] = (border, number)
         self.corrected[number] = border - begin
         self._set_free(border, end)
 
     def _set_free(self, start: int, end: int) -> None:
-        if start in self._free:  # segments overlap, which those of an allocator never do
+        if start in self._free:  # overlapping segments, impossible in an allocator
             self._take_free(start)
         if end in self._free_before:
             self._take_free(self._free_before[end])
@@ -174,17 +170,16 @@ class LargePool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Pieces of memory: those from before the history first, then in the order of their allocations."""
+    """Pieces of memory: first from before the history, then by allocation."""
 
     address: Integers
     requested_bytes: Integers
-    """Requested size in bytes."""
     start: Integers
-    """The event that allocated it; -1 if it existed before the first event."""
+    """Event of its allocation; -1: before the first event."""
     end: Integers
-    """The event that released it; the number of events if it still existed after the last."""
+    """Event of its release; the number of events: still held."""
     stack: Numbers
-    """The number of the stack of its allocation in History.stacks; NONE if unknown."""
+    """Index into History.stacks of its allocation; NONE: unknown."""
 
     def __len__(self) -> int:
         return len(self.address)
@@ -192,34 +187,31 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired(Pieces):
-    """Pieces of memory, made from events."""
+    """Pieces from events."""
 
     block: Integers
-    """Its number among the blocks held at the end; NONE if it was released."""
+    """Index among the blocks held at the end; NONE: released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Awaited:
-    """Memory that was released before the history began, and could not be reused for some time of it."""
+    """Memory released before the history, but not yet reusable in it."""
 
     address: Integers
     requested_bytes: Integers
 
 
 def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
-    """All pieces of memory of a device."""
     events, blocks = device.events, device.blocks
     rows = _by_address(events)
     action, address = events.action[rows], events.address[rows]
     first = np.append(True, address[1:] != address[:-1])[: len(rows)]
-    # Where requests are recorded, no completion follows the allocation itself.
+    # Where requests are recorded, no completion directly follows an allocation.
     straight = ~first[1:] & (action[:-1] == ALLOC) & (action[1:] == FREE_COMPLETED)
     released_by = FREE_COMPLETED if straight.any() else FREE_REQUESTED
     made, lost = np.flatnonzero(action == ALLOC), np.flatnonzero(first & (action == released_by))
     ends: Integers = np.full(len(rows), len(events))
-    ends[:-1] = np.where(
-        first[1:], len(events), rows[1:]
-    )  # the next event at this address: a block is handed out only once
+    ends[:-1] = np.where(first[1:], len(events), rows[1:])  # the next event at this address
     made = made[np.argsort(rows[made])]
     kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == ALLOCATED))
     survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
@@ -228,11 +220,11 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
         requested_bytes=np.concatenate((blocks.requested_bytes[kept], *_sizes(events, rows[lost], rows[made]))),
         start=np.concatenate((np.full(len(kept) + len(lost), NONE), rows[made])),
         end=np.concatenate((np.full(len(kept), len(events)), rows[lost], ends[made])),
-        # The stack of a release is that of the releasing code, unless the history was recorded otherwise.
+        # A release has the releasing code's stack, unless the history was recorded otherwise.
         stack=np.concatenate((blocks.stack[kept], np.full(len(lost), NONE, dtype=np.int32), events.stack[rows[made]])),
         block=np.concatenate((kept, np.full(len(lost), NONE), survivors)),
     )
-    # A completion whose request is not in the history is of memory that no longer counted when it began.
+    # A completion without its request belongs to memory that no longer counted at the start.
     completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
     waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
     return pieces, Awaited(
@@ -242,8 +234,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
 
 
 def _by_address(events: Events) -> Integers:
-    """The numbers of the events that allocate or release memory, in the order of their addresses and, at each, of
-    time."""
+    """Indices of allocating and releasing events, by address, then time."""
     relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
     order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
     return order
@@ -254,7 +245,7 @@ def _sizes(events: Events, *rows: Integers) -> list[Integers]:
 
 
 def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
-    """The number of the allocated block at each address, NONE for none."""
+    """Index of the allocated block at each address; NONE without one."""
     allocated = np.flatnonzero(blocks.state == ALLOCATED)
     if not len(allocated):
         return np.full(len(addresses), NONE)
@@ -266,18 +257,17 @@ def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes(Pieces):
-    """Pieces of memory with the blocks that were set aside for them."""
+    """Pieces with their blocks."""
 
     block_bytes: Integers
-    """Size of the block in bytes; the sum over live blocks is the allocator's `allocated_bytes`."""
+    """Block bytes; their sum over live blocks is the allocator's `allocated_bytes`."""
     num_events: int
-    """The number of events of the history."""
+    """Events in the history."""
     notes: tuple[str, ...] = field(default=())
-    """What is uncertain, in words."""
+    """Uncertainties, in words."""
 
 
 def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
-    """The lifetimes in one device's history."""
     pieces, awaited = pair(device)
     rounded = rounded_sizes(pieces.requested_bytes, settings)
     notes = list[str]()
@@ -289,11 +279,11 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
         blocks, notes = _divided(device, settings, pieces, awaited, rounded)
     held = pieces.block != NONE
     blocks = np.where(held, device.blocks.size_bytes[pieces.block * held], blocks) if held.any() else blocks
-    too_small = blocks < pieces.requested_bytes  # no allocator does that, but the file may not be an allocator's
+    too_small = blocks < pieces.requested_bytes  # impossible in an allocator, but the file may be of another
     if too_small.any():
         blocks = np.where(too_small, rounded, blocks)
         notes.append(
-            f"sizes: in the snapshot {counted(int(too_small.sum()), 'block')} would be smaller than requested; the "
+            f"sizes: {counted(int(too_small.sum()), 'block')} would be smaller than requested; "
             "requested sizes, rounded up to 512 B, are used"
         )
     return Lifetimes(
@@ -305,21 +295,20 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
 
 
 def reserved_peak_bytes(device: DeviceHistory) -> int | None:
-    """The most bytes held from the device at once; None if no segment is known."""
+    """Most bytes held from the device; None without segments."""
     if not _has_segments(device):
         return None
     events = device.events
     taken = (events.action == SEGMENT_ALLOC) | (events.action == SEGMENT_MAP)
     given = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
     change = np.where(taken, events.size_bytes, np.where(given, -events.size_bytes, 0))
-    # The state after the last event is known; undoing the events gives the state before the first.
+    # Undoing the events from the known end gives the state before the first.
     later = np.cumsum(change[::-1])
     return int(device.segments.size_bytes.sum() - min(0, int(later.min(initial=0))))
 
 
 def _has_segments(device: DeviceHistory) -> bool:
-    """Whether this is the history of a caching allocator. Others have no segments, or none that they allocate as it
-    does."""
+    """True for a caching allocator's history; others lack segments of its sizes."""
     size_bytes = device.segments.size_bytes
     if len(size_bytes):
         return bool(((size_bytes >= SEGMENT_BYTES) & (size_bytes % SMALLEST_BYTES == 0)).all())
@@ -327,7 +316,7 @@ def _has_segments(device: DeviceHistory) -> bool:
 
 
 def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
-    """Whether segments grow by pages; blocks are then always cut to size."""
+    """True if segments grow by pages; blocks are then always cut to size."""
     mapped = device.segments.is_expandable.any() or (device.events.action == SEGMENT_MAP).any()
     return settings.expandable_segments or bool(mapped)
 
@@ -335,12 +324,12 @@ def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
 def _divided(
     device: DeviceHistory, settings: AllocatorSettings, pieces: Paired, awaited: Awaited, rounded: Integers
 ) -> tuple[Integers, list[str]]:
-    """The sizes of the blocks, with the large pool followed from event to event; and what is uncertain."""
+    """Block sizes, following the large pool event by event; and uncertainties."""
     sizes = rounded.copy()
     pool = LargePool(settings)
     unsure = _begin(pool, device, settings, pieces, awaited, sizes)
     events = device.events
-    # Without recorded completions, a block can be reused from its release request on.
+    # Without completions, a block is reusable from its release request on.
     released_by = FREE_COMPLETED if np.any(events.action == FREE_COMPLETED) else FREE_REQUESTED
     large = rounded_sizes(events.size_bytes, settings) > SMALL_POOL_BYTES
     moves = np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE))
@@ -373,9 +362,9 @@ def _begin(
     awaited: Awaited,
     sizes: Integers,
 ) -> set[int]:
-    """Lay the segments out as they were before the first event, and set the sizes of the blocks in them.
+    """Lay out segments as before the first event, and set their block sizes.
 
-    Returns the numbers of the pieces whose block sizes were assumed.
+    Returns the numbers of pieces with assumed sizes.
     """
     unsure = set[int]()
     old = np.flatnonzero((pieces.start == NONE) & (sizes > SMALL_POOL_BYTES))
@@ -393,7 +382,7 @@ def _begin(
         for row, limit in zip(range(first, stop), limits, strict=stop > first):
             begin, end, number = int(addresses[row]), int(ends[row]), int(numbers[row])
             if exact[row] == NONE:
-                # No block of the large pool is as small as such a gap, so it belongs to the piece before it.
+                # No block of the large pool is as small as this gap, so it belongs to the piece before.
                 oversize = settings.max_split_bytes is not None and end - begin >= settings.max_split_bytes
                 if limit - end <= (OVERSIZE_BYTES if oversize else SMALL_POOL_BYTES):
                     end = limit
@@ -407,14 +396,14 @@ def _begin(
 
 
 def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    """The sizes of blocks held at the end, by number; 0 for none."""
+    """Sizes of blocks held at the end, by index; 0 for NONE."""
     if not len(device.blocks.size_bytes):
         return np.zeros(len(numbers), dtype=np.int64)
     return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])
 
 
 def _segments_before(device: DeviceHistory) -> dict[int, int]:
-    """Start and size of the segments held before the first event: those held at the end, with the events undone."""
+    """Start and size of segments held before the first event: the end state with events undone."""
     events, segments = device.events, device.segments
     held = dict(zip(segments.address.tolist(), segments.size_bytes.tolist(), strict=True))
     rows = np.flatnonzero(np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE)))[::-1]
@@ -430,10 +419,10 @@ def _segments_before(device: DeviceHistory) -> dict[int, int]:
 def _notes(unsure: int, unknown: int) -> list[str]:
     notes = []
     if unsure:
-        notes.append(f"sizes: {counted(unsure, 'block')} from before the history may be up to 1 MiB larger than shown")
+        notes.append(f"sizes: {counted(unsure, 'block')} from before the history may be up to 1 MiB larger")
     if unknown:
         notes.append(
-            f"sizes: {counted(unknown, 'allocation')} began where the snapshot shows no free block; the "
+            f"sizes: {counted(unknown, 'allocation')} began without a free block in the snapshot; "
             "requested sizes, rounded up to 512 B, are used"
         )
     return notes

@@ -1,4 +1,4 @@
-"""The tensors that autograd saved for the backward pass, and the bytes that each block saves and outputs."""
+"""Tensors that autograd saved for backward, and bytes saved and output by each block."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, Lef
 from steplab.records.module_names import without_numbers
 
 MOST_GROUPS = 100
-"""The most groups of equal saved tensors."""
+"""Most groups of equal saved tensors."""
 
 _MOST_BLOCKS = 10
 _TOLD_APART = ("parameters", "autocast_copies", "inputs")
-"""The categories that are kept for saved tensors; any other memory counts as saved for backward."""
+"""Categories kept for saved tensors; all other memory counts as saved for backward."""
 
 
 class SavedMemory:
-    """The saved tensors with their categories, and the memory that each holds and no earlier one does."""
+    """Saved tensors with categories, and the memory that no earlier one holds."""
 
     def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
         self._marks, self._lifetimes = marks, lifetimes
@@ -38,7 +38,7 @@ class SavedMemory:
             yield saved, category, self._asked_bytes(saved, piece) if counts else 0
 
     def _asked_bytes(self, saved: Saved, piece: int) -> int:
-        """The requested size of a storage, as categories count it; without a lifetime, the size in the marks."""
+        """Requested bytes of a storage, as categories count it; without a lifetime, the marks' size."""
         return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
@@ -64,7 +64,7 @@ class SavedMemory:
         return tuple(found[:MOST_GROUPS]), _left_out(beyond)
 
     def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
-        """The first of the repeated modules and each that differs from all before it; and those beyond the tenth."""
+        """The first repeated module, each that differs from all before, and those beyond the tenth."""
         emitted = self._gradient_bytes()
         found = dict[tuple[object, ...], BlockMemory]()
         for module, (shape, dtype) in self._marks.block_inputs.items():
@@ -88,7 +88,6 @@ class SavedMemory:
         return kinds[:_MOST_BLOCKS], _left_out([block.saved_bytes for block in kinds[_MOST_BLOCKS:]])
 
     def _gradient_bytes(self) -> dict[str, int]:
-        """The bytes of each parameter's gradient, by the parameter's name."""
         owned = [owner for owner in self._marks.owned if owner.category == "gradients" and owner.name]
         pieces = self._residents.find([o.address for o in owned], [o.position for o in owned]).tolist()
         return {

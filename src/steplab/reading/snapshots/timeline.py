@@ -1,8 +1,7 @@
-"""Marks, events and times, and allocated bytes over them: in full, at every moment, for the peaks; and thinned, for a
-record and its chart.
+"""Positions, moments and times; allocated bytes at every moment for peaks, thinned for records and charts.
 
-A *position* counts allocations: position p lies between the p-th alloc event and the next. A *moment* counts events:
-moment 0 lies before the first, moment m between the m-th and the next; what is allocated changes from one to the other.
+Position p lies between the p-th alloc event and the next. Moment 0 lies before the first event, moment m between the
+m-th and the next.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,14 +18,14 @@ Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class Positions:
-    """The events of a history by the allocations among them, and by the clock."""
+    """Events of a history by allocation count and by clock."""
 
     def __init__(self, events: Events) -> None:
         self.num_events = len(events)
         self._allocations = np.flatnonzero(events.action == ALLOC)
         self.num_allocations = len(self._allocations)
         self.by_event = not len(events) or bool((events.time_us == NONE).any())
-        """Whether seconds are numbers of events, because the history has no times."""
+        """True if seconds are event numbers, for lack of times."""
         if self.by_event:
             self._seconds: Seconds = np.arange(self.num_events, dtype=np.float64) + 1
         else:
@@ -46,29 +45,26 @@ class Positions:
         return int(self._allocations[max(position, 0)])
 
     def first_moments(self, positions: Sequence[int]) -> Integers:
-        """The first_moment of each position."""
         moments = np.append(0, self._allocations + 1)
         chosen: Integers = moments[np.clip(np.array(positions, dtype=np.int64), 0, self.num_allocations)]
         return chosen
 
     def ordinals(self, starts: Integers) -> Integers:
-        """The ordinal of each of these events among the history's allocations, from 0; NONE for a start before the
-        history."""
+        """Ordinal of each event among the allocations, from 0; NONE before the history."""
         ordinals: Integers = np.searchsorted(self._allocations, starts)
         return np.where(starts == NONE, NONE, ordinals)
 
     def seconds(self, moment: int) -> float:
-        """The time of the event before a moment, in seconds since the first event."""
+        """Seconds of the event before a moment, since the first event."""
         return float(self._seconds[moment - 1]) if moment else 0.0
 
     def all_seconds(self) -> Seconds:
-        """The time of each moment."""
         return np.append(0.0, self._seconds)
 
     def innermost(self, stretches: Sequence[Stretch]) -> Numbers:
-        """For each allocation the number of the last of the stretches around it; NONE for none.
+        """Index of the innermost stretch around each allocation; NONE without one.
 
-        The stretches are in the order of their beginnings, outer before inner, so that the last is the innermost.
+        Stretches are in order of their beginnings, outer before inner, so the last wins.
         """
         numbers: Numbers = np.full(self.num_allocations, NONE, dtype=np.int32)
         for number, stretch in enumerate(stretches):
@@ -77,7 +73,7 @@ class Positions:
 
 
 class Residents:
-    """The lifetimes by address and position."""
+    """Lifetimes by address and position."""
 
     def __init__(self, lifetimes: Lifetimes, positions: Positions) -> None:
         self._positions, self._end = positions, lifetimes.end
@@ -87,13 +83,13 @@ class Residents:
         self._keys = group * self._stride + lifetimes.start[self._order] + 1
 
     def find(self, addresses: Sequence[int], positions: Sequence[int]) -> Integers:
-        """The number of the lifetime at each address at each position; NONE for none."""
+        """Index of the lifetime at each address and position; NONE without one."""
         if not len(self._keys) or not len(addresses):
             return np.full(len(addresses), NONE)
         wanted = np.array(addresses, dtype=np.int64)
         moments = self._positions.first_moments(positions)
         group = np.minimum(np.searchsorted(self._addresses, wanted), len(self._addresses) - 1)
-        # a lifetime that begins with event e exists from moment e + 1 on
+        # a lifetime beginning with event e exists from moment e + 1 on
         row = np.searchsorted(self._keys, group * self._stride + moments, side="right") - 1
         found = self._order[np.maximum(row, 0)]
         there = (row >= 0) & (self._keys[np.maximum(row, 0)] >= group * self._stride) & (self._end[found] >= moments)
@@ -101,13 +97,13 @@ class Residents:
 
 
 MOST_POINTS = 500
-"""The most points of a thinned timeline: more than a chart has columns, and few enough for a small record."""
+"""Most points of a thinned timeline: more than a chart's columns, few enough for a small record."""
 _KEPT_BESIDE = 40
-"""How many of those points are kept for peaks and the beginnings of phases."""
+"""Points reserved for peaks and phase starts."""
 
 
 def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
-    """The sum of the sizes of what is alive, at each moment."""
+    """Sum of live sizes at each moment."""
     change = np.zeros(lifetimes.num_events + 2, dtype=np.int64)
     np.add.at(change, lifetimes.start + 1, sizes)
     np.subtract.at(change, lifetimes.end + 1, sizes)
@@ -116,11 +112,10 @@ def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
 
 
 def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Integers) -> list[tuple[int, int]]:
-    """The first and last moment of each phase.
+    """First and last moment of each phase.
 
-    A release between two allocations may belong to the phase that ends there or to the one that begins. It counts to
-    the first, up to the first event in `given_up`, the ascending events that release a gradient, which counts to the
-    next.
+    A release between two phases counts to the first, up to the first event in `given_up`: ascending releases of
+    gradients, which count to the next.
     """
 
     def border(position: int) -> int:
@@ -135,7 +130,7 @@ def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Int
 def phase_records(
     moments: Sequence[tuple[int, int]], phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
 ) -> tuple[MemoryPhase, ...]:
-    """The phases, each with its own peak; `moments` has the first and the last of each."""
+    """The phases with their peaks; `moments` holds first and last of each."""
     return tuple(
         MemoryPhase(
             name=phase.name,
@@ -155,11 +150,11 @@ def timeline(
     allocated_bytes: Integers,
     phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
-    """The timeline by category, thinned; categories that hold nothing at any time are left out.
+    """Thinned timeline by category, without empty categories.
 
-    It keeps the first and the last moment, each phase's first moment and its peak, and of each of some equal stretches
-    of time the highest and the lowest moment, so that it includes the peak. `names` are those of the codes; rounding is
-    stacked on top of them. `phases` has the first and last moment of each.
+    It keeps the first and last moment, each phase's first moment and peak, and the extremes of equal stretches of time,
+    hence the overall peak. `names` belong to the codes; rounding is stacked on top. `phases` has first and last
+    moments.
     """
     moments = _chosen(positions, allocated_bytes, phases)
     rounding = lifetimes.block_bytes - lifetimes.requested_bytes

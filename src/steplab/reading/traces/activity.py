@@ -1,7 +1,7 @@
-"""The pieces of work that ran on the device, each with what launched it: the table that the digest groups and sums.
+"""Pieces of device work with their launches: the table that the digest groups and sums.
 
-On a GPU a piece is a kernel, copy or fill. On a CPU the operators are the kernels: a piece is a stretch in which one
-operator is the innermost on its thread, its own time without its children's.
+A GPU's piece is a kernel, copy or fill. A CPU's operators are its kernels: a piece is a stretch with one operator
+innermost on its thread, its time without its children's.
 """
 
 import re
@@ -18,9 +18,9 @@ from steplab.reading.traces.trace import NONE, Column, Rows, Trace
 from steplab.records.profile import CATEGORIES, OUTSIDE
 
 _QUEUED_NS = 50_000
-"""The longest gap between kernels that were launched before the one in front of them ended."""
+"""Longest gap between kernels that were already queued."""
 _GRAPHS = re.compile(r"(cuda|cu|hip)GraphLaunch")
-# Operators that only make a view or an empty tensor: their time belongs to the operator around them.
+# Operators that only make a view or an empty tensor; their time counts for the surrounding operator.
 _BOOKKEEPING = re.compile(
     r"^aten::_?(alias|as_strided|chunk|detach|empty|empty_like|empty_strided|expand|narrow|resolve_conj|resolve_neg"
     r"|result_type|reshape|reshape_alias|select|slice|split|t|transpose|unbind|unflatten|unsafe_view|unsqueeze|view)_?$"
@@ -29,36 +29,35 @@ _BOOKKEEPING = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity(Rows):
-    """The pieces of work."""
-
     end_ns: Column
     stream: Column
     launch_ns: Column
-    """The start of the host call that launched it; NONE if the trace has none."""
+    """Start of the launching host call; NONE: not in the trace."""
     launched_ns: Column
-    """The end of that call."""
+    """End of that call."""
     call: Column
-    """The number of that call, which tells pieces of one launch from pieces of two."""
+    """Number of that call, which separates pieces of different launches."""
     op: Column
-    """The number of the operator that launched it; NONE for none."""
+    """Number of the launching operator; NONE without one."""
     step: Column
-    """The number of the step that launched it; NONE for none."""
+    """Number of the launching step; NONE without one."""
     phase: Column
-    """The number of the phase, in Host.phase_names."""
+    """Index into Host.phase_names."""
     path: Column
-    """The number of the range, in Host.paths."""
+    """Index into Host.paths."""
     category: Column
-    """The number of the category, in CATEGORIES."""
+    """Index into CATEGORIES."""
     unseen: Column
-    """1 where, between the launch of the piece before and its own, a CUDA graph was launched of which the trace has no
-    work; else 0."""
+    """1 if a CUDA graph without work in the trace was launched between the previous piece's launch and this one's; else
+    0.
+    """
 
 
 def device_activity(trace: Trace, host: Host) -> Activity:
     """Every kernel, copy and fill, attributed by its launch.
 
-    A piece without a launch belongs to the step in which it ran, as far as those around it on its stream allow, and to
-    the phase of the one before it in that step.
+    Work without a launch belongs to the step it ran in, limited by its neighbours on the stream, and to the phase of
+    the piece before it.
     """
     work, calls = trace.work, trace.calls
     call = launching_calls(trace)
@@ -90,7 +89,6 @@ def device_activity(trace: Trace, host: Host) -> Activity:
 
 
 def cpu_activity(trace: Trace, host: Host) -> Activity:
-    """The stretches of each operator's own time."""
     ops = trace.ops
     kept = np.flatnonzero(~trace.named(ops.name, _BOOKKEEPING.match))
     start_ns, end_ns, owner = Nesting(ops.start_ns[kept], ops.duration_ns[kept], ops.thread[kept]).segments
@@ -123,11 +121,10 @@ def _categories(trace: Trace, name: Column, *, on_device: bool) -> Column:
 
 
 def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, first_launch_ns: int) -> Column:
-    """The step of each piece of work; NONE outside of them all. `step` is right where the launch was found.
+    """The step of each piece of work; NONE outside. `step` is right for found launches.
 
-    A stream runs its work in the order of launches, so a piece is of no earlier step than that before it. The first on
-    a stream are the tail of the step before the first, if it worked before the first launch of the trace, and off a
-    queue.
+    A stream runs work in launch order, so no piece precedes the step of the one before it. The first pieces are the
+    tail of an earlier step if the stream worked off a queue before the trace's first launch.
     """
     work, starts_ns = trace.work, host.steps[0]
     if found.all() or not len(starts_ns):
@@ -148,7 +145,7 @@ def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, fir
 
 
 def unseen_launches(trace: Trace) -> Column:
-    """The numbers of the launches of CUDA graphs of which the trace has no work, in order."""
+    """Indices of CUDA graph launches without work in the trace, in order."""
     launches = trace.named(trace.calls.name, _GRAPHS.search)
     return np.flatnonzero(launches & ~np.isin(np.arange(len(trace.calls)), launching_calls(trace)))
 

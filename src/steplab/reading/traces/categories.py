@@ -1,14 +1,14 @@
-"""The category of a kernel or operator, by rules on its name.
+"""Categories of kernels and operators, by rules on names.
 
-The first rule that matches decides, so the specific rules come before the general ones. A name that no rule matches is
-`uncategorised`, and every report shows how much time that is; such a name needs a new rule, not a guess.
+The first match decides, so specific rules come first. Unmatched names are `uncategorised`, and every report shows their
+time: add a rule, do not guess.
 """
 
 import re
 from functools import lru_cache
 
-# Names of the libraries' kernels: nvjet, xmma, cutlass and cublas are matrix products (convolutions are computed as
-# such), as Cijk, wvSplitK and igemm of AMD's; Inductor's are read by `_of_inductor`.
+# Library kernels: nvjet, xmma, cutlass and cublas are matrix products (so are convolutions), as are AMD's Cijk,
+# wvSplitK and igemm. `_of_inductor` reads Inductor's.
 _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "communication",
@@ -91,13 +91,13 @@ _INDUCTORS = (
     ("normalisation", re.compile(r"(layer|batch|group|rms)_norm|var_mean|mean\w*rsqrt|rsqrt\w*mean")),
     ("embedding", re.compile(r"embedding_dense_backward|^embedding$")),
 )
-"""Categories of Inductor's reductions, by the operators in their names."""
+"""Categories of Inductor's reductions, by operators in their names."""
 
 
 def _of_inductor(kind: str, operators: str) -> str:
-    """The category of a kernel of Inductor's, by its kind: pointwise, (persistent) reduction, template, list.
+    """Category of an Inductor kernel by its kind: pointwise, (persistent) reduction, template, list.
 
-    Its name lists the operators fused into it and some beside it, so an attention or a product among them is not in it.
+    Its name lists fused operators and some neighbours; attention or products among them are not inside.
     """
     if kind == "tem":
         return "attention" if "flex_attention" in operators else "matmul"
@@ -145,8 +145,8 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "other",
         (
             r"^autograd::|^torch::|AccumulateGrad|^(?!CompiledFunction).*Backward|^detach$",
-            # Work before a compiled function's call, on the host. The call itself has none of these categories:
-            # its own time contains all kinds of generated code.
+            # Host work before a compiled function's call. The call itself has no category: its time contains all kinds
+            # of generated code.
             r"^(TorchDynamo|Pregraph|AOTDispatcher)",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
@@ -171,7 +171,6 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @lru_cache(maxsize=1 << 16)
 def kernel_category(name: str) -> str:
-    """Category of a device kernel."""
     if generated := _INDUCTOR.match(name):
         return _of_inductor(generated[1], generated[2])
     return _first_match(_KERNEL_RULES, name)
@@ -179,7 +178,7 @@ def kernel_category(name: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def op_category(name: str) -> str:
-    """Category of an operator, for devices on which the operators are the kernels."""
+    """Category of an operator, on devices whose kernels are operators."""
     return _first_match(_OP_RULES, name)
 
 

@@ -1,8 +1,8 @@
-"""Messages beside computation in a trace of some steps: their time, their overlap, and the timeline of the last step.
+"""Messages and computation in a trace of some steps: time, overlap, and the last step's timeline.
 
-On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own peer copies, which
-average gradients, run on separate streams, and everything on these streams is part of them, even if the trace calls it
-a copy. On a CPU a message is the range that gloo opens on the thread that sends it, while the calling thread continues.
+On a GPU a message is a communication library's kernel or a copy between GPUs. steplab's peer copies average gradients
+on separate streams; everything on these streams counts. On a CPU a message is gloo's range on the sending thread, while
+the calling thread continues.
 """
 
 import re
@@ -20,19 +20,19 @@ from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
 
 MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
-"""The names of ranges in which a thread of the host sends a message."""
+"""Names of ranges in which a host thread sends a message."""
 TRANSFERS = re.compile(r"^Mem(cpy|set)")
-"""The names of copies and fills of the device."""
+"""Names of device copies and fills."""
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 """Copies, and the kernel of parallel.peer_copies."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
-"""Gaps shorter than this fraction of the step are not drawn."""
+"""Share of the step below which gaps are not drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pieces:
-    """The pieces of work of one row of the timeline, as parallel columns."""
+    """Work of one timeline row, as parallel columns."""
 
     start_ns: Column
     end_ns: Column
@@ -45,23 +45,21 @@ class _Pieces:
 
     @property
     def intervals(self) -> tuple[Column, Column]:
-        """The starts and ends of the pieces."""
         return self.start_ns, self.end_ns
 
 
 def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
-    """The communication in a trace of whole steps. Raises SteplabError if the trace marks no steps or contains no
-    work."""
+    """Communication in a trace of whole steps. Raises SteplabError without steps or work."""
     host = host or Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
     activity = activity.where(activity.step != NONE)
     num_steps = len(host.steps[0])
     if not num_steps or not len(activity):
-        raise SteplabError("the trace marks no steps, or holds no work within them")
+        raise SteplabError("the trace marks no steps, or has no work in them")
     sent, computed, drawn = _rows_of_host(trace, host, activity) if on_host else _rows_of_device(trace, activity)
     last_step = int(activity.step.max())
-    # On a CPU a step is its range; on a GPU it lasts from its first piece of work to its last.
+    # On a CPU a step is its range; on a GPU, from its first work to its last.
     if on_host:
         begins_ns, ends_ns = int(host.steps[0][-1]), int(host.steps[1][-1])
         phases = _phases_of_host(trace, begins_ns, ends_ns)
@@ -70,7 +68,7 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
     else:
         begins_ns = int(activity.start_ns[activity.step == last_step].min())
         ends_ns = int(activity.end_ns[activity.step == last_step].max())
-        # Work of a phase that starts late, on its own streams, may leave it an empty window at the end.
+        # Late work on a phase's own streams may leave it an empty window at the end.
         windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
         steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
@@ -88,13 +86,13 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
 
 
 def _lasts_ns(activity: Activity, step: int) -> int:
-    """The time from the first piece of a step's work to the last; between two steps the device may have been held."""
+    """Time from a step's first work to its last; the device may have been held between steps."""
     mine = activity.step == step
     return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
-    """Starts and ends of the messages on a CPU within steps, as recorded by the threads that send them."""
+    """Starts and ends of a CPU's messages within steps, from the sending threads."""
     ranges = trace.ranges
     is_message = trace.named(ranges.name, MESSAGE_RANGES.match)
     chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
@@ -102,7 +100,7 @@ def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
 
 
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """The messages, the computation, and the pieces drawn as computation, which include copies and fills."""
+    """Messages, computation, and pieces drawn as computation (with copies and fills)."""
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
     computes = ~sends & ~trace.named(activity.name, TRANSFERS.match)
@@ -110,7 +108,7 @@ def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces,
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
-    """The streams that carry messages, or nothing but the work of peer copies; never the stream that computes most."""
+    """Streams with messages, or with only peer copies; never the stream that computes most."""
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
     of_copies = trace.named(activity.name, _OF_PEER_COPIES.match)
     computed_ns: dict[int, int] = {}
@@ -125,7 +123,7 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """The same rows for a CPU: operators are computation, and the call that starts a message is neither."""
+    """The same rows for a CPU: operators are computation; a call that starts a message is neither."""
     start_ns, end_ns = messages_of_host(trace, host)
     sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
     computed = _of(activity, activity.category != _COMMUNICATION)
@@ -149,7 +147,7 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
 
 
 def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
-    """The rows as one timeline, in which a kernel is a stretch of one category."""
+    """One timeline, in which a kernel is a stretch of one category."""
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
         (start_ns, end_ns, category, row)
@@ -170,7 +168,7 @@ def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begi
 
 
 def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
-    """The pieces in the order of start; a piece that follows closely on one of its own category is joined to it."""
+    """Pieces by start; close neighbours of one category are merged."""
     joined: list[tuple[int, int, int]] = []
     order = np.argsort(pieces.start_ns, kind="stable")
     columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])

@@ -1,7 +1,7 @@
-"""One device of a trace of several, and the process that drives it.
+"""One device of several in a trace, and the process that drives it.
 
-A profile divides the timeline of one device. Two devices taken together would count as busy while one of them waits for
-the other, and the steps of several processes overlap on the host.
+A profile divides one device's timeline. Two devices together would count as busy while one waits for the other, and
+steps of several processes overlap on the host.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from steplab.reading.traces.trace import NONE, Column, Trace
 
 
 def launching_calls(trace: Trace) -> Column:
-    """The number of the host call that launched each piece of work; NONE where the trace has none.
+    """Index of the host call that launched each piece of work; NONE: not in the trace.
 
-    Correlation id 0 is none (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
+    Correlation id 0 means none (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
     """
     known, wanted = trace.calls.correlation, trace.work.correlation
     if not len(known):
@@ -26,9 +26,9 @@ def launching_calls(trace: Trace) -> Column:
 
 
 def one_device(trace: Trace) -> Trace:
-    """The trace with the device that has the most pieces of work, and the process that launched most of these.
+    """The trace of the device with the most work, and of the process that launched most of it.
 
-    Work whose device or launch is unknown stays. Notes say what is left out; without that, the trace is unchanged.
+    Work of unknown device or launch stays. Notes name what is omitted; otherwise the trace is unchanged.
     """
     processes = np.array((*trace.processes, NONE))
     device, calls = trace.work.device, launching_calls(trace)
@@ -56,7 +56,7 @@ def _known(numbers: Column) -> list[int]:
 
 
 def _most_common(numbers: Column) -> int:
-    """The number that occurs most often, NONE left out; NONE if there is no other."""
+    """The most frequent number other than NONE; NONE if there is none."""
     found, counts = np.unique(numbers[numbers != NONE], return_counts=True)
     return int(found[counts.argmax()]) if len(found) else NONE
 
@@ -64,6 +64,6 @@ def _most_common(numbers: Column) -> int:
 def _notes(devices: list[int], chosen: int, num_processes: int) -> Iterator[str]:
     others = ", ".join(f"cuda:{device}" for device in devices if device != chosen)
     if others:
-        yield f"devices: the figures are those of cuda:{chosen}, which has the most work; the trace also has {others}"
+        yield f"devices: figures show cuda:{chosen}, with the most work; the trace also has {others}"
     if num_processes > 1:
-        yield f"processes: {num_processes} launched work; the figures are of that which launched most on cuda:{chosen}"
+        yield f"processes: {num_processes} launched work; figures show the one that launched most on cuda:{chosen}"

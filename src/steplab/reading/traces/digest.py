@@ -1,4 +1,4 @@
-"""Makes a Profile from a Trace: chooses the steps, attributes the work and sums it."""
+"""Makes a Profile from a Trace: chooses steps, attributes work, sums it."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from steplab.units import format_time
 Seconds = NDArray[np.float64]
 
 MOST_STEPS = 20
-"""The most steps of a trace that are used, counted from the end; more would only take more memory."""
+"""Most steps used, counted from the end; more would only take memory."""
 
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
@@ -35,10 +35,10 @@ _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pin
 def digest(
     trace: Trace, *, source: str | None = None, file: str | None = None, step_range: str | None = None
 ) -> Profile:
-    """Sum a trace up. `source` and `file` go into the record unchanged (`source` is by default the trace's own).
+    """Sum up a trace. `source` (default: the trace's) and `file` go into the record unchanged.
 
-    `step_range` is a shell pattern of the names of ranges that are steps. Raises SteplabError for a trace in which
-    nothing ran, and UserError for a pattern that no range has.
+    `step_range` is a shell pattern for ranges that are steps. Raises SteplabError if nothing ran, UserError for a
+    pattern without ranges.
     """
     trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
     trace = last_steps(trace, MOST_STEPS)
@@ -53,18 +53,18 @@ def digest(
     notes = [*doubts, *(note for note in trace.notes if note not in doubts)]
     num_steps = len(host.steps[0])
     if not num_steps:
-        notes.append(f"the trace marks no steps: all of it counts as one{offered_steps(trace)}")
+        notes.append(f"the trace marks no steps: it counts as one step{offered_steps(trace)}")
     outside = activity.where(activity.step == NONE)
-    if len(outside) and source is None:  # its own runs begin with a step that is not profiled
+    if len(outside) and source is None:  # steplab's runs begin with an unprofiled step
         time = format_time(float((outside.end_ns - outside.start_ns).sum()) / 1e9)
         work = "operators" if on_host else "kernels"
-        notes.append(f"{len(outside)} {work} ({time}) of no step are left out: launched before, between or after them")
+        notes.append(f"{len(outside)} {work} ({time}) outside steps are left out")
     activity = activity.where(activity.step != NONE)
     if not len(activity):
         raise SteplabError(
-            "the trace has no kernel and no operator within a step; record at least one whole step"
+            "no kernel or operator lies in a step; record at least one whole step"
             if num_steps
-            else "the trace has no kernel and no operator of torch or CUDA; record it with torch.profiler or nsys"
+            else "the trace has no kernel or operator of torch or CUDA; record with torch.profiler or nsys"
         )
     notes += _notes(activity, trace, on_host=on_host)
     windows = cut(activity)
@@ -90,44 +90,42 @@ def digest(
 
 
 def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
-    """Notes on a trace without kernels, which is read as a CPU's; for its own run steplab knows the device.
+    """Notes on a trace without kernels, read as a CPU's; steplab knows its own run's device.
 
-    Raises SteplabError for the trace of a GPU's work: the step's times on the host would be taken for the device's.
+    Raises SteplabError for a GPU's trace: host times would be taken for the device's.
     """
     if trace.named(trace.calls.name, _LAUNCHES.match).any() or (trace.lists_gpu and trace.damage):
-        why = "; ".join(trace.damage) or "record with the activities CPU and CUDA, and let the profiler see the GPU"
-        raise SteplabError(f"the trace is of a GPU's work and holds no kernel: nothing to profile ({why})")
+        why = "; ".join(trace.damage) or "record the activities CPU and CUDA, with the GPU visible to the profiler"
+        raise SteplabError(f"the GPU trace contains no kernels ({why})")
     if trace.unknown:
         told = ", ".join(f"{count} of {name}" for name, count in trace.unknown.items())
         raise SteplabError(
-            f"it holds no kernel of a known device and events of categories that are not known ({told}): the CPU is "
-            "not taken for the device that these ran on"
+            f"it has no kernel of a known device, and events of unknown categories ({told}), so its device is unknown"
         )
     if trace.lists_gpu and not is_own:
         return [
-            "the machine has a GPU, and the trace holds nothing that ran on it: if the model ran there, these are only "
-            "the host's times; record with the activities CPU and CUDA"
+            "the machine has a GPU without work in the trace: if the model ran there, these times "
+            "are only Python's; record the activities CPU and CUDA"
         ]
     return []
 
 
 def _unknown(trace: Trace) -> Iterator[str]:
-    """Doubts for events of categories that are not known."""
     for name, count in trace.unknown.items():
-        yield f"{count} events of category {name}, which is not known, are left out"
+        yield f"{count} events of the unknown category {name} are left out"
 
 
 def _unseen(trace: Trace, host: Host) -> Iterator[str]:
-    """Doubts where launches and work cannot be matched."""
+    """Doubts if launches and work cannot be matched."""
     launches = trace.named(trace.calls.name, _LAUNCHES.match).any()
     if launches and ((trace.work.correlation <= 0).all() or (trace.calls.correlation <= 0).all()):
-        yield "all correlation ids are 0: no kernel is known to be of a launch, an operator or a range"
+        yield "all correlation ids are 0: kernels have no known launch, operator or range"
     lost = unseen_launches(trace)
     lost = lost[host.step_at(trace.calls.start_ns[lost]) != NONE]
     if len(lost):
         yield (
-            f"{len(lost)} launches of CUDA graphs have no kernel in the trace: what the GPU did for them is not known, "
-            "so time before the next known kernel counts as idle, and not as waiting for the CPU"
+            f"{len(lost)} launches of CUDA graphs have no kernel in the trace: their GPU work is unknown, "
+            "so time before the next kernel counts as idle, not as waiting for Python"
         )
 
 
@@ -135,16 +133,16 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
     lost = int((activity.call == NONE).sum())
     if lost:
         yield (
-            f"{lost} of {len(activity)} kernels have no launch in the trace: each is counted in the step in which it "
-            "ran, and in the phase of the previous kernel"
+            f"{lost} of {len(activity)} kernels have no launch in the trace: each counts to the step it "
+            "ran in, and the previous kernel's phase"
         )
     if not on_host and not len(trace.ops):
-        yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
+        yield "the trace has no operators: no FLOPs, no bytes, no ranges for backward"
     elif (trace.ops.inputs == NONE).all():
         yield "the trace was made without record_shapes: no FLOPs and no bytes"
     if on_host and trace.named(activity.name, _GENERATED.match).any():
         yield (
-            "code that torch.compile generated is uncategorised: on a CPU torch.profiler sees only its call, "
+            "code of torch.compile is uncategorised: on a CPU torch.profiler sees only its call, "
             "unless TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 is set before compiling"
         )
 
@@ -154,7 +152,7 @@ def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> 
     for chosen in _groups(activity.name, activity.phase, activity.path, activity.stream):
         first = chosen[0]
         calls_s = lasted_s[chosen]
-        if on_host:  # an operator's own time may be split into several pieces, which are one call
+        if on_host:  # several pieces may be one call's
             _, call = np.unique(activity.call[chosen], return_inverse=True)
             calls_s = np.bincount(call, weights=calls_s).astype(np.float64)
         yield KernelStats(
@@ -197,7 +195,7 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
 
 
 def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
-    """Host calls within the steps that wait for the device, copy to or from it, or allocate on it."""
+    """Host calls within steps that wait for the device, copy to or from it, or allocate on it."""
     calls = trace.calls
     chosen = np.flatnonzero(trace.named(calls.name, _WAITS.search) & (host.step_at(calls.start_ns) != NONE))
     launched, launching = np.full(len(calls.name) + 1, NONE), launching_calls(trace)
@@ -210,7 +208,7 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
         copy = trace.names[copies[first]] if copies[first] != NONE else ""
         name = trace.names[calls.name[chosen[first]]]
         if "emcpy" in name and not _ACROSS.search(copy):
-            continue  # a copy within the device blocks no one
+            continue  # copies within the device do not block
         yield HostCallStats(
             name=f"{name}: {copy}" if copy else name,
             phase=host.phase_names[phase[first]],
@@ -221,7 +219,7 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
 
 
 def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
-    """The time of the host from the first step to the last in ranges of each of _HOST_WORK, if there are some."""
+    """Host time, from first to last step, in ranges of each kind of _HOST_WORK."""
     ranges, (starts_ns, ends_ns) = trace.ranges, host.steps
     for kind, pattern in _HOST_WORK.items():
         chosen = trace.named(ranges.name, pattern.search)
@@ -232,8 +230,7 @@ def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
 
 
 def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
-    """The communication in the trace; without a GPU's work it is taken from the host, whose threads send the
-    messages."""
+    """Communication in the trace; without GPU work, from the host threads that send messages."""
     collective = activity.category == CATEGORIES.index("communication")
     if cpu is not None:
         inside, computed = messages_of_host(trace, cpu), activity.where(~collective)
@@ -251,11 +248,11 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
 
 
 def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: Host) -> Timeline:
-    """The last step, from the beginning of its first window."""
+    """The last step, from its first window."""
     step = windows[-1].step
     mine = [window for window in windows if window.step == step]
     shown = activity.where(activity.step == step)
-    zero = min(mine[0].start_ns, int(shown.start_ns.min()))  # a copy may run beside the step before
+    zero = min(mine[0].start_ns, int(shown.start_ns.min()))  # a copy may overlap the previous step
     names, kernel = np.unique(shown.name, return_inverse=True)
     category_of = dict(zip(shown.name.tolist(), shown.category.tolist(), strict=True))
     return Timeline(
@@ -271,7 +268,7 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
 
 
 def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str, int, int, int]]:
-    """Stretches of consecutive kernels that one range launched, by phase."""
+    """Stretches of consecutive kernels of one range, by phase."""
     for first, stop in stretches(shown.path, shown.phase):
         path = host.paths[shown.path[first]]
         if path:
@@ -280,7 +277,7 @@ def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str,
 
 
 def _groups(*keys: Column) -> Iterator[Column]:
-    """Indices of the rows that agree in all keys, one group at a time, each in its own order."""
+    """Indices of rows that agree in all keys, group by group, each in its order."""
     order = np.lexsort(keys[::-1])
     for first, stop in stretches(*(key[order] for key in keys)):
         yield order[first:stop]

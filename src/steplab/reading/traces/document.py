@@ -1,16 +1,13 @@
-"""A JSON trace of any size: an object with `traceEvents` at any place among its members, or the bare array of events.
+"""A JSON trace of any size: an object with `traceEvents` anywhere among its members, or the bare array.
 
-The events are often gigabytes, so they are cut into pieces that a decoder reads whole: what lies between one event's
-beginning and the end of another, some hundred kilobytes on; put in brackets it is an array by itself.
+Events may be gigabytes, so they are cut into pieces of some hundred kilobytes that a decoder reads whole. A piece ends
+at the last text that looks like a seam between two events. If the decoder accepts it in brackets, it was a seam. This
+is no guess: a JSON parser reads left to right, so whole values behind `[` end at the same place in file and piece. A
+seam inside a string or deeper in an event ends elsewhere and is refused. Only then are events taken one by one, by
+Python's parser.
 
-Where to cut is tried rather than computed: the last text in the window that looks like the seam between two events
-is taken for one, and if the decoder accepts the bracketed piece, it was one. That is no guess. A JSON parser reads
-from left to right and never goes back, so a piece that reads as whole values behind `[` leaves it, in the file as in
-the piece, behind a value of the array. A seam inside a string or deeper inside an event leaves it elsewhere, and the
-piece is refused. Only then are the events taken one by one, by Python's own parser, which tells where a value ends.
-
-Damage costs the event it is in: reading goes on behind the next seam. In an indented file that is certain to lie
-between two events, for no string contains a line break, and what lies deeper inside an event is indented further.
+Damage costs its event: reading continues behind the next seam. In indented files that is certain to be between events,
+since strings have no line breaks and deeper text is indented further.
 """
 
 import json
@@ -21,9 +18,9 @@ from typing import Protocol
 from steplab.reading.traces.window import Source, Window
 
 CHUNK_BYTES = 1 << 19
-"""The bytes decoded at a time, few enough to stay in the processor's cache."""
+"""Bytes decoded at a time, few enough for the processor's cache."""
 _FIRST_BYTES = 1 << 6
-"""The bytes of a member that are read ahead at first."""
+"""Bytes of a member first read ahead."""
 
 _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -41,43 +38,41 @@ _DAMAGED = -1
 
 
 class NotATrace(Exception):
-    """The document is not a JSON object or array, or contains no event; the text gives the reason if it is known."""
+    """Not a JSON object or array, or without events; the text is the reason, if known."""
 
 
 class EventSink(Protocol):
-    """The receiver of the events."""
-
     def take(self, array: memoryview) -> bool:
-        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
+        """Take all events of a JSON array; False, with none taken, if it cannot be decoded."""
 
     def salvage(self, elements: Sequence[memoryview]) -> int:
-        """Take events one by one; returns the number of those that cannot be read."""
+        """Take events one by one; returns the number of unreadable ones."""
 
 
 class Document:
-    """Reads a document once: events go to a sink, and chosen members are stored."""
+    """Reads a document once: events go to a sink, chosen members are kept."""
 
     def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
         self.members: dict[str, bytes] = {}
-        """JSON text of the members named in `keep`, if they were found."""
+        """JSON text of the members in `keep`, if found."""
         self.has_events = False
-        """Whether there was an array of events."""
+        """True if there was an array of events."""
         self.damage: str | None = None
-        """How the document broke off, in words; None if it ended properly."""
+        """How the document broke off; None if it ended properly."""
         self.num_unreadable = 0
-        """Events left out because they are not valid JSON, or too long."""
+        """Events left out: invalid JSON, or too long."""
         self._keep, self._chunk_bytes = keep, chunk_bytes
         self._window = Window(source)
         self._seam = b""
-        """The text between the last two divided events, from the brace to the first key."""
+        """Text between the last two divided events, from brace to first key."""
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the document that could be read."""
+        """Bytes read of the document."""
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
-        """Read it to its end. Raises NotATrace if it begins as neither an object nor an array."""
+        """Read to the end. Raises NotATrace if it begins as neither an object nor an array."""
         window = self._window
         window.fill(max(self._chunk_bytes, len(_BYTE_ORDER_MARK)))
         if window.data.startswith(_BYTE_ORDER_MARK, window.start, window.end):
@@ -85,7 +80,7 @@ class Document:
         first = self._next()
         window.start += 1
         if first == b"[":
-            # Chrome's own traces may lack the closing bracket.
+            # Chrome's traces may lack the closing bracket.
             self._events(sink, may_lack_end=True)
         elif first == b"{":
             while self._member(sink):
@@ -97,13 +92,13 @@ class Document:
         return self._window.next_byte(self._chunk_bytes)
 
     def _member(self, sink: EventSink) -> bool:
-        """Read one member of the outer object and the comma behind it; returns False at the end."""
+        """Read one member of the outer object and its comma; False at the end."""
         window = self._window
         if self._next() == b"}":
             return False
         key = self._key()
         if key is None:
-            self.damage = "the file ends early" if window.exhausted else "the file is no JSON any more"
+            self.damage = "the file ends early" if window.exhausted else "the file stops being JSON"
             return False
         if self._next() == b"[" and key == "traceEvents":
             window.start += 1
@@ -115,7 +110,7 @@ class Document:
         return self.damage is None
 
     def _key(self) -> str | None:
-        """The key of the member that begins here, with its colon consumed; None if there is no key here."""
+        """Consume the key that begins here, with its colon; None without one."""
         window = self._window
         found = _KEY.match(window.data, window.start, window.end)
         while not found and not window.exhausted:
@@ -130,14 +125,13 @@ class Document:
             return ""
 
     def _value(self, key: str) -> None:
-        """Consume a member's value."""
-        window, most = self._window, _FIRST_BYTES  # it grows with the value, so that little is read ahead of short ones
+        window, most = self._window, _FIRST_BYTES  # grows with the value, so short ones read little ahead
         while True:
             window.fill(most)
             is_all = window.exhausted and len(window) <= most
             end = _end_of_value(self._text(most), 0, "}", is_all=is_all)
             if end == _DAMAGED or (end is None and is_all):
-                self.damage = "the file ends early" if end is None else "the file is no JSON any more"
+                self.damage = "the file ends early" if end is None else "the file stops being JSON"
                 return
             if end is not None:
                 break
@@ -147,7 +141,7 @@ class Document:
         window.start += end
 
     def _text(self, most: int | None = None) -> str:
-        """The window as text of one character a byte, for a parser that counts characters."""
+        """The window as one character per byte, for a parser that counts characters."""
         window = self._window
         end = window.end if most is None else min(window.start + most, window.end)
         return str(window.view(window.start, end), "latin-1")
@@ -155,7 +149,7 @@ class Document:
     # --- events -----------------------------------------------------------------------------------------------
 
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
-        """Pass all elements of the array to the sink, from behind its opening bracket to behind the closing one."""
+        """Pass the array's elements to the sink, from the opening bracket through the closing one."""
         self.has_events = True
         window, closed = self._window, None
         window.fill(self._chunk_bytes)
@@ -166,11 +160,10 @@ class Document:
             if not self._quick(sink):
                 closed = self._careful(sink)
         if not closed and not may_lack_end and self.damage is None:
-            self.damage = "the file ends before its list of events does"
+            self.damage = "the file ends within its list of events"
 
     def _quick(self, sink: EventSink) -> bool:
-        """Take the text before a seam near the end of the window; returns False if there is no seam, or it is not
-        one."""
+        """Take the text before a seam near the window's end; False if there is no seam."""
         for brace, seam in self._seams():
             if self._take(sink, brace + 1 - self._window.start):
                 self._seam = seam
@@ -179,9 +172,9 @@ class Document:
         return False
 
     def _seams(self) -> Iterator[tuple[int, bytes]]:
-        """Places that may be a seam, the likeliest first, each with its text."""
+        """Possible seams with their text, likeliest first."""
         window = self._window
-        # Objects deeper in an event seldom have the same indentation and the same first key.
+        # Deeper objects seldom have the same indentation and first key.
         likely = window.data.rfind(self._seam, window.start, window.end) if self._seam else -1
         if likely >= 0:
             yield likely, self._seam
@@ -191,7 +184,7 @@ class Document:
                 yield found.start(), found[0]
 
     def _take(self, sink: EventSink, length: int) -> bool:
-        """Offer the sink the first bytes of the window as an array, with brackets written around them in place."""
+        """Offer the first bytes of the window as an array, with brackets written around them in place."""
         window, start = self._window, self._window.start
         end = start + length
         before, behind = window.data[start - 1], window.data[end]
@@ -201,9 +194,9 @@ class Document:
         return taken
 
     def _careful(self, sink: EventSink) -> bool | None:
-        """Take the events of the window one by one; returns whether the array was closed, None to go on.
+        """Take the window's events one by one; returns if the array was closed, None to go on.
 
-        At least one element is consumed, however long the window must grow for it.
+        It consumes at least one element, however large the window must grow.
         """
         window, text, place = self._window, self._text(), 0
         elements, ends = list[memoryview](), list[int]()
@@ -242,12 +235,14 @@ class Document:
         return self._search() if is_lost else closed
 
     def _goes_on_behind(self, place: int) -> bool:
-        """Whether an event that has no end is damaged, and others follow; a seam without indentation may lie in it."""
+        """True if an event without an end is damaged and others follow; without indentation a seam may lie inside
+        it.
+        """
         is_certain = _INDENTED_SEAM.match(self._seam) is not None
         return is_certain and self._behind_seam(self._window.start + place) is not None
 
     def _behind_seam(self, position: int) -> int | None:
-        """Where the event behind the next seam in the window begins; None if there is no seam."""
+        """Start of the event behind the next seam in the window; None without a seam."""
         window = self._window
         if _INDENTED_SEAM.match(self._seam):
             found = window.data.find(self._seam, position, window.end)
@@ -256,7 +251,7 @@ class Document:
         return match.start() + match[0].index(b",") + 1 if match else None
 
     def _search(self) -> bool | None:
-        """Drop text up to the next seam; returns False if the document ends without one, None to go on."""
+        """Drop text up to the next seam; False if the document ends first, None to go on."""
         window = self._window
         while True:
             window.fill(len(window) + self._chunk_bytes)
@@ -271,7 +266,7 @@ class Document:
                 self.damage = "the file ends in the middle of an event"
                 window.start = window.end
                 return False
-            window.start = max(window.start, window.end - _LONGEST_SEAM_BYTES)  # the window's end may have cut one
+            window.start = max(window.start, window.end - _LONGEST_SEAM_BYTES)  # the end may cut one
 
 
 def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
@@ -280,9 +275,9 @@ def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def _end_of_value(text: str, place: int, close: str, *, is_all: bool) -> int | None:
-    """The end of the JSON value that begins at a place; None if it may go on behind the text, _DAMAGED if it is none.
+    """End of the JSON value at a place; None if it may continue behind the text, _DAMAGED if invalid.
 
-    A comma follows it, or the bracket that closes what it is in; `is_all`: nothing follows the text.
+    A comma or the closing bracket follows; `is_all`: nothing follows the text.
     """
     try:
         end = _PARSER.raw_decode(text, place)[1]

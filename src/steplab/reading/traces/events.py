@@ -1,4 +1,4 @@
-"""One event of a Kineto trace: the fields that are read, and decoders for them."""
+"""The fields read of a Kineto event, and their decoders."""
 
 import json
 import warnings
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from steplab.reading.traces.trace import NONE
 
 Number = int | float | str | None
-"""The type of numbers in events: some exporters write them as text."""
+"""Numbers in events; some exporters write them as text."""
 
 
 _Type = TypeVar("_Type")
@@ -23,26 +23,24 @@ NO_DIMS = Raw(b"[]")
 
 
 class Args(Struct, frozen=True, gc=False):
-    """The arguments of an event."""
-
     device: Number = NONE
     stream: Number = NONE
     correlation: Number = NONE
     sequence: Number = field(default=NONE, name="Sequence number")
     dims: Raw = field(default=NO_DIMS, name="Input Dims")
-    """The text as it is written: one operator is called a thousand times with the same."""
+    """As written: operators repeat the same text thousands of times."""
     types: Raw = field(default=Raw(b"[]"), name="Input type")
     concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
     """Numbers and flags, as text."""
 
 
 class Event(Struct, frozen=True, gc=False):
-    """The fields that are read of an event of any category."""
+    """Fields read of events of any category."""
 
     cat: str = ""
     name: str = ""
     ts: Raw = Raw(b"null")
-    """The start, in its written digits."""
+    """Start, in its written digits."""
     dur: Raw = Raw(b"null")
     pid: Number = None
     tid: Number = None
@@ -50,7 +48,7 @@ class Event(Struct, frozen=True, gc=False):
 
 
 class MessageArgs(Args, frozen=True, gc=False):
-    """Further arguments of an event that is a collective."""
+    """Further arguments of collectives."""
 
     collective: str = field(default="", name="Collective name")
     group: Number = field(default="", name="Process Group Name")
@@ -61,13 +59,13 @@ class MessageArgs(Args, frozen=True, gc=False):
 
 
 class MessageEvent(Event, frozen=True, gc=False):
-    """An event of which those are read too, where several ranks are."""
+    """An event with the arguments of collectives, for reading several ranks."""
 
     args: MessageArgs = MessageArgs()
 
 
 class Category(Struct, gc=False):
-    """The category of an event, which decodes twice as fast as the whole."""
+    """Only the category, which decodes twice as fast."""
 
     cat: str = ""
 
@@ -77,11 +75,10 @@ EVENTS = Decoder(list[Event])
 MESSAGE_EVENTS = Decoder(list[MessageEvent])
 EVENT = Decoder(Event)
 MESSAGE_EVENT = Decoder(MessageEvent)
-"""What a text may be decoded as."""
 
 
 def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:
-    """One event or the events of a JSON array; None if it is not valid JSON, or has something that no event should."""
+    """One event, or the events of an array; None if invalid."""
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -89,10 +86,9 @@ def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:
 
 
 def repair_event(text: bytes) -> Event | None:
-    """An event that the decoder refused; None if it cannot be read as a JSON object, or a field has a wrong type.
+    """An event that the decoder refused; None if it is no JSON object, or a field has a wrong type.
 
-    NaN, Infinity and null count as absent; control characters, halves of surrogate pairs and bad UTF-8 in strings are
-    replaced.
+    NaN, Infinity and null count as absent. Control characters, half surrogate pairs and bad UTF-8 are replaced.
     """
     try:
         value = json.loads(
@@ -107,23 +103,22 @@ def repair_event(text: bytes) -> Event | None:
 
 
 MISSING = int(np.iinfo(np.int64).min)
-"""The value, among nanoseconds, for a time that is absent or does not fit."""
+"""Nanoseconds for a time that is absent or too large."""
 _MOST_US = 2**53
-"""285 years: with three decimals still an int64 of nanoseconds."""
+"""285 years: with three decimals still int64 nanoseconds."""
 
 
 def nanoseconds(times_us: Sequence[Raw]) -> NDArray[np.int64]:
-    """Nanoseconds of microseconds in JSON text, numbers or text; MISSING for anything else.
+    """Nanoseconds from microseconds in JSON, numbers or text; MISSING for anything else.
 
-    By way of x86's double of 64 bits of mantissa: in one of 53, 4458676522690.655 times 1000 comes out one off in every
-    fourth case, and 1712195495505582.988, as torch 2.2 and 2.3 write it, which count from 1970, by up to 125 ns, as it
-    does on machines that have no longer one.
+    Computed in x86's long double: with 53 bits of mantissa, 4458676522690.655 times 1000 is often one off, and times
+    since 1970, from torch 2.2 and 2.3, up to 125 ns. Other machines have these errors.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             us = np.fromstring(b",".join(times_us), dtype=np.longdouble, sep=",")
-        except (DeprecationWarning, ValueError):  # not all of them are numbers
+        except (DeprecationWarning, ValueError):  # some are not numbers
             us = np.array([_number(time_us) for time_us in times_us], dtype=np.longdouble)
     usable = np.abs(us) < _MOST_US
     return np.where(usable, np.rint(np.where(usable, us, 0) * 1000).astype(np.int64), MISSING)

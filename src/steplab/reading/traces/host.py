@@ -1,7 +1,6 @@
-"""The host's activity at an instant: its step, phase, range of the model and operator.
+"""Host activity at an instant: step, phase, range of the model, operator.
 
-Everything on the device is attributed by the host call that launched it, so only this file knows how traces name
-things.
+Device work is attributed by its launching host call, so only this file knows how traces name things.
 """
 
 import re
@@ -15,14 +14,14 @@ from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.records.profile import OUTSIDE, PHASES
 
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
-"""Ranges without information on the place in the model: those of the compiler name its cache entry."""
+"""Ranges without a place in the model: the compiler's name its cache entry."""
 _LONGEST_PATH = 1000
-"""Characters of a path from which on it is not continued: ranges deeper in it count as the one around them."""
+"""Characters of a path from which on deeper ranges count as the surrounding one."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 
 class Host:
-    """The steps, phases, ranges and operators of one trace, looked up by instant and thread."""
+    """Steps, phases, ranges and operators of one trace, by instant and thread."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -31,27 +30,26 @@ class Host:
         self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
         steps = step_ranges(trace)
         self.steps = ranges.start_ns[steps], (ranges.start_ns + ranges.duration_ns)[steps]
-        """Start and end of each step on the host's clock, in order; empty if the trace marks none."""
+        """Host start and end of each step, in order; empty without marks."""
         self.phase_names, self._range_phase = self._phases()
         self.paths: list[str] = [""]
-        """The text of each path number that `path_at` returns."""
+        """Texts of the path numbers from `path_at`."""
         self._range_path = self._name_paths()
         self._backward_node = self._backward_nodes()
         self._forward_path = self._paths_of_sequences()
 
     def step_at(self, time_ns: Column) -> Column:
-        """The number of the step at each instant; NONE outside all of them. Without marks everything is step 0."""
+        """Index of the step at each instant; NONE outside. Without marks everything is step 0."""
         starts, ends = self.steps
         if not len(starts):
             return np.zeros(len(time_ns), dtype=np.int64)
         return _last_begun(starts, ends, time_ns)
 
     def phase_at(self, time_ns: Column, thread: Column) -> Column:
-        """The number of the phase in `phase_names` at each instant.
+        """Index into `phase_names` at each instant.
 
-        A marked phase holds for every thread, because the backward pass runs on a thread of autograd's while the
-        calling thread waits. Where none is marked, work under an autograd node is backward, work of the same step
-        before its first such node is forward, and the rest is outside.
+        A marked phase holds for every thread: backward runs on autograd's thread while the caller waits. Without marks,
+        work under an autograd node is backward, earlier work of the step is forward, and the rest is outside.
         """
         marked = self._marked_phase(time_ns)
         backward = self._node_at(time_ns, thread) != NONE
@@ -64,8 +62,7 @@ class Host:
         return np.where(marked == NONE, inferred, marked)
 
     def path_at(self, time_ns: Column, thread: Column) -> Column:
-        """The number in `paths` of the innermost range at each instant; for a backward node, that of its forward
-        operator."""
+        """Index into `paths` of the innermost range at each instant; a backward node has its forward operator's."""
         path = self._path_of_range_at(time_ns, thread)
         node = self._node_at(time_ns, thread)
         for index in np.flatnonzero((path == 0) & (node != NONE)):
@@ -74,11 +71,11 @@ class Host:
         return path
 
     def op_at(self, time_ns: Column, thread: Column) -> Column:
-        """The number of the innermost operator at each instant; NONE for none."""
+        """Index of the innermost operator at each instant; NONE without one."""
         return self.op_nesting.innermost(time_ns, thread)
 
     def phase_seconds(self) -> dict[str, float]:
-        """The host time inside the marked ranges of each phase, within the steps."""
+        """Host seconds in the marked ranges of each phase, within steps."""
         ranges, found = self._trace.ranges, dict[str, float]()
         outermost = self._outermost_marks()
         within = self.step_at(ranges.start_ns) != NONE
@@ -89,7 +86,7 @@ class Host:
         return found
 
     def _phases(self) -> tuple[list[str], Column]:
-        """The names of phases, and the phase that each range marks (NONE if it marks none)."""
+        """Names of phases, and the phase marked by each range (NONE without)."""
         names = [*PHASES, OUTSIDE]
         by_name = np.full(len(self._trace.names) or 1, NONE)
         for number, text in enumerate(self._trace.names):
@@ -98,7 +95,7 @@ class Host:
         return names, by_name[self._trace.ranges.name]
 
     def _outermost_marks(self) -> Column:
-        """The phase marks that lie in no other: DistributedDataParallel.forward within forward is one phase."""
+        """Phase marks outside all others: DistributedDataParallel.forward within forward is one phase."""
         parent, phase = self._range_nesting.parent, self._range_phase
         marked_above = np.zeros(len(parent), dtype=bool)
         for index, above in enumerate(parent.tolist()):
@@ -116,9 +113,9 @@ class Host:
         return np.where(at == NONE, NONE, self._range_phase[marks[at]])
 
     def _name_paths(self) -> Column:
-        """Each range's path: its own dotted name if that continues its parent's, else appended to it.
+        """Each range's path: its dotted name if that continues its parent's, else appended to it.
 
-        Steps and phases are left out, and a number between dots, which is a layer's, becomes *.
+        Steps and phases are omitted; layer numbers between dots become *.
         """
         names, ranges = self._trace.names, self._trace.ranges
         numbers: dict[str, int] = {"": 0}
@@ -139,8 +136,7 @@ class Host:
         return found
 
     def _backward_nodes(self) -> Column:
-        """For each operator the autograd node that it runs under (or itself, if it is one); NONE outside the
-        backward pass."""
+        """The autograd node around (or at) each operator; NONE outside backward."""
         ops = self._trace.ops
         is_node = self._trace.named(ops.name, lambda name: name.startswith(_BACKWARD_NODE))
         found: list[int] = []
@@ -157,10 +153,9 @@ class Host:
         return np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
 
     def _paths_of_sequences(self) -> dict[int, int]:
-        """The path of the forward operator that carries each sequence number.
+        """The forward operator's path for each sequence number.
 
-        An operator reads the number that the next autograd node will get, so several may carry one; the last of them
-        made the node.
+        An operator reads the next autograd node's number, so several may carry one; the last made the node.
         """
         ops = self._trace.ops
         forward = np.flatnonzero((ops.sequence != NONE) & (self._backward_node == NONE))
@@ -169,9 +164,9 @@ class Host:
 
 
 def _last_begun(starts: Column, ends: Column, time_ns: Column) -> Column:
-    """The number of the interval that began last before each instant; NONE if it has ended, or none has begun.
+    """Index of the last interval begun before each instant; NONE if it has ended, or none began.
 
-    `starts` ascend, and there is at least one.
+    `starts` ascend and are not empty.
     """
     at = np.searchsorted(starts, time_ns, side="right") - 1
     return np.where((at >= 0) & (time_ns < ends[at]), at, NONE)

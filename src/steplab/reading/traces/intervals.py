@@ -1,6 +1,6 @@
-"""Exact lengths of sets of time intervals: unions, overlaps, and shares of instants that several intervals cover.
+"""Exact lengths of time intervals: unions, overlaps, and shared instants.
 
-Intervals are half-open, [start, end), in int64 nanoseconds and any order.
+Intervals are half-open, [start, end), in int64 nanoseconds, in any order.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Shares = NDArray[np.float64]
 
 
 def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
-    """The same instants as intervals in order that neither touch nor overlap."""
+    """The same instants as ordered intervals that neither touch nor overlap."""
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
     if not len(start_ns):
@@ -28,34 +28,34 @@ def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
 
 
 def stretches(*columns: Column) -> Iterator[tuple[int, int]]:
-    """The first row of each stretch of equal rows, and the one behind its last."""
+    """First row of each stretch of equal rows, and the row behind its last."""
     if len(columns[0]):
         changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
         yield from pairwise((0, *(np.flatnonzero(changes) + 1).tolist(), len(columns[0])))
 
 
 def length(start_ns: Column, end_ns: Column) -> int:
-    """Nanoseconds covered by at least one interval."""
+    """Nanoseconds covered by any interval."""
     starts, ends = union(start_ns, end_ns)
     return int((ends - starts).sum())
 
 
 def overlap(a: tuple[Column, Column], b: tuple[Column, Column]) -> int:
-    """Nanoseconds covered by at least one interval of each set."""
+    """Nanoseconds covered by both sets."""
     # |A and B| = |A| + |B| - |A or B|
     both = np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
     return length(*a) + length(*b) - length(*both)
 
 
 def clip(start_ns: Column, end_ns: Column, low_ns: int, high_ns: int) -> tuple[Column, Column]:
-    """The part of each interval in [low, high); an interval outside becomes empty."""
+    """Each interval's part in [low, high); empty if outside."""
     return np.clip(start_ns, low_ns, high_ns), np.clip(end_ns, low_ns, high_ns)
 
 
 def shares(start_ns: Column, end_ns: Column, group: Column, num_groups: int) -> Shares:
-    """Nanoseconds of each group; an instant that k intervals cover counts 1/k for each of them.
+    """Nanoseconds per group; an instant covered by k intervals counts 1/k for each.
 
-    `group` has one number per interval, from 0. The shares sum to the length of the union.
+    `group` numbers each interval's group from 0. The shares sum to the union's length.
     """
     times = np.concatenate((start_ns, end_ns))
     order = np.argsort(times, kind="stable")

@@ -1,7 +1,7 @@
 """Reads Kineto's traces (torch.profiler's Chrome JSON) into columns.
 
-It keeps kernels, copies and fills of the device, calls into its runtime and driver, operators and annotated ranges.
-Python frames, arrows between events, counters and metadata are skipped.
+It keeps device kernels, copies and fills, runtime and driver calls, operators and annotated ranges. Python frames,
+arrows, counters and metadata are skipped.
 """
 
 import math
@@ -61,8 +61,9 @@ _CATEGORIES = (
     ("cpu_op", "Operator"),
     ("user_annotation",),
 )
-"""The categories of device work, host calls, operators and ranges, as in Kineto's ActivityType.h (AMD's are called
-cuda too), and capitalised as before torch 1.12."""
+"""Categories of device work, host calls, operators and ranges, from Kineto's ActivityType.h (AMD's are named cuda too),
+also capitalised as before torch 1.12.
+"""
 _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 _OF_THE_DEVICE = "gpu_user_annotation"
 _PASSED_OVER = frozenset(
@@ -72,18 +73,18 @@ _PASSED_OVER = frozenset(
         *("mtia_runtime", "glow_runtime", "hpu_runtime", "critical_path", "PythonFunction"),
     )
 )
-"""The categories of Kineto's that hold no work of a device, or what another category holds too."""
+"""Kineto's categories without device work, or duplicated by another category."""
 
 
 Integers = NDArray[np.int64]
 Columns = Mapping[str, Values]
-"""The columns that events of every kind have."""
+"""Columns common to all kinds of events."""
 
 
 def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -> Trace | None:
-    """The trace in a JSON document; None if it contains no list of events. `messages`: with what it says of each.
+    """The trace in a JSON document; None without a list of events. `messages`: with details of collectives.
 
-    Raises NotATrace if it is not such a document, or if nothing in its list is an event.
+    Raises NotATrace for another document, or if no list element is an event.
     """
     document = Document(
         source,
@@ -95,7 +96,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     if not document.has_events:
         return None
     if not collector.num_events and document.num_unreadable:
-        raise NotATrace(f"none of the {document.num_unreadable} elements of its list is an event")
+        raise NotATrace(f"none of its {document.num_unreadable} list elements is an event")
     builder = collector.builder
     collector.add_steps()
     listed = _listed_devices(document.members.get("deviceProperties"))
@@ -107,7 +108,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     if document.damage:
         cause = f"{source.damage}, and " if source.damage else ""
         read = format_bytes(document.num_bytes)
-        builder.damage.append(f"{cause}{document.damage}, after {read} of JSON: what came later is missing")
+        builder.damage.append(f"{cause}{document.damage}, after {read} of JSON; the rest is missing")
     elif source.damage:
         builder.damage.append(source.damage)
     builder.notes += builder.damage
@@ -122,13 +123,12 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     if collector.has_lost_work:
         builder.damage += told
     if collector.num_repaired:
-        builder.notes.append(f"events with NaN, bad UTF-8 or the like, which were repaired: {collector.num_repaired}")
+        builder.notes.append(f"events repaired, with NaN, bad UTF-8 or the like: {collector.num_repaired}")
     if not collector.num_events:
         builder.notes.append("the list of events is empty")
     elif not collector.num_kept:
         builder.notes.append(
-            f"none of its {collector.num_events} events is a kernel, a call into the device's runtime, an operator or "
-            "a range"
+            f"none of its {collector.num_events} events is a kernel, a runtime call, an operator or a range"
         )
     return builder.build()
 
@@ -143,23 +143,22 @@ class Collector:
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
-        """Events left out because they lack a start or a duration."""
+        """Events left out for lack of a start or duration."""
         self.num_negative = 0
-        """Events left out because their duration is negative."""
+        """Events left out for a negative duration."""
         self.has_lost_work = False
-        """Whether work of the device is among these."""
+        """True if device work is among these."""
         self.unknown = Counter[str]()
-        """The number of events with a duration in each category that is not known."""
+        """Timed events by unknown category."""
         self.further_steps = list[Event]()
-        """Steps of further categories: the GPU's own, which are of use where there are no others."""
+        """Steps of further categories, such as the GPU's, used if there are no others."""
         self.num_repaired = 0
-        """Events that were read although they are not valid JSON."""
+        """Events read despite invalid JSON."""
         self._is_passing_over = False
-        """Whether the last piece contained nothing to keep."""
+        """True if the last piece had nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
 
     def take(self, array: memoryview) -> bool:
-        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
         if self._is_passing_over:
             passed = decoded(CATEGORIES, array)
             if passed is not None and _PASSED_OVER.issuperset(event.cat for event in passed):
@@ -169,16 +168,15 @@ class Collector:
         events: list[Event] | None = decoded(self._events, array)
         if events is not None:
             self._add(events)
-        # Python's frames, a third of a trace with stacks, lie in one stretch.
+        # Python frames, a third of a trace with stacks, lie in one stretch.
         self._is_passing_over = events is not None and self.num_kept == num_kept
         return events is not None
 
     def salvage(self, elements: Sequence[memoryview]) -> int:
-        """Take events one by one; returns the number of those that cannot be read."""
         events = list[Event]()
         for element in elements:
             text = bytes(element)
-            is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
+            is_object = text.startswith(b"{")  # anything else is not worth a repair
             event: Event | None = decoded(self._event, text) if is_object else None
             if is_object and event is None and (event := repair_event(text)):
                 self.num_repaired += 1
@@ -188,7 +186,7 @@ class Collector:
         return len(elements) - len(events)
 
     def add_steps(self) -> None:
-        """Take the steps of further categories as ranges, if there are no others."""
+        """Take steps of further categories as ranges, if there are no others."""
         if not any(map(STEP.match, self.builder.names)):
             self._add([msgspec.structs.replace(event, cat="user_annotation") for event in self.further_steps])
 
@@ -219,7 +217,7 @@ class Collector:
                 add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
 
     def _grouped(self, events: Sequence[Event]) -> tuple[list[Event], ...]:
-        """The events of each group of categories; what else has a duration is counted."""
+        """Events by group of categories; other timed events are counted."""
         groups = tuple(list[Event]() for _ in _CATEGORIES)
         appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
         for event in events:
@@ -249,7 +247,7 @@ class Collector:
         )
 
     def _with_starts(self, events: Sequence[Event], common: Columns) -> Iterable[tuple[Event, int]]:
-        """The events with their starts, where collectives are asked for; else none."""
+        """Events with their starts if collectives are requested; else none."""
         if self._events is not MESSAGE_EVENTS:
             return ()
         return zip(events, np.asarray(common["start_ns"]).tolist(), strict=True)
@@ -291,7 +289,7 @@ class Collector:
 
 
 def _integers(values: list[Number]) -> Integers:
-    """Whole numbers, also if they are written as text; NONE for anything else."""
+    """Whole numbers, also from text; NONE for anything else."""
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -320,7 +318,7 @@ _ITEM_BYTES = {
     "Float8_e4m3fn": 1,
     "Float8_e5m2": 1,
 }
-"""Bytes of an element, by the names of types in the arguments of collectives."""
+"""Bytes per element, by type names in collectives' arguments."""
 
 
 class _World(msgspec.Struct):
@@ -341,7 +339,7 @@ class _Device(msgspec.Struct):
 
 
 def _listed_devices(properties: bytes | None) -> dict[int, str]:
-    """The names of the machine's GPUs by their numbers, as far as the trace has them."""
+    """Known names of the machine's GPUs, by number."""
     try:
         known = msgspec.json.decode(properties or b"[]", type=list[_Device])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -355,10 +353,10 @@ _ABSENT = b"[],[]"
 
 
 class InputNumbers(dict[bytes, int]):
-    """Maps the text of an event's `Input Dims`, `Input type` and, for some, `Concrete Inputs`, separated by commas, to
-    its number in Trace.inputs.
+    """Maps an event's `Input Dims`, `Input type` and maybe `Concrete Inputs`, joined by commas, to an index in
+    Trace.inputs.
 
-    A step calls the same operators with the same inputs many times; each text is parsed once.
+    Steps repeat operators with equal inputs; each text is parsed once.
     """
 
     def __init__(self, numbering: Numbering[Inputs]) -> None:

@@ -1,7 +1,7 @@
-"""What a name says where a file mixes operators and ranges.
+"""Meaning of names in files that mix operators and ranges.
 
-Old torch calls its ranges operators; emit_nvtx, and nsys with --pytorch=autograd-nvtx, write operators as ranges, with
-what is known of the call behind the name.
+Old torch records its ranges as operators; emit_nvtx, and nsys with --pytorch=autograd-nvtx, write operators as ranges
+with details behind the name.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 import msgspec
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
-"""The names of the ranges that are steps, unless others are asked for."""
+"""Names of steps, unless the user names others."""
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
     (re.compile(r"^\W*backward\W*$", re.I), "backward"),
@@ -23,24 +23,24 @@ _CALLED = re.compile(
     re.S,
 )
 Call = tuple[str, int | None, list[list[int]]]
-"""An operator as emit_nvtx writes it: its name, autograd's sequence number, and the shapes of its inputs."""
+"""An operator from emit_nvtx: name, autograd's sequence number, input shapes."""
 _OPERATOR = re.compile(r"\w+::\w|autograd::engine|\w+Backward\d*$")
 
 
 def phase_marked_by(name: str) -> str | None:
-    """The phase that a range of this name marks; None if it marks none."""
+    """The phase that a range of this name marks; None without one."""
     return next((phase for pattern, phase in _PHASES if pattern.match(name)), None)
 
 
 def is_range(name: str) -> bool:
-    """Whether an operator of this name is a range: a step, a phase or the loading of a batch."""
+    """True if an operator of this name is a step, a phase or the loading of a batch."""
     return bool(STEP.match(name) or _LOADING.match(name) or phase_marked_by(name))
 
 
 def called(text: str) -> Call | None:
-    """The operator that an NVTX range of this text is; None for another range.
+    """The operator in an NVTX range's text; None for another range.
 
-    Texts are `NAME[, seq = N][, op_id = N][, sizes = [[2, 3], []]]`; other suffixes than an operator's stay.
+    Texts are `NAME[, seq = N][, op_id = N][, sizes = [[2, 3], []]]`; other suffixes stay.
     """
     found = _CALLED.fullmatch(text)
     if not found or not _OPERATOR.match(found["name"]):
@@ -53,6 +53,6 @@ def called(text: str) -> Call | None:
 
 
 def without_call(text: str) -> str:
-    """The name of a range, without the op_id that emit_nvtx appends."""
+    """A range's name without emit_nvtx's op_id."""
     found = _CALLED.fullmatch(text) if ", " in text else None
     return found["name"] if found else text

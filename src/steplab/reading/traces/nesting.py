@@ -1,4 +1,4 @@
-"""Finds the innermost of nested intervals at an instant: operators on a thread, ranges on a thread."""
+"""Finds the innermost of nested intervals on a thread at an instant."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,15 @@ from steplab.reading.traces.trace import NONE, Column
 
 
 class Nesting:
-    """Intervals that nest within their thread, in the order of start, an outer one before its inner ones.
+    """Intervals nested within their thread, ordered by start, outer before inner.
 
-    An interval that outlasts its parent, because of rounding, ends with it.
+    An interval that rounding makes outlast its parent ends with it.
     """
 
     parent: Column
-    """The number of the interval around each; NONE at the outermost level."""
+    """Index of the surrounding interval; NONE at the outermost level."""
     segments: tuple[Column, Column, Column]
-    """Start, end and owner of the stretches in which one interval is the innermost, of all threads together."""
+    """Start, end and owner of stretches with one innermost interval, over all threads."""
 
     def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
         self.parent = np.full(len(start_ns), NONE)
@@ -28,7 +28,7 @@ class Nesting:
         self.segments = self._segments()
 
     def innermost(self, time_ns: Column, thread: Column) -> Column:
-        """The number of the innermost interval at each time on each thread; NONE for none."""
+        """Index of the innermost interval at each time and thread; NONE without one."""
         found = np.full(len(time_ns), NONE)
         for number, here in _by_thread(thread):
             if number in self._borders:
@@ -38,7 +38,7 @@ class Nesting:
         return found
 
     def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
-        """The instants at which the innermost interval of one thread changes, and the innermost one from there on."""
+        """Instants at which a thread's innermost interval changes, and the interval from there."""
         borders: list[int] = []
         owners: list[int] = []
         stack: list[int] = []
@@ -72,7 +72,7 @@ class Nesting:
 
 
 def _by_thread(thread: Column) -> Iterator[tuple[int, Column]]:
-    """Each thread, and its rows in order."""
+    """Each thread with its rows in order."""
     order = np.argsort(thread, kind="stable")
     for first, stop in stretches(thread[order]):
         yield int(thread[order[first]]), order[first:stop]

@@ -1,7 +1,7 @@
-"""Reads the SQLite exports of Nsight Systems into columns.
+"""Reads SQLite exports of Nsight Systems into columns.
 
-`nsys export --type sqlite` writes a table for each kind of event. The tables and their columns depend on its version
-and on what was traced, so all of them are looked up first. Operators are among its ranges, if torch wrote them there.
+`nsys export --type sqlite` writes a table per kind of event. Tables and columns vary by version and tracing, so they
+are looked up first. Ranges may contain torch's operators.
 """
 
 import re
@@ -47,23 +47,23 @@ _COPY_KINDS = (
     *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
     *("Unified HtoD", "Unified DtoH", "Unified DtoD"),
 )
-"""The kinds of copies in the order of the export's ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
+"""Kinds of copies in the order of ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
 _PUSH_POP, _START_END = 59, 60
 _CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
-"""The suffixes to remove from the name of a CUDA call: cudaLaunchKernel_v7000 is cudaLaunchKernel."""
+"""Suffixes to remove: cudaLaunchKernel_v7000 becomes cudaLaunchKernel."""
 _THREAD_BITS = 24
-"""The number of lowest bits of a global id that are the thread's; those above are its process's."""
+"""Lowest bits of a global id, for the thread; higher ones are its process."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""Errors of a damaged database; the latter for names of tables and columns."""
+"""Errors of a damaged database; the latter for table and column names."""
 _OBJECTS = """
     SELECT name FROM sqlite_master
     WHERE NOT (type = 'table' AND COALESCE(sql, '') LIKE 'CREATE TABLE %')
     AND NOT (type = 'index' AND (sql IS NULL OR sql LIKE 'CREATE INDEX %' OR sql LIKE 'CREATE UNIQUE INDEX %'))
     LIMIT 1
 """
-"""By the statement, which SQLite goes by, and not by the type that the row states."""
+"""Checks statements, which SQLite obeys, not the type that the row states."""
 _COLUMNS = """
     SELECT tables.name || '.' || columns.name FROM sqlite_master AS tables, pragma_table_xinfo(tables.name) AS columns
     WHERE tables.type = 'table' AND columns.hidden > 1 LIMIT 1
@@ -73,9 +73,9 @@ Integers = NDArray[np.int64]
 
 
 def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
-    """The trace in an export, which is only read. Raises UserError if the file is not an export."""
+    """The trace in an export, opened read-only. Raises UserError for another file."""
     size_bytes = path.stat().st_size
-    # Immutable, so that SQLite does not put files of its own beside it.
+    # Immutable, so SQLite writes no files next to it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
@@ -83,18 +83,18 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
             computing = _computing_object(connection)
             export = _Export(connection)
         except _UNREADABLE as error:
-            raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
+            raise UserError(f"{path} is a damaged SQLite database: {error}") from error
         if not export.is_export:
             raise UserError(
-                f"{path} is an SQLite database, but no export of Nsight Systems (nsys export --type sqlite)"
+                f"{path} is an SQLite database, but not an export of Nsight Systems (nsys export --type sqlite)"
             )
         if computing:
-            raise UserError(f"{path} holds {computing}, which no export of Nsight Systems has; it is not read")
+            raise UserError(f"{path} has {computing}, unlike an export of Nsight Systems; refused")
         return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
 
 
 def _computing_object(connection: sqlite3.Connection) -> str | None:
-    """What computes in a database, in words: its reader would wait without end if that likes; None if nothing does."""
+    """A computing object in the database, in words: it could run forever. None without one."""
     if found := connection.execute(_OBJECTS).fetchone():
         return f"the view, trigger or virtual table {str(found[0])[:100]!a}"
     if found := connection.execute(_COLUMNS).fetchone():
@@ -103,14 +103,14 @@ def _computing_object(connection: sqlite3.Connection) -> str | None:
 
 
 class _Export:
-    """An open export, and the trace made of it."""
+    """An open export and its trace."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys")
         self._processes = Numbering[int]()
         self._num_rows = Counter[str]()
-        """The number of rows read of each table."""
+        """Rows read by table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
         self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
@@ -118,7 +118,7 @@ class _Export:
         self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
-        """Read everything, table by table; the notes say what is absent or damaged."""
+        """Read all tables; notes name absent and damaged ones."""
         readers = {
             _TEXTS: self._read_texts,
             _KERNELS: self._read_kernels,
@@ -133,7 +133,7 @@ class _Export:
                 try:
                     read()
                 except _UNREADABLE as error:
-                    self._builder.damage.append(f"table {self._tables[base]} could not be read to its end: {error}")
+                    self._builder.damage.append(f"table {self._tables[base]} is unreadable in part: {error}")
                     self._builder.notes.append(self._builder.damage[-1])
             on_done(number / len(readers))
         self._note_absence()
@@ -146,13 +146,13 @@ class _Export:
             notes.append("the export has no kernels: was CUDA traced (nsys profile --trace=cuda,nvtx)?")
         if num_rows[_GRAPHS]:
             notes.append(
-                f"{num_rows[_GRAPHS]} CUDA graphs were traced as wholes: nsys profile --cuda-graph-trace=node shows "
+                f"{num_rows[_GRAPHS]} CUDA graphs were traced as wholes; nsys profile --cuda-graph-trace=node shows "
                 "their kernels"
             )
         if not num_rows[_CALLS]:
-            notes.append("the export has no CUDA calls: which range launched a kernel cannot be known")
+            notes.append("the export has no CUDA calls: the launching ranges of kernels are unknown")
         if not num_rows[_RANGES]:
-            notes.append("the export has no NVTX ranges: steps and phases cannot be known")
+            notes.append("the export has no NVTX ranges: steps and phases are unknown")
 
     def _read_kernels(self) -> None:
         names = ("demangledName", "shortName", "mangledName")
@@ -216,7 +216,7 @@ class _Export:
                 )
 
     def _calls_of(self, ops: Sequence[Call | None]) -> dict[str, list[int]]:
-        """The columns of operators that emit_nvtx writes as ranges: their sequence numbers and the shapes of inputs."""
+        """Columns of operators written as ranges by emit_nvtx: sequence numbers and input shapes."""
         numbers, given = self._builder.inputs, [op for op in ops if op]
         shapes = [tuple(map(tuple, sizes)) for _, _, sizes in given]
         return {
@@ -229,8 +229,8 @@ class _Export:
     ) -> Iterator[Sequence[Sequence[Any]]]:
         """Start, duration and the given columns, many rows at a time.
 
-        If a column has several names, the first with a value counts; an absent value, null or a value of another type
-        than whole numbers, or text where a name may be text, is NONE. SQLite stores values of any type in any column.
+        If a column has several names, the first with a value counts. Absent values, nulls and wrong types become NONE;
+        only names may be text. SQLite stores any type in any column.
         """
         table = self._tables[base]
         known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
@@ -254,8 +254,8 @@ class _Export:
             self._num_rows[base] += len(rows)
             yield list(zip(*rows, strict=True))
         notes = {
-            "left out because they do not end, or end before they begin": f"NOT ({timed})",
-            "with values of the wrong type, which are left out": " OR ".join(unusable) or "0",
+            "left out, without an end or ending before they begin": f"NOT ({timed})",
+            "with values of a wrong type, which are left out": " OR ".join(unusable) or "0",
         }
         for what, which in notes.items():
             query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND ({which})'
@@ -263,26 +263,25 @@ class _Export:
                 self._builder.notes.append(f"rows of {table} {what}: {count}")
 
     def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
-        """Correlation ids that are unique in the file, although every process counts its own; NONE where CUPTI gave
-        none, which it writes as 0."""
+        """Correlation ids made unique across processes; NONE for CUPTI's 0."""
         ids = np.array(correlation, dtype=np.int64)
         process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
         return np.where(ids <= 0, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
 
     def _text(self, value: int | str) -> str:
-        """The text, or the text of that number in StringIds."""
+        """A text, or the text of a number in StringIds."""
         if isinstance(value, str):
             return value
         return self._texts.get(value, "(unnamed)")
 
     def _read_texts(self) -> None:
-        """All names at once: of a table without an index SQLite would read half for each."""
+        """All at once: without an index SQLite would read half the table per name."""
         typed = "typeof(id) = 'integer' AND typeof(value) = 'text'"
         rows = self._connection.execute(f'SELECT id, value FROM "{self._tables[_TEXTS]}" WHERE {typed}').fetchall()
         self._texts = dict(reversed(rows))  # the first of an id counts
 
     def _device_names(self) -> dict[int, str]:
-        """The names of the GPUs, as far as the export has them."""
+        """Known names of GPUs."""
         if _GPUS not in self._tables:
             return {}
         try:

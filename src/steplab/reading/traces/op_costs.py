@@ -1,4 +1,4 @@
-"""The shapes, types, FLOPs and bytes of the operators of a trace."""
+"""Shapes, types, FLOPs and bytes of a trace's operators."""
 
 import numpy as np
 
@@ -16,32 +16,32 @@ from steplab.reading.traces.trace import NONE, UNTYPED, Column, Inputs, Trace
 
 
 def describe(inputs: Inputs) -> str:
-    """The tensors among the inputs, such as 'bf16[2048, 768] bf16[768, 3072]'."""
+    """Tensors among the inputs, such as 'bf16[2048, 768] bf16[768, 3072]'."""
     return " ".join(
         f"{DTYPES_OF_TRACES.get(dtype, dtype)}[{', '.join(map(str, shape))}]" for shape, dtype in _tensors(inputs)
     )
 
 
 def computed_in(inputs: Inputs) -> str:
-    """The narrowest floating-point type of the tensors with more than one dimension: the type of a mixed product."""
+    """The narrowest floating-point type of tensors with several dimensions: the type of a mixed product."""
     found = [DTYPES_OF_TRACES.get(dtype) for _, dtype in _tensors(inputs)]
     return next((name for name in reversed(FLOATING_BYTES) if name in found), "")
 
 
 class OpCosts:
-    """The costs of the calls of a trace.
+    """Costs of a trace's calls.
 
-    An operator whose FLOPs are executed by inner operators costs nothing itself: aten::linear calls aten::mm, and
-    counting both would count the product twice.
+    An operator whose inner operators execute its FLOPs costs nothing: aten::linear calls aten::mm, and the product
+    counts once.
     """
 
     def __init__(self, trace: Trace, parent: Column) -> None:
-        """Compute the costs; `parent` is the number of the operator around each, NONE at the outermost level."""
+        """`parent` is the index of the operator around each, NONE at the outermost level."""
         self._trace = trace
         self._by_kind: dict[tuple[int, int], Cost | None] = {}
         kinds = zip(trace.ops.name.tolist(), trace.ops.inputs.tolist(), strict=True)
         own = [cost.flops or 0.0 if (cost := self._cost(name, inputs)) else NONE for name, inputs in kinds]
-        inner = np.full(len(parent), float(NONE))  # FLOPs of the operators within; NONE if none of them has a cost
+        inner = np.full(len(parent), float(NONE))  # FLOPs of inner operators; NONE without any cost
         for op in range(len(parent) - 1, -1, -1):  # children before their parents
             done = max(own[op], inner[op])
             if parent[op] != NONE and done != NONE:
@@ -49,7 +49,7 @@ class OpCosts:
         self._delegates = (inner != NONE) & (inner >= np.array(own, dtype=np.float64))
 
     def of(self, calls: Column) -> Cost | None:
-        """The total cost of these calls of one operator, with inputs of one shape; None if it is unknown."""
+        """Total cost of these calls of one operator with one input shape; None if unknown."""
         working = calls[~self._delegates[calls]]
         cost = self._cost(int(self._trace.ops.name[calls[0]]), int(self._trace.ops.inputs[calls[0]]))
         if cost is None or not len(working):
@@ -76,8 +76,7 @@ class OpCosts:
 
 
 def _tensors(inputs: Inputs) -> list[tuple[tuple[int, ...], str]]:
-    """The shape and type of each input that is a tensor. A number that torch passes as one has shape () and is left
-    out."""
+    """Shape and type of each tensor input. Numbers passed as tensors have shape () and are left out."""
     return [
         (shape, dtype)
         for shape, dtype in zip(inputs.shapes, inputs.dtypes, strict=False)

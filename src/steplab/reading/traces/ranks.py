@@ -1,8 +1,8 @@
-"""Many ranks: what is kept of the trace of one, and how the traces of all are laid side by side.
+"""Traces of several ranks: each reduced, then compared.
 
-A process reads each file, so that ranks are read at once and only sums and collectives are held of each. The same
-collective of two ranks is found by its step, kind, process group and place in the step. It ends on all ranks together,
-so differences between its ends are those of the clocks, and what remains of them is their error.
+A process reads each file, so ranks are read concurrently and only sums and collectives stay in memory. Collectives
+match by step, kind, process group and place in the step. A collective ends on all ranks at once, so its ends give clock
+differences; the remainder is their error.
 """
 
 import re
@@ -54,12 +54,12 @@ class Call:
     start_ns: int
     end_ns: int
     exposed_ns: int
-    """Of it, beside no computation."""
+    """Nanoseconds of it without computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """What is kept of one rank's trace; totals of all its steps."""
+    """One rank's trace, reduced to sums over all steps and collectives."""
 
     rank: int | None
     host: str
@@ -70,16 +70,16 @@ class RankTrace:
     hidden_ns: int
     idle_ns: int
     begins_ns: int
-    """Begin of the last step, since 1970."""
+    """Start of the last step, since 1970."""
     ends_ns: int
     calls: tuple[Call, ...]
     timeline: Timeline
     profile: Profile | None = None
-    """Of one rank alone."""
+    """Only for one of the ranks."""
 
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
-    """What is kept of a trace; one that marks no steps counts as one. Raises SteplabError if nothing ran in them."""
+    """Without marked steps, the trace counts as one step. Raises SteplabError if nothing ran."""
     trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
     trace = last_steps(_with_a_step(trace), MOST_STEPS)
     host = Host(trace)
@@ -123,7 +123,7 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
 
 
 def _with_a_step(trace: Trace) -> Trace:
-    """The trace, which is one step if it marks none."""
+    """The trace with one step, if it marks none."""
     tables = [table for table in (trace.work, trace.calls, trace.ops, trace.ranges) if len(table)]
     if len(step_ranges(trace)) or not tables:
         return trace
@@ -162,11 +162,11 @@ _Key = tuple[str, str, str, int]
 
 
 def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
-    """The traces of ranks, on one clock. Raises SteplabError where two are of one rank."""
+    """The traces on one clock. Raises SteplabError if two are of one rank."""
     ranks = [number if trace.rank is None else trace.rank for number, trace in enumerate(traces)]
     if len(set(ranks)) < len(ranks):
-        raise SteplabError(f"two traces are of one rank ({sorted(ranks)}): put those of one run in a folder")
-    zero_ns = min(trace.begins_ns for trace in traces)  # sums of times since 1970 do not fit a float
+        raise SteplabError(f"two traces are of one rank ({sorted(ranks)}); use a folder per run")
+    zero_ns = min(trace.begins_ns for trace in traces)  # sums of times since 1970 exceed a float's precision
     by_rank = {rank: _since(zero_ns, traces[ranks.index(rank)]) for rank in sorted(ranks)}
     met: dict[_Key, dict[int, Call]] = {}
     num: dict[tuple[str, str, str], set[int]] = {}
@@ -178,7 +178,7 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
             seen[of] += 1
         for of, count in seen.items():
             num.setdefault(of, set()).add(count)
-    # Ranks that made other numbers of calls did not make the same ones.
+    # Ranks with different numbers of calls did not make the same calls.
     met = {key: calls for key, calls in met.items() if len(calls) > 1 and len(num[key[:3]]) == 1}
     ahead_ns = _clocks({rank: trace.host for rank, trace in by_rank.items()}, list(met.values()))
     late_ns, num_last = Counter[int](), Counter[int]()
@@ -230,9 +230,9 @@ def _since(zero_ns: int, trace: RankTrace) -> RankTrace:
 
 
 def _clocks(hosts: dict[int, str], meetings: list[dict[int, Call]]) -> dict[int, float]:
-    """By how much each rank's clock is ahead of the first one's, in ns; 0 where nothing connects them.
+    """Lead of each rank's clock over the first's, in ns; 0 if nothing connects them.
 
-    Ranks of one machine have one clock, unless their ends differ by more than processes take to be woken.
+    Ranks of one machine share a clock, unless their ends differ by more than waking a process takes.
     """
     ahead_ns = {next(iter(hosts)): 0.0}
     while True:
@@ -275,8 +275,7 @@ def _meeting(
 def _path(
     by_rank: dict[int, RankTrace], met: dict[_Key, dict[int, Call]], ahead_ns: dict[int, float]
 ) -> Iterator[PathPart]:
-    """The critical path of the last step that all ranks have: from one collective to the next through the rank that
-    comes last to it."""
+    """The critical path of the last common step: between collectives, through the rank that arrives last."""
     steps = [key[0] for key in met]
     last_step = max(
         steps,

@@ -19,11 +19,10 @@ def read_trace(
     chunk_bytes: int = CHUNK_BYTES,
     messages: bool = False,
 ) -> Trace:
-    """The trace in a file, as far as it can be read: its notes say what is missing.
+    """The trace in a file as far as readable; notes name gaps.
 
-    `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
-    `messages`: with what it says of each collective.
-    Raises UserError if the file cannot be opened or contains no trace.
+    `on_progress` gets bytes read and the file's size. JSON is decoded in `chunk_bytes`. `messages`: with details of
+    collectives. Raises UserError for a file that cannot be opened or has no trace.
     """
     try:
         size_bytes = path.stat().st_size
@@ -44,8 +43,8 @@ def _read_json(path: Path, source: Unpacked, chunk_bytes: int, messages: bool) -
         trace = read_kineto(source, chunk_bytes=chunk_bytes, messages=messages)
     except NotATrace as error:
         why = source.damage or str(error) or "it is neither JSON nor SQLite"
-        raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error
+        raise UserError(f"{path} has no trace: {why}; {_WHAT_IS_READ}") from error
     if trace is None:
         why = f"{source.damage} and " if source.damage else ""
-        raise UserError(f"{path} holds no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
+        raise UserError(f"{path} has no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
     return trace

@@ -1,4 +1,4 @@
-"""The steps of a trace: which ranges they are, and the last of many, enough to see where the time goes."""
+"""Steps of a trace: their ranges, and the last of many, which suffice."""
 
 import dataclasses
 import re
@@ -15,32 +15,32 @@ _NUM_OFFERED = 3
 
 
 def with_steps(trace: Trace, pattern: str) -> Trace:
-    """The trace, in which the ranges (of old torch, the operators) that a shell pattern names are the steps.
+    """The trace with ranges (in old torch, operators) that match a shell pattern as steps.
 
-    Raises UserError, which offers others, if there is none.
+    Raises UserError with suggestions if none match.
     """
     trace = trace.with_ranges(re.compile(translate(pattern)).match)
     trace = dataclasses.replace(trace, steps=re.compile(translate(pattern)))
     if not len(step_ranges(trace)):
-        raise UserError(f"no range is called {pattern}{offered_steps(trace)}")
+        raise UserError(f"no range matches {pattern}{offered_steps(trace)}")
     return trace
 
 
 def offered_steps(trace: Trace) -> str:
-    """The ranges that may be steps, as the end of a sentence: those that come again, the longest in all first."""
+    """Ranges that may be steps, as the end of a sentence: repeated ones, longest total first."""
     lasts_ns, num = Counter[str](), Counter[str]()
     for name, duration_ns in zip(trace.ranges.name.tolist(), trace.ranges.duration_ns.tolist(), strict=True):
         like = re.sub(r"\d+", "*", trace.names[name])
         lasts_ns[like] += duration_ns
         num[like] += 1
     found = [f"'{name}' ({num[name]} of them)" for name, _ in lasts_ns.most_common() if num[name] > 1]
-    return f"; --step-range names them, such as {', '.join(found[:_NUM_OFFERED])}" if found else ""
+    return f"; pass --step-range, for example {', '.join(found[:_NUM_OFFERED])}" if found else ""
 
 
 def step_ranges(trace: Trace) -> Column:
-    """The numbers of the ranges that are steps, in the order in which they began.
+    """Indices of the ranges that are steps, by start.
 
-    A step within another is part of it: a loop may name its steps under a profiler that is told of each.
+    A step within another belongs to it: a loop may name its steps under a profiler that also does.
     """
     steps = np.flatnonzero(trace.named(trace.ranges.name, trace.steps.match))
     ends = (trace.ranges.start_ns + trace.ranges.duration_ns)[steps]
@@ -48,15 +48,15 @@ def step_ranges(trace: Trace) -> Column:
 
 
 def last_steps(trace: Trace, most: int) -> Trace:
-    """The trace with what its last `most` steps did on the host, and what they launched; a note says what is left out.
+    """The trace with host events and launches of its last `most` steps; a note says so.
 
-    A trace with no more steps than that is returned unchanged.
+    A trace without further steps is returned unchanged.
     """
     steps = step_ranges(trace)
     if len(steps) <= most:
         return trace
     start_ns = int(trace.ranges.start_ns[steps[-most]])
-    # Work whose launch is not in the trace is judged by when it ran.
+    # Work without a launch in the trace is placed by its own time.
     calls = launching_calls(trace)
     began_ns = np.where(calls == NONE, trace.work.start_ns, np.append(trace.calls.start_ns, 0)[calls])
     note = f"the last {most} of {len(steps)} steps are used"

@@ -1,7 +1,7 @@
-"""Times of work on the device that cannot be, left out or cut, each with a doubt that says how many.
+"""Impossible times of device work: left out or cut, each with a doubt that counts them.
 
-CUPTI writes 0 for a time that it lost, and a profiler whose buffers ran full writes ends of other kernels. A kernel
-does not begin before it is launched, and kernels of one stream follow each other.
+CUPTI writes 0 for lost times; a profiler with full buffers writes other kernels' ends. A kernel cannot begin before its
+launch, and kernels of one stream follow each other.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from steplab.reading.traces.trace import NONE, Trace
 from steplab.units import format_time
 
 _CLOCKS_NS = 50_000
-"""The clocks of host and device may differ by this much, and a kernel may begin this much before the one in front of it
-ends (programmatic dependent launch: 4 us were seen)."""
+"""Tolerance for clock differences between host and device, and for a kernel beginning before its predecessor ends
+(programmatic dependent launch: 4 us seen).
+"""
 _FAR_NS = 1_000_000_000
 _MOST_EARLY = 0.5
-"""The share of work before its launch from which on it is the clocks that differ."""
+"""Share of work before its launch that means different clocks."""
 
 
 def possible(trace: Trace) -> Trace:
-    """The trace without work at impossible times, and with durations that end where the next kernel of the stream
-    begins; doubts say how many."""
+    """The trace without work at impossible times, durations cut at the stream's next kernel; doubts count both."""
     return _without_overlaps(_without_lost_times(trace))
 
 
@@ -37,16 +37,16 @@ def _without_lost_times(trace: Trace) -> Trace:
     if (early & others).sum() > _MOST_EARLY * max(1, others.sum()):
         by = format_time(float(np.median(lead_ns[early & others])) / 1e9)
         trace = trace.doubting(
-            f"{(early & others).sum()} of {len(work)} kernels begin before their launch, by {by} in the middle: the "
-            "clocks of CPU and GPU differ, and waits for either are not known"
+            f"{(early & others).sum()} of {len(work)} kernels begin before their launch, by a median of {by}: "
+            "the clocks of CPU and GPU differ, so waits are unknown"
         )
         early = at_zero
     lost = at_zero | early
     if not lost.any():
         return trace
     return dataclasses.replace(trace, work=work.where(~lost)).doubting(
-        f"{lost.sum()} of {len(work)} kernels are left out: they begin at time 0 or before their launch, so the "
-        "profiler lost their times"
+        f"{lost.sum()} of {len(work)} kernels are left out: they begin at time 0 or before their launch; "
+        "the profiler lost their times"
     )
 
 
@@ -55,7 +55,7 @@ def _without_overlaps(trace: Trace) -> Trace:
     order = np.lexsort((work.duration_ns, work.start_ns, work.stream))
     start_ns, stream, correlation = work.start_ns[order], work.stream[order], work.correlation[order]
     over_ns = (start_ns + work.duration_ns[order])[:-1] - start_ns[1:]
-    # Branches of one CUDA graph run side by side under one stream's number.
+    # Branches of one CUDA graph run concurrently under one stream number.
     apart = (correlation[1:] != correlation[:-1]) | (correlation[1:] <= 0)
     cut = (stream[1:] == stream[:-1]) & (stream[1:] != NONE) & apart & (over_ns > _CLOCKS_NS)
     if not cut.any():
@@ -63,6 +63,6 @@ def _without_overlaps(trace: Trace) -> Trace:
     duration_ns = work.duration_ns.copy()
     duration_ns[order[:-1][cut]] -= over_ns[cut]
     return dataclasses.replace(trace, work=dataclasses.replace(work, duration_ns=duration_ns)).doubting(
-        f"{cut.sum()} of {len(work)} kernels last beyond the start of the next one of their stream, by up to "
-        f"{format_time(float(over_ns[cut].max()) / 1e9)}, which cannot be: they are cut there"
+        f"{cut.sum()} of {len(work)} kernels outlast the start of their stream's next kernel, by up to "
+        f"{format_time(float(over_ns[cut].max()) / 1e9)}; they are cut there"
     )

@@ -1,7 +1,7 @@
-"""A trace as columns, in the form that all profilers share.
+"""A trace as columns, common to all profilers.
 
-Times are nanoseconds on one clock. Names are stored once, and columns hold their numbers: a real trace uses the same
-few hundred kernel names a million times.
+Times are nanoseconds on one clock. Columns hold numbers of names: a real trace repeats a few hundred kernel names a
+million times.
 """
 
 import re
@@ -17,20 +17,19 @@ from steplab.reading.traces.naming import STEP, is_range
 Column = NDArray[np.signedinteger[Any]]
 
 LONGEST_NS = 2**50
-"""The longest event that is read: 13 days. Sums of millions of them fit 64 bits."""
+"""Longest event read: 13 days. Sums of millions fit 64 bits."""
 EARLIEST_NS, LATEST_NS = -(2**53), 2**53 * 1000
-"""The first and the last start that are read: 104 days before the zero of the trace's clock to 285 years after it. All
-differences of such times fit 64 bits."""
+"""Earliest and latest start read: 104 days before the clock's zero to 285 years after. Differences fit 64 bits."""
 
 NONE = -1
-"""The value in a column for what the trace does not contain."""
+"""Column value for missing data."""
 UNTYPED = "tensor"
-"""The type of an input of which the shape alone is known."""
+"""Type of an input with only a known shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What happened, as parallel columns in the order of start."""
+    """Parallel columns in order of start."""
 
     name: Column
     start_ns: Column
@@ -39,33 +38,33 @@ class Rows:
         return len(self.name)
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> Self:
-        """The rows that a mask or a slice chooses."""
+        """The rows chosen by a mask or a slice."""
         return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events(Rows):
-    """Events of one kind, an outer one before what it contains."""
+    """Events of one kind, outer before inner."""
 
     duration_ns: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork(Events):
-    """The work of the device: kernels, copies and fills."""
+    """Kernels, copies and fills."""
 
     device: Column
     stream: Column
     correlation: Column
-    """The number shared with the host call that launched it; one call can launch several pieces (a CUDA graph)."""
+    """Number shared with the launching host call, which may launch several pieces (a CUDA graph)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCalls(Events):
-    """Calls into the CUDA runtime or driver: launches, copies, synchronisations."""
+    """CUDA runtime or driver calls: launches, copies, synchronisations."""
 
     thread: Column
-    """The number of the thread, counted from 0 in the order of appearance."""
+    """Number of the thread, from 0 by appearance."""
     correlation: Column
 
 
@@ -75,91 +74,93 @@ class Ops(Events):
 
     thread: Column
     sequence: Column
-    """Autograd's number: a forward operator and its backward operator carry the same."""
+    """Autograd's number, common to a forward operator and its backward operator."""
     inputs: Column
-    """The number of its inputs in Trace.inputs."""
+    """Index into Trace.inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranges(Events):
-    """Named stretches of host time: record_function and NVTX; they nest."""
+    """Named host time: record_function and NVTX; they nest."""
 
     thread: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """The shapes and types of an operator's arguments, for those that are tensors.
+    """Shapes and types of an operator's tensor arguments.
 
-    A list of tensors has an entry for each of its tensors, whose types the profiler does not record.
+    A tensor list has an entry per tensor, without types, which profilers do not record.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    """One shape per argument; () for one that is not a tensor."""
+    """One shape per argument; () without a tensor."""
     dtypes: tuple[str, ...]
-    """One type per argument, by torch's C++ names (float, c10::BFloat16); TensorList for a tensor out of a list; ''
-    for one that is not a tensor."""
+    """One type per argument, by torch's C++ names (float, c10::BFloat16); TensorList for list members; '' without a
+    tensor.
+    """
     scalars: tuple[str, ...] = ()
-    """One text per argument, of a number or flag, '' for a tensor; only for fused attention, whose cost depends on
-    one. Empty if the trace does not have them."""
+    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention, whose cost depends on
+    one; else empty.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What a trace says of one collective."""
+    """Details of one collective in a trace."""
 
     name: str
-    """The collective, as the trace calls it; '' if it has none."""
+    """The collective by its name in the trace; '' without one."""
     group: str
-    """The ranks of its process group, or the group's name."""
+    """Ranks or name of its process group."""
     size_bytes: int
-    """The bytes of its input or output, whichever has more; 0 if they are not known."""
+    """Bytes of the larger of input and output; 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Everything that a reader found in one file."""
+    """Content of one file."""
 
     source: str
-    """The kind of file: kineto or nsys."""
+    """kineto or nsys."""
     names: tuple[str, ...]
-    """The text of each name number."""
+    """Texts by name number."""
     inputs: tuple[Inputs, ...]
-    """Each different set of operator inputs, once."""
+    """Different sets of operator inputs."""
     work: DeviceWork
     calls: HostCalls
     ops: Ops
     ranges: Ranges
     processes: tuple[int, ...]
-    """The number of each thread's process."""
+    """Process number of each thread."""
     device_name: str | None = None
-    """The name of the GPU with the most work, if the file contains it."""
+    """Name of the GPU with the most work; None: not in the file."""
     notes: tuple[str, ...] = field(default=())
-    """What the file lacks or what could not be read, in words; () for a complete one."""
+    """Gaps of the file and unreadable parts, in words."""
     damage: tuple[str, ...] = field(default=())
-    """The notes that say that the file ends early or is broken."""
+    """Notes on early ends and damage."""
     lists_gpu: bool = False
-    """Whether the file lists a GPU of the machine, whether or not anything ran on it."""
+    """True if the file lists a GPU, even without work."""
     steps: re.Pattern[str] = STEP
-    """Matches the names of the ranges that are steps."""
+    """Matches names of steps."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """The number of timed events of each category that no reader knows."""
+    """Timed events by category that no reader knows."""
 
     rank: int | None = None
-    """The rank of the process, if the file says so."""
+    """Rank of the process; None: unknown."""
     host: str = ""
-    """The name of the machine; '' if the file does not say."""
+    """Name of the machine; '': unknown."""
     base_ns: int = 0
-    """What its times begin at, in nanoseconds since 1970."""
+    """Zero of its times, in ns since 1970."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
-    """The collectives by their start and stream, or on a CPU thread; only where they were asked for."""
+    """Collectives by start and stream (on a CPU, thread), if requested."""
 
     def doubting(self, *doubts: str) -> "Trace":
-        """The trace with further notes that make all of it doubtful."""
+        """The trace with notes that put all of it in doubt."""
         return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
 
     def with_ranges(self, is_meant: Callable[[str], object]) -> "Trace":
-        """The trace with the operators of names that are meant among the ranges, as old torch writes them."""
+        """The trace with matching operators moved to ranges, as old torch records them."""
         moved = self.named(self.ops.name, is_meant)
         if not moved.any():
             return self
@@ -172,17 +173,17 @@ class Trace:
         return replace(self, ops=self.ops.where(~moved), ranges=ranges)
 
     def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
-        """Which entries of a column of names are of a name that is meant."""
+        """Mask of a name column's entries with a matching name."""
         return np.isin(column, [number for number, name in enumerate(self.names) if is_meant(name)])
 
 
 Key = TypeVar("Key", bound=Hashable)
 Values = int | Sequence[int] | NDArray[Any]
-"""One event's value, or one for each of many."""
+"""One event's value, or one per event."""
 
 
 class Numbering(dict[Key, int]):
-    """Numbers things from 0 in the order in which they are first looked up."""
+    """Numbers keys from 0 in order of first lookup."""
 
     def __missing__(self, key: Key) -> int:
         number = self[key] = len(self)
@@ -190,18 +191,18 @@ class Numbering(dict[Key, int]):
 
 
 class TraceBuilder:
-    """Collects events, one or many at a time, and makes the Trace."""
+    """Collects events, single or many, and builds the Trace."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_names: Mapping[int, str] = {}
-        """The names of GPUs by the numbers that work has for its device."""
+        """GPU names by the device numbers of work."""
         self.notes: list[str] = []
         self.damage: list[str] = []
-        """The notes that say that the file ends early or is broken."""
+        """Notes on early ends and damage."""
         self.lists_gpu = False
         self.unknown: Mapping[str, int] = {}
-        """The number of timed events of each category that is not read."""
+        """Timed events by category that is not read."""
         self.rank: int | None = None
         self.host = ""
         self.base_ns = 0
@@ -209,21 +210,19 @@ class TraceBuilder:
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[tuple[Hashable, Hashable]]()
-        """The numbers of threads, by process and thread, each as the file names it."""
+        """Thread numbers by process and thread in the file."""
         kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
         self._tables = {kind: _Table(kind) for kind in kinds}
 
     def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
-        """Add an event or many of a kind, with all columns of the kind."""
+        """Add one or many events, with all columns of the kind."""
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:
-        """The Trace."""
         calls = HostCalls(**self._tables[HostCalls].build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
-                f"{repeated} correlation ids belong to more than one host call, so it is uncertain which of them "
-                "launched the work"
+                f"{repeated} correlation ids belong to several host calls, so launches of their work are uncertain"
             )
         processes = Numbering[Hashable]()
         work = DeviceWork(**self._tables[DeviceWork].build())
@@ -251,8 +250,6 @@ class TraceBuilder:
 
 
 class _Table:
-    """Growing columns."""
-
     def __init__(self, kind: type[Events]) -> None:
         self._parts: dict[str, list[Column]] = {field.name: [] for field in fields(kind)}
 
@@ -262,7 +259,7 @@ class _Table:
             self._parts[name].append(np.atleast_1d(np.asarray(value, dtype=np.int64)))
 
     def build(self) -> dict[str, Column]:
-        """The columns in the order of start, the longer first among equals."""
+        """Columns by start, longer first among equals."""
         none = np.zeros(0, dtype=np.int64)
         columns = {name: np.concatenate([none, *parts]) for name, parts in self._parts.items()}
         order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
@@ -270,6 +267,6 @@ class _Table:
 
 
 def _num_repeated(correlation: Column) -> int:
-    """The number of ids above 0 that occur more than once; 0 and below stand for none."""
+    """Number of positive ids that repeat."""
     ids = np.sort(correlation[correlation > 0])
     return len(np.unique(ids[1:][ids[1:] == ids[:-1]]))

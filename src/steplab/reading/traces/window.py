@@ -7,25 +7,23 @@ _SPACE = re.compile(rb"[ \t\r\n]*")
 
 
 class Source(Protocol):
-    """A source of a document's bytes."""
-
     def readinto(self, view: memoryview, /) -> int:
-        """Fill `view` from the left; returns the number of bytes, 0 only at the end."""
+        """Fill `view` from the left; returns the bytes read, 0 only at the end."""
 
 
 class Window:
-    """Bytes of the document from `start` to `end` in `data`.
+    """Bytes `start` to `end` of the document in `data`.
 
-    One byte before and one behind are kept free: a piece is decoded where it lies, with brackets written around it.
+    One free byte on each side lets a piece be decoded in place with brackets around it.
     """
 
     def __init__(self, source: Source) -> None:
         self.data = bytearray(2)
         self.start = self.end = 1
         self.exhausted = False
-        """Whether the document has no more than the window holds."""
+        """True at the document's end."""
         self.num_read = 0
-        """The number of bytes read of the document so far."""
+        """Bytes read so far."""
         self._source = source
 
     def __len__(self) -> int:
@@ -36,12 +34,12 @@ class Window:
         return memoryview(self.data)[start:end]
 
     def fill(self, size: int) -> None:
-        """Read on until the window holds `size` bytes or the document ends."""
+        """Read until the window holds `size` bytes or the document ends."""
         if len(self) >= size or self.exhausted:
             return
         kept = self.data[self.start : self.end]
         if len(self.data) < size + 2:
-            # A new buffer: the old one cannot grow while decoded values still refer to it.
+            # A new buffer: the old one cannot grow while decoded values refer to it.
             self.data = bytearray(size + 2)
         self.data[1 : 1 + len(kept)] = kept
         self.start, self.end = 1, 1 + len(kept)
@@ -52,7 +50,7 @@ class Window:
             self.exhausted = count == 0
 
     def next_byte(self, chunk_bytes: int) -> bytes:
-        """Skip white space; returns the byte behind it without consuming it, or b'' at the end."""
+        """Skip white space; returns the next byte without consuming it, b'' at the end."""
         while True:
             found = _SPACE.match(self.data, self.start, self.end)
             self.start = found.end() if found else self.start

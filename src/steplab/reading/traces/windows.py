@@ -1,8 +1,7 @@
-"""Divides the device's timeline into phases: where each begins and ends, and what its time went to.
+"""Divides the device's timeline into phases, and their time by use.
 
-A phase ends with the last of its kernels and begins where the previous one ended, as CUDA events recorded between
-phases would have it. So the phases tile the window, and the part of a kernel that overlaps another phase is counted in
-that phase.
+A phase lasts from the previous phase's end to its own last kernel's end, as with CUDA events between phases. Phases
+tile the window; a kernel's part in another phase counts there.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpan:
-    """One phase of one step on the device's timeline, in ns."""
+    """One phase of one step on the device, in ns."""
 
     phase: int
     step: int
@@ -32,13 +31,13 @@ class PhaseSpan:
 
 
 def cut(activity: Activity) -> list[PhaseSpan]:
-    """The windows of all phases of all steps, end to end, in the order in which the host began them.
+    """Windows of all phases, end to end, in host order.
 
-    A collective's end does not end a phase that has other work: it may outlast the phase that launched it.
+    A collective does not end a phase with other work: it may outlast the launching phase.
     """
     if not len(activity):
         return []
-    # A piece without a launch takes its turn behind the launch before it.
+    # A piece without a launch follows the launch before it.
     launched = activity.launch_ns != NONE
     before = np.maximum.accumulate(np.where(launched, np.arange(len(launched)), 0))
     follows = launched[before] & (activity.step[before] == activity.step)
@@ -54,7 +53,7 @@ def cut(activity: Activity) -> list[PhaseSpan]:
         windows.append(window)
         border = window.end_ns
     final = int(activity.end_ns.max())
-    if final > border:  # a collective outlasts everything
+    if final > border:  # a collective outlasts all phases
         windows[-1] = replace(windows[-1], end_ns=final)
     return windows
 
@@ -62,12 +61,11 @@ def cut(activity: Activity) -> list[PhaseSpan]:
 def phase_times(
     activity: Activity, windows: list[PhaseSpan], names: list[str], host_s: dict[str, float], *, on_host: bool
 ) -> Iterator[PhaseTime]:
-    """The sums over each phase's windows. `on_host`: the host is the device, and idle time is time outside of
-    operators."""
+    """Sums over each phase's windows. `on_host`: on a CPU, idle time is time outside operators."""
     longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
     totals: dict[int, Sums] = {}
     for window in windows:
-        # Whatever reaches into the window starts no earlier than the longest piece before it.
+        # Nothing that starts before the longest piece reaches into the window.
         low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
         high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
         found = _one_window(activity.where(slice(low, high)), window)
@@ -90,7 +88,7 @@ def phase_times(
 
 
 def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
-    """The length, the busy time, the time waiting for the host, and the time of each category in one window, in ns."""
+    """Length, busy time, time waiting for the host, and time by category of one window, in ns."""
     start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
@@ -99,7 +97,7 @@ def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
         return np.array([length_ns, 0, 0, *np.zeros(len(CATEGORIES))])
     busy_starts, busy_ends = union(start_ns, end_ns)
     by_category = shares(start_ns, end_ns, inside.category[kept], len(CATEGORIES))
-    # A gap ends with a kernel; until the host's call for it returned, the device had no work.
+    # A gap ends with a kernel; until its launch returned, the device had no work.
     gap_starts = np.concatenate(([window.start_ns], busy_ends[:-1]))
     first = np.searchsorted(start_ns, busy_starts)
     launched_ns = inside.launched_ns[kept][first]
