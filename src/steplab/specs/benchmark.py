@@ -19,13 +19,11 @@ class Spread:
 
     gpus: Annotated[
         int | None,
-        Declared(
-            help="Number of processes to start, each on its own GPU; they communicate through NCCL", group="processes"
-        ),
+        Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes"),
     ] = None
     processes: Annotated[
         int | None,
-        Declared(help="Number of processes to start on the CPU; they communicate through gloo", group="processes"),
+        Declared(help="Processes to start on the CPU (gloo)", group="processes"),
     ] = None
 
 

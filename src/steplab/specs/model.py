@@ -38,7 +38,7 @@ class TransformerShape:
     num_kv_heads: Annotated[
         int | None,
         Declared(
-            help="Heads of keys and values, each read by num-heads / num-kv-heads heads of queries",
+            help="Heads of keys and values",
             default_words="num-heads",
             group="sizes",
             least=1,
@@ -47,7 +47,7 @@ class TransformerShape:
     learned_positions: Annotated[
         int,
         Declared(
-            help="Rows of a learned position embedding, the longest context; 0 for the rotary embedding",
+            help="Rows of learned positions; 0: rotary embedding",
             group="sizes",
             least=0,
         ),

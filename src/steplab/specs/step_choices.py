@@ -198,7 +198,7 @@ class StepChoices:
     attention: Annotated[
         str,
         Declared(
-            help="Implementation of attention",
+            help="Attention",
             choices=NAMES,
             meanings={row.name: row.summary for row in TABLE},
             # A factory's model has its own attention.
@@ -294,8 +294,7 @@ class StepChoices:
     accumulation: Annotated[
         int,
         Declared(
-            help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
-            "context x accumulation x data-parallel ranks",
+            help="Micro-steps in a step; their gradients are averaged",
             least=1,
             unused=no_gradients,
             header="micro-steps",
@@ -308,7 +307,7 @@ class StepChoices:
     warmup: Annotated[
         int,
         Declared(
-            help="Steps before the measured ones; their times are stored but not part of the statistics",
+            help="Steps before the measured ones, outside the statistics",
             least=0,
             header="warm-up",
             said="{} warm-up step{s}",
@@ -321,7 +320,7 @@ class StepChoices:
     seed: Annotated[
         int,
         Declared(
-            help="Seed of the random weights and tokens; the tokens also depend on the data-parallel rank",
+            help="Seed of the random weights and tokens",
             least=0,
             said="seed {}",
             quiet=True,
@@ -345,7 +344,7 @@ class StepChoices:
     layout: Annotated[
         Layout,
         Declared(
-            help="Number of processes, one per GPU, along each of dp, fsdp, tp and pp, as in dp=2,fsdp=2",
+            help="Processes along dp, fsdp, tp and pp: dp=2,fsdp=2",
             group="processes",
             parse=parse_layout,
             shown=lambda spec: str(spec.layout),
@@ -359,7 +358,7 @@ class StepChoices:
     data_parallel: Annotated[
         DataParallelStrategy,
         Declared(
-            help="How gradients are averaged over dp",
+            help="Average gradients over dp",
             meanings={
                 "naive": "one by one after the backward pass",
                 "flat": "all at once after it",
