@@ -124,7 +124,7 @@ def test_the_trace_is_kept_where_it_was_asked_for(seen: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "word"), [("table", "attention"), ("csv", "name,"), ("md", "| "), ("latex", "tabular")]
+    ("format", "word"), [("table", "attention"), ("csv", "name,"), ("md", "| "), ("latex", "longtable")]
 )
 def test_every_format_is_written(guarded: Program, format: str, word: str) -> None:
     elsewhere = ("--store", guarded.cwd / "other.db")

@@ -29,7 +29,7 @@ C_H100 = 989.4e12
 
 def accounting(model: str = "xxl", *, batch: int = 4, context: int = 128, **options: object) -> Accounting:
     spec = resolve_step({"model": model, "batch": batch, "context": context})
-    return plan_accounting(spec, **options)  # type: ignore[arg-type]
+    return plan_accounting(spec, **({"gpu": "TPU v5p"} | options))  # type: ignore[arg-type]
 
 
 def derived(found: Accounting) -> dict[str, Figure]:
@@ -254,7 +254,7 @@ def test_formulas_are_written_with_the_brackets_they_need() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_command_writes_every_format(format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "accounting", "--model", "xxl", "--format", format]) == 0
+    assert main(["plan", "accounting", "--model", "xxl", "--gpu", "TPU v5p", "--format", format]) == 0
     told = capsys.readouterr().out
     if format == "json":
         rows = json.loads(told)
@@ -272,7 +272,7 @@ def test_the_command_writes_every_format(format: str, capsys: pytest.CaptureFixt
 
 
 def test_the_command_answers_and_refuses_an_unknown_field(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "accounting", "--model", "xxl"]) == 0
+    assert main(["plan", "accounting", "--model", "xxl", "--gpu", "TPU v5p"]) == 0
     assert "20,444 tokens" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "accounting", "--precision", "bf16"]) == 2
     assert "--precision" in capsys.readouterr().err

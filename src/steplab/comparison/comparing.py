@@ -1,6 +1,7 @@
 """Compares two sets of records, cell by cell and figure by figure; the package's entry point."""
 
 import difflib
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -186,7 +187,7 @@ def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Colle
     least = min(pairs, key=len)
     fields = "; ".join(f"{each.field}: {_told(each.a)} in A, {_told(each.b)} in B" for each in least)
     what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
-    options = " ".join(f"--allow {each.field}" for each in least)
+    options = " ".join(f"--allow {shlex.quote(each.field)}" for each in least)
     return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"
 
 

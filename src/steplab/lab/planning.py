@@ -208,7 +208,7 @@ def _tried(predict: Callable[[], T], what: str, why_not: list[str]) -> T | None:
 def plan_accounting(
     spec: StepSpec | str | None = None,
     *,
-    gpu: str = "TPU v5p",
+    gpu: str = "H100 SXM",
     mesh: str = "fsdp=16,tp=4",
     axes: str | None = None,
     flops_per_s: float | None = None,

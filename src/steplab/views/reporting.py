@@ -85,7 +85,8 @@ def answers_of(
 
 
 def _derived(options: Mapping[str, str]) -> str:
-    found = plan_accounting(options["model"], mesh=options.get("mesh", "fsdp=16,tp=4"))
+    gpu, mesh = options.get("gpu", "H100 SXM"), options.get("mesh", "fsdp=16,tp=4")
+    found = plan_accounting(options["model"], gpu=gpu, mesh=mesh)
     return next(each.answer for each in found.questions if each.title.startswith(options["question"]))
 
 

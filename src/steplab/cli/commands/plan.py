@@ -271,7 +271,7 @@ class ModelOptions(GivenFields):
 def accounting(
     *,
     model: ModelOptions = ModelOptions(),
-    gpu: Annotated[str, Parameter(help="Device of the mesh: a known GPU or TPU")] = "TPU v5p",
+    gpu: Annotated[str, Parameter(help="Device of the mesh: a known GPU or TPU")] = "H100 SXM",
     mesh: Annotated[str, Parameter(help="Devices along each axis")] = "fsdp=16,tp=4",
     axes: Annotated[
         str | None, Parameter(help="Network axes for each mesh axis [default: fsdp=2,tp=1 on a torus]")
@@ -289,7 +289,7 @@ def accounting(
     source. Formats md and latex render mathematics. Model xxl has only
     feed-forward blocks.
 
-    For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
+    For example: steplab plan accounting --model xxl --gpu "TPU v5p" --mesh fsdp=16,tp=4
     """
     from steplab.lab.planning import plan_accounting
     from steplab.report.plan.accounting import accounting_document
