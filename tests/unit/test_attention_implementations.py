@@ -31,7 +31,7 @@ def test_the_help_of_run_names_every_choice(capsys: pytest.CaptureFixture[str]) 
     assert main(["run", "--help"]) == 0
     told = " ".join(re.sub(r"[│╭╰─]", " ", capsys.readouterr().out).split())
     for row in TABLE:
-        assert f"{row.name} ({row.summary})" in told
+        assert row.name in told
 
 
 @BY_NAME

@@ -382,7 +382,7 @@ def test_hold_outs_are_fields_and_values() -> None:
     assert is_held_out(resolve_step({"model": "small", "context": 128}), held)
     assert not is_held_out(resolve_step({"model": "small", "context": 256}), held)
     for wrong in ("models=xl", "model", "model="):
-        with pytest.raises(UserError, match="--hold-out is"):
+        with pytest.raises(UserError, match="--hold-out takes"):
             parsed_hold_out(wrong)
 
 
