@@ -22,7 +22,7 @@ test: .venv/checked ## Lint, type-check and run the tests
 	@$(MAKE) --no-print-directory --jobs 2 check tests
 
 tests: .venv/tested
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-integrations: .venv/integrated ## Run the tests of trainers, trackers and data frames, with libraries that take long to install
 	$(BIN)/pytest tests/integrations tests/unit/test_data_out.py
