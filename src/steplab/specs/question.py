@@ -1,17 +1,6 @@
-"""Questions on records, in TOML: which rows answer one, the table to draw of them, and the sentence with its figures.
+"""Questions on records, in TOML: rows that answer one, the table of them, and a sentence with its figures.
 
-[[chapter]]
-title = "Timing"
-[[chapter.question]]
-asks = "How long do forward and backward take?"
-rows_of = "runs"                       # or kernels, attention, comm, ... : see steplab.report.questions.rows.rows
-where = { pass = "train", precision = "fp32" }
-rows = "model"
-columns = [{ value = "forward_s" }, { value = "backward_s" }]
-figures.ratio = { value = "backward_s", over = "forward_s", take = "range" }
-answer = "Backward takes {ratio} as long as forward."
-why = "It computes two products for each of forward's."
-measure = "steplab study sizes"
+docs/studies.md has an example and the keys.
 """
 
 from collections.abc import Mapping
@@ -57,9 +46,9 @@ class Figure(Expression, kw_only=True, frozen=True):
     """A figure of the answer: one of many rows."""
 
     where: Where = {}
-    """Rows that it is taken of, among those of the question."""
+    """Use these of the question's rows."""
     take: Literal["range", "min", "max", "median", "sum", "count", "a_doubling"] = "range"
-    """a_doubling: the factor by which it grows, the median of neighbours, where `along` doubles."""
+    """a_doubling: median growth where `along` doubles."""
     along: str = ""
     """The field that doubles."""
 
@@ -72,12 +61,12 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     """The kind of row; empty: `derives` or `tells` answers."""
     where: Where = {}
     rows: str | list[str] = []
-    """The settings that tell the table's rows apart."""
+    """The settings that vary between rows."""
     across: str = ""
-    """The setting that tells its columns apart; they all show the first of `columns`."""
+    """The setting that varies between columns, which all show the first of `columns`."""
     columns: list[Column] = []
     order: str = ""
-    """The field by which rows come, the largest first; empty: by their settings."""
+    """Sort rows by this field, the largest first; empty: by their settings."""
     most: int = 0
     """Number of rows that are shown; 0: all."""
     figures: dict[str, Figure] = {}
@@ -107,7 +96,7 @@ class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 def load_questions(source: str) -> Questions:
-    """The questions of a preset or a file. Raises UserError for what is none."""
+    """The questions of a preset or a file. Raises UserError if the file has none."""
     content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
     try:
         return msgspec.convert(content, Questions)

@@ -1,1 +1,1 @@
-"""Records as answers to questions: `rows` has what may be asked for, `answers` finds what answers."""
+"""Records as answers to questions: `rows` makes rows of them, `answers` chooses and shows."""

@@ -66,7 +66,7 @@ def questions_document(
 
 
 class _Missing(Exception):
-    """No record has what is asked for."""
+    """No record answers."""
 
 
 class _Answers:
@@ -118,8 +118,8 @@ class _Answers:
 
 
 def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[Row]]:
-    """Sets of rows that may answer, the largest first, of equal ones the newest: alike but for what tells rows and
-    columns of the table apart."""
+    """Candidate sets of rows, the largest first, then the newest. Rows of a set share all settings that the table does
+    not vary."""
     expressions = [*question.columns, *question.figures.values()]
     varied = {*keys, question.across, *(key for each in expressions for key in each.against)}
     varied |= {key for figure in question.figures.values() for key in (figure.along, *figure.where)}
@@ -142,7 +142,7 @@ class _View:
 
     sheet: Sheet
     keys: Sequence[str]
-    """The settings by which a row is called."""
+    """Settings that name a row."""
 
     def value(self, row: Row, expression: Expression) -> Scalar:
         """The figure of a row; None where it is not known."""
@@ -218,7 +218,7 @@ class _View:
         yield from _bars(question, keys, lines, shown)
 
     def _caption(self, rows: Sequence[Row]) -> str:
-        """What all rows have in common beside the defaults, and the records that they are of."""
+        """Settings that all rows share and that are not defaults; then the records."""
         common = {key: {row.get(key) for row in rows} for key in self.sheet.settings if key not in self.keys}
         shared = [
             _said(key, *values)

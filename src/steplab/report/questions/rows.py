@@ -1,4 +1,4 @@
-"""Rows of records that questions may ask for: settings, which tell what was measured, and figures."""
+"""Rows of records: their settings and their figures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Sheet:
     """Rows of one kind."""
 
     settings: tuple[str, ...]
-    """The fields that tell what was measured; the others are figures."""
+    """Fields that name a measurement; the others are figures."""
     rows: list[Row] = field(default_factory=list)
     """In the order of time."""
 
@@ -182,4 +182,4 @@ SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
     "accumulation": _own_rows("numerics", ("sum",), "accumulation"),
     "audit": _own_rows("numerics", ("precision", "module", "class"), "audit"),
 }
-"""What questions may ask for rows of."""
+"""The rows that questions may use, by name."""
