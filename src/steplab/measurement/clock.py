@@ -7,10 +7,9 @@ steplab. This is the step time people mean.
 Synchronised: the device is idle before and after every phase, and the clocks of both Python and the device run. Where
 Python's figure is much the larger, launching kernels costs more than running them.
 
-With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead, so
-the time contains the device's waits for it. Where only the device's time is asked for, the device is held idle before
-the work begins, for longer than Python takes to launch it. The driver's launch queue, of about a thousand kernels,
-limits how far ahead Python can get.
+With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead,
+so the time contains the device's waits for it. To time the device alone, it is held idle first, for longer than Python
+takes to launch the work. The driver's launch queue, of about a thousand kernels, limits how far ahead Python can get.
 
 With cold caches: before each call the device's cache is overwritten, as often as keeps the device busy until Python has
 launched the call.

@@ -3,8 +3,8 @@
 The size of a refused allocation: torch's message rounds it to two decimals, its observer does not. Without the observer
 the message is used.
 
-Whether a module is compiled, or reacts to hooks: where torch stores that elsewhere, the module is treated as an
-ordinary one, and a profile of it shows the effect of the hooks.
+Compiled modules, and modules that react to hooks. If torch stores this elsewhere, they count as ordinary, and their
+profile shows the hooks' effect.
 
 The memory of a watched step: the allocator's history, the tree of the profiler's events, the tensors in the nodes of
 autograd's graph. If one is missing, recording ends in an error, and the record has a note.
@@ -12,8 +12,7 @@ autograd's graph. If one is missing, recording ends in an error, and the record 
 A kernel that spins for a number of cycles, to hold a device: if it is missing, whatever is timed with a head start
 fails and names it.
 
-What autocast does with an operator, from the dispatcher's kernels: if that is missing, an audit of precision fails and
-names it.
+Autocast's rule for an operator, from the dispatcher's kernels; without it an audit of precision fails and names it.
 """
 
 import re
@@ -107,7 +106,7 @@ def next_sequence_number() -> int:
 
 
 def kept_by_node(node: Any) -> list[Any]:
-    """What a node of autograd's graph saves, as it is stored: tensors, or the return value of a pack hook.
+    """Saved tensors of an autograd node as stored: tensors, or the return value of a pack hook.
 
     The public attributes would call the unpack hook, which recomputes under activation checkpointing.
     """
@@ -131,8 +130,9 @@ def running_node() -> Any:
 
 
 def autocast_has_rule(op: str, device_type: str) -> bool:
-    """Whether autocast has its own kernel for an operator (named without `aten::`) on that kind of device; all other
-    operators run unchanged."""
+    """True if autocast has a kernel for the operator (named without `aten::`) on that kind of device; others run
+    unchanged.
+    """
     return any(_kernels_of(op, f"Autocast{device_type.upper()}"))
 
 

@@ -47,7 +47,7 @@ class ProfiledSteps:
                 f"{text_of(steps)[:80]}"
             )
         self.notes: list[str] = []
-        """What the profile lacks, or why there is none."""
+        """Gaps of the profile, or the reason for none."""
         self.trace: Path | None = None
         """The trace, once the last of the steps is over; None: not yet, or it failed."""
         self._steps, self._module, self._path = steps, module, trace

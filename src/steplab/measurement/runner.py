@@ -1,8 +1,8 @@
 """The one way through the cells of a benchmark, in one process or on each of several ranks.
 
-Importing torch and compiling take longer than most cells, so a process measures many, and nothing of one cell may
-affect the next: what a failure held is freed, and the memory that stays is compared with that before. A process that
-cannot go on ends, and another one measures the other cells (`processes.cells_launch`).
+Importing torch and compiling take longer than most cells, so one process measures many. No cell may affect the next:
+memory held by a failure is freed, and the rest is compared with before. A process that cannot go on ends, and another
+one measures the other cells (`processes.cells_launch`).
 """
 
 import gc
@@ -57,7 +57,7 @@ class Runner:
         self.observer.on_cell(number, cell)
 
     def settle(self) -> None:
-        """From now on, what is held now is that of the idle device."""
+        """Memory held now counts as the idle device's."""
         self.idle_bytes = allocated_bytes(self.device)
 
     def free(self) -> int | None:
@@ -68,8 +68,9 @@ class Runner:
         return allocated_bytes(self.device)
 
     def stays(self, beyond: int = 0, patience_s: float = 0.0) -> int:
-        """Free what nothing refers to; the bytes that stay beyond those of the idle device and `beyond`, after waiting
-        for `patience_s`, or 0 if no more stay than libraries may keep."""
+        """Free unreferenced memory. Returns the bytes held beyond the idle device and `beyond` after `patience_s`; 0
+        if libraries may keep that much.
+        """
         until_s = time.monotonic() + patience_s
         while True:
             held, idle = self.free(), self.idle_bytes
@@ -90,7 +91,7 @@ class Runner:
 
 
 def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None, Failure | None]:
-    """What some work gives, or its failure, of which nothing is alive any more."""
+    """The result of some work, or its failure, with its frames freed."""
     try:
         return work(), None
     except Exception as error:

@@ -34,7 +34,7 @@ def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that is divided over ranks; else the tensor itself."""
+    """This rank's part of a sharded tensor; else the tensor itself."""
     divided: Any = tensor
     return divided.to_local() if hasattr(divided, "to_local") else tensor
 

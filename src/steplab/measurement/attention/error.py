@@ -1,9 +1,7 @@
-"""The error of an attention's output and gradients against float64, beside that of plain attention in the same number
-format.
+"""Errors of attention's output and gradients against float64, with plain attention's in the same format.
 
-The heads of an attention are independent, so some of them are checked in full where all would take too long or too much
-memory; the errors are then those of these heads. Within a head the reference processes the queries in pieces, so that
-not all scores have to fit.
+Heads are independent. If all of them take too long or too much memory, some are checked in full, and the errors are of
+these. Within a head the reference processes the queries in pieces, so that not all scores have to fit.
 
 Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads that share one, S query
 positions, K key positions, D head dimension; s a piece of S.

@@ -1,4 +1,4 @@
-"""The messages of a step: recorded while they are sent, or computed; and sent again with nothing beside them."""
+"""The messages of a step: recorded while sent, or computed; then sent again alone."""
 
 import math
 from collections.abc import Iterator, Sequence

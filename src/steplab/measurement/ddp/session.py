@@ -1,9 +1,8 @@
 """A data-parallel study on one rank: one variant after the other, each in turns with the baseline.
 
-Every rank runs this; the results are gathered, and rank 0 reports them. The baseline stays in memory and takes turns
-with each variant, a few steps each, so that a disturbance of the machine affects both; if the device has no room for
-two models, the baseline is built and timed before and after. A variant is freed, and its memory checked, before the
-next one is built.
+Every rank runs this; the results are gathered, and rank 0 reports them. The baseline stays in memory and alternates
+with each variant, a few steps each, so a disturbance affects both. Without room for two models, the baseline is built
+and timed before and after. A variant is freed, and its memory checked, before the next one is built.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""What errors of a GPU, of NCCL and of gloo mean: they name the call that met the fault, and not what to do about it.
+"""Remedies for errors of GPUs, NCCL and gloo, which name only the call that failed.
 
-The texts of CUDA are those of cudaGetErrorString, after which torch adds three lines of advice; those of NCCL and gloo
-are of torch's process groups. "Xid" is the number under which NVIDIA's driver logs a fault of a GPU:
+CUDA's texts come from cudaGetErrorString, and torch adds three lines of advice; NCCL's and gloo's come from torch's
+process groups. "Xid" is the number under which NVIDIA's driver logs a fault of a GPU:
 https://docs.nvidia.com/deploy/xid-errors/.
 """
 

@@ -23,8 +23,9 @@ _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
-"""n is not doubled either once a product takes the first and reaches less than the second times the FLOP/s of the
-product of half its n: the device is full by then, and a product eight times as long would say no more."""
+"""Stop doubling n once a product takes the first and reaches less than the second times the FLOP/s of half its n: the
+device is full, and eight times the work adds nothing.
+"""
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
 _DTYPES = (
     ("fp32", torch.float32),
@@ -37,7 +38,7 @@ _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
 """Which operand of the product is transposed in a linear layer: forward, for its input's gradient, for its weight's."""
 _FAR_BEHIND = 2.0
 _CLOSE = 1.1
-"""Times of a layout over those of the fastest: with more it is not tried at the next size, or not at length."""
+"""A layout's time over the fastest: beyond it, the layout is not tried at the next size, or not at length."""
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:

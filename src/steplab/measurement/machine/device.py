@@ -50,7 +50,7 @@ class Device(Protocol):
         """Start a new high-water mark at the memory that is allocated now."""
 
     def allocator_state(self) -> AllocatorState | None:
-        """What the allocator holds now; None where it keeps no count."""
+        """Bytes the allocator holds now; None without a count."""
 
     def peak(self, phase: str) -> PeakMemory | None:
         """The high-water mark since the last reset; None if the device keeps none."""

@@ -1,4 +1,4 @@
-"""What else happens to the machine while this process measures: work of other processes, and suspension."""
+"""Disturbances while this process measures: work of other processes, and suspension."""
 
 import time
 

@@ -73,7 +73,7 @@ def storages_in_sight() -> dict[int, int]:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes of its storage; zeros for what has none, such as a wrapper of vmap or a fake tensor."""
+    """Address and bytes of its storage; zeros without one, as for vmap's wrappers and fake tensors."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()

@@ -185,7 +185,7 @@ class _AuditedStep:
         return None
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
-        """Operations for which CUDA's autocast has the rule fp32, and this device's autocast has none."""
+        """Operations that CUDA's autocast keeps in fp32, and this device's does not."""
         if self.device.torch_device.type == "cuda" or self.spec.precision not in AUTOCAST:
             return ()
         low = dtype_name(_LOW[self.spec.precision])

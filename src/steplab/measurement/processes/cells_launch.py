@@ -65,10 +65,10 @@ def measure_cells(
 ) -> None:
     """Measure all cells; `on_cell` is called with the number and the result of each as it ends.
 
-    A cell that ends its processes is recorded as a failure, and the other cells are measured in new processes; if
-    several cells took turns at that time, each is then measured by itself. Under torchrun no new processes can be
-    started, and the remaining cells are failures too; the same holds if new processes end before they reach a cell.
-    `timeout_s` limits the time between the beginnings of two cells.
+    A cell that ends its processes is a failure; new processes measure the others. If several cells alternated, each is
+    then measured alone. Under torchrun no new processes can be started, and the remaining cells are failures too; the
+    same holds if new processes end before they reach a cell. `timeout_s` limits the time between the beginnings of two
+    cells.
 
     Raises UserError (or the SteplabError that a process reported) for a request that cannot be served.
     """

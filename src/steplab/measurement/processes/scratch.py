@@ -1,4 +1,4 @@
-"""Temporary folders of commands. What a killed command left is removed by the next one that makes a folder beside it.
+"""Temporary folders of commands. The next command removes leftovers of a killed one.
 
 A command holds a lock on its folder, and so does each process that it passes the lock to. The kernel releases it with
 the last of them, however they end and in whichever container they ran; a process number would not tell that.

@@ -4,8 +4,8 @@ Each step has a process that stays alive. It builds the step, warms up and waits
 steps, A B B A A B and so on. Between turns a process holds its weights and optimizer state in the device's memory, and
 nothing else.
 
-If the device's memory does not hold all of them, and for steps of several processes, each turn is a separate process,
-and turns are longer: a record says so in `turns.alternating`.
+If they do not all fit the device, and for steps of several processes, each turn is a separate, longer process;
+`turns.alternating` records it.
 """
 
 import dataclasses
@@ -156,8 +156,9 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Have processes wait for their turns again, once a side has left that the device's memory did not hold beside
-        another one. Those that were ended for it start again with their next turn."""
+        """Processes wait for their turns again once a side that did not fit has left. Those that were ended for it
+        start again with their next turn.
+        """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:

@@ -1,7 +1,7 @@
 """The wire between a process and those that measure for it: messages of JSON over `multiprocessing.connection`.
 
-A message is `{"kind": ..., "value": ...}`, and the first to a measuring process is its request. A measuring process may
-run a user's code, so `receive` and `read` refuse by BadMessage what no process of steplab says; nothing is unpickled.
+A message is `{"kind": ..., "value": ...}`, and the first to a measuring process is its request. A measuring process
+may run a user's code, so `receive` and `read` raise BadMessage for unknown messages, and nothing is unpickled.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ STAGE = tuple[Annotated[str, msgspec.Meta(max_length=1000)], int]
 
 
 class BadMessage(Exception):
-    """A process sent what is no message; the text says what was wrong with it."""
+    """A process sent no valid message; the text gives the fault."""
 
     def __init__(self, why: str) -> None:
         super().__init__(remark(why))  # it may quote the message

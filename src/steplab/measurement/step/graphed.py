@@ -1,13 +1,13 @@
 """A step that is recorded once as CUDA graphs, one for each phase, and replayed from then on.
 
-Replaying a graph launches all of its kernels by one call, so the device does not wait for Python. Each phase is a graph
-of its own and they are replayed in order: a step costs a few launches instead of one, and each phase keeps its time,
-its peak memory and its range in a profile, as in a step without graphs.
+Replaying a graph launches all of its kernels by one call, so the device does not wait for Python. Each phase is one
+graph, replayed in order. A step costs a few launches instead of one, and each phase keeps its time, peak memory and
+range in a profile.
 
-What is recorded reads and writes the same addresses in every replay. So each batch is copied into buffers that stay;
-gradients are made by the backward graph and freed by the optimizer's, in memory that belongs to the graphs alone; and
-the optimizer counts its steps on the device. What the step does on the host, a value that it prints or an `if`, happens
-while it is recorded and never again.
+Every replay reads and writes the recorded addresses. So each batch is copied into buffers that stay; gradients are
+made by the backward graph and freed by the optimizer's, in memory that belongs to the graphs alone; and the optimizer
+counts its steps on the device. Python code of the step, such as a print or an `if`, runs while recording and never
+again.
 """
 
 import warnings

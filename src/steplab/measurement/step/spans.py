@@ -23,7 +23,7 @@ _NAMES_SHOWN = 3
 
 
 def activities_on(device: torch.device) -> list[ProfilerActivity]:
-    """What torch.profiler records of a step on a device: the host, and a GPU's kernels."""
+    """Activities that torch.profiler records: the host, and a GPU's kernels."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 

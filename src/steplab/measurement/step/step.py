@@ -1,8 +1,8 @@
 """The training step, divided into phases: forward, backward, optimizer, in the spec's precision.
 
-This is the only builder of a step, for all commands. With accumulation, forward and backward follow each other once for
-each micro-step, each over its own batch; the loss is divided by their number, so that the gradients are those of the
-mean over all sequences, and ranks exchange gradients only after the last micro-step.
+This is the only builder of a step, for all commands. With accumulation each micro-step runs forward and backward on
+its own batch. The loss is divided by their number, so gradients are of the mean over all sequences. Ranks exchange
+gradients after the last micro-step.
 
 In a world of several processes that average gradients by steplab's own DataParallel, a phase `gradient sync` follows
 the backward pass: the rest of the communication, and the wait for the slowest rank. Where parameters are updated
@@ -131,7 +131,7 @@ class ModelStep:
         self._stream = torch.cuda.Stream(device, priority=FIRST) if by_itself else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in RECORD_THEIR_OWN
         self.phases = self._phases(spec)
-        """The phases in the order in which they run; a phase is listed once for each micro-step in which it runs."""
+        """The phases in the order they run, once per micro-step."""
 
     def run(self) -> None:
         """Run one step, its phases in order."""
