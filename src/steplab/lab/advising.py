@@ -53,7 +53,7 @@ class Walk:
     start: Any = None
     """The side of the first step; None before it was built."""
     met: Ratio | None = None
-    """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
+    """Time of the fastest step over the first's, from turns of both; None without turns."""
     again: Any = None
     """The side of the first step in those turns."""
     interrupted: KeyboardInterrupt | None = None
@@ -106,8 +106,9 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """Time of the fastest step over that of the first, if need be put together of the changes between; None if
-        nothing was kept, or the first step did not run."""
+        """Time of the fastest step over the first's, or the product of the kept changes' ratios; None if nothing was
+        kept or the first step failed.
+        """
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -133,7 +134,7 @@ class Walk:
         return median(self._built_s) + (median(self._turns) * known_s if self._turns else 0.0)
 
     def _has_time(self, takes_s: float) -> bool:
-        """True if there is time for something; it may then take no longer than what is left."""
+        """True if the budget has time left for it."""
         left_s = self.left_s
         if self.budget_s is not None:
             self.taking.session.timeout_s = max(left_s, 1.0)
@@ -258,7 +259,7 @@ def _lacks_memory(side: Any) -> bool:
 _PROFILED_STEPS = 5
 """Timed steps of the run whose profile is explained."""
 _NOTICEABLY_OVER = 0.1
-"""Share of the budget by which a walk may be longer without a note."""
+"""Share of the budget that a walk may exceed without a note."""
 
 
 def advise(
@@ -277,7 +278,7 @@ def advise(
     clock: Callable[[], float] = time.monotonic,
     **fields: object,
 ) -> Advice:
-    """Walk from a step to the fastest that is found, one change at a time, and store the walk and every run of it.
+    """Search for the fastest step, one change at a time, and store the walk and all its runs.
 
     `spec` and `fields` are as in `measure`; a step that says nothing of `steps` has 30 in each comparison:
 
@@ -285,11 +286,10 @@ def advise(
         advice.best, advice.overall.ratio
 
     With `keep_precision`, number formats stay as they are; `opt_in` names changes that are tried only so: fp8. After
-    `budget_s` seconds no further change is tried, and a change may take no longer than what is left; the step as given
-    is measured in any case, and a Remark says at once if that leaves no time for a change. Of a step of several
-    processes each turn starts them anew. `on_change` is called with what is measured next, and `on_tried` with what
-    came of each change. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot be
-    measured.
+    `budget_s` seconds no further change is tried, and no change may outlast the budget. The given step is always
+    measured; a Remark says at once if that leaves no time for a change. Of a step of several processes each turn
+    starts them anew. `on_change` is called with what is measured next, and `on_tried` with what came of each change.
+    An interrupted walk is stored as far as it got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):

@@ -80,8 +80,8 @@ def account_for_memory(
 ) -> AttentionAccount:
     """The tensors of the smallest plain attention that runs out of memory.
 
-    With `hardware`, a name of the catalogue, it is computed for these shapes; without, it comes from the newest stored
-    benchmark in which plain attention ran out of memory. Raises UserError if there is none.
+    With `hardware`, a known GPU's name, it is computed for these shapes; else it comes from the newest stored
+    benchmark with plain attention out of memory. Raises UserError if there is none.
     """
     if hardware is not None:
         spec = hardware_named(hardware)

@@ -1,4 +1,4 @@
-"""Choose stored records: those that a text stands for, to compare or to show, and those of a report."""
+"""Choose stored records, for comparisons, `show` and reports."""
 
 import os.path
 import subprocess
@@ -40,9 +40,9 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
     The text is tried in this order: `last`, or `last~2` for the record two before it; a record's whole id; the id or
     the name of a study; a name or a tag, for all records that have it; the beginning of the id of a record, or of a
-    study; a git revision, for the newest record of each cell that was measured in a clean checkout of it. FILE stands
-    for the records in an export (.jsonl), or for the newest of another store (.db); FILE:TEXT for the records in that
-    store that TEXT stands for.
+    study; a git revision, for the newest record of each cell that was measured in a clean checkout of it. FILE names
+    the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those that TEXT names in that
+    store.
 
     Raises UserError if it stands for none, and SteplabError for a file that cannot be read.
     """
@@ -128,7 +128,7 @@ def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
 
 
 def without_records(study: str, opened: Store) -> UserError:
-    """The error for a study of which there is nothing to show, as where its first measurement was interrupted."""
+    """The error for a study without records, such as one interrupted at its first measurement."""
     return UserError(
         f"study '{study}' has no record in {opened.path} that can be read; its command goes on by --resume"
     )
@@ -184,8 +184,8 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records that are given, or that given texts stand for (`records_of`); or those of a name, or of a study;
-    else those of what was measured last.
+    """The given records, or those that given texts name (`records_of`); or a name's, or a study's; else the latest
+    measurement's.
 
     That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
     records of its kind that belong to none.

@@ -172,7 +172,7 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
 
 
 def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
-    """The cells whose call times did not settle, so that their medians are not those of an undisturbed call.
+    """Cells with unsettled call times, so their medians are disturbed.
 
     A cell is left out only if the settled cells suffice for its line.
     """

@@ -1,4 +1,4 @@
-"""Compare records: those of two sides, and like runs of the store, commit by commit."""
+"""Compare two sides' records, and the store's equal runs commit by commit."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,8 +39,7 @@ def compare(
     A and B are records, or a text; `find_records` says what that may be. `threshold` is the smallest difference that
     matters, as a share; `allow` names fields that may differ.
 
-    Raises UserError for a text that stands for no record, and errors.Inconclusive for records that are not alike in a
-    field that `allow` does not name.
+    Raises UserError if a text names no record, and errors.Inconclusive if records differ in a field outside `allow`.
     """
     before, after = (find_records(each, store=store) for each in (a, b))
     return compare_records(
@@ -56,7 +55,7 @@ def history(
     threshold: float | None = None,
     store: Path | str | None = None,
 ) -> tuple[Series, ...]:
-    """The history of a figure of each step and device, those with the most runs first.
+    """A figure's history for each step and device, the longest first.
 
     `fields` are the values that a step may have, by the fields' names; `name` is that of the runs. `metric` is a figure
     of a run's row, with or without its unit: step_time or step_time_s. `threshold` is the smallest change that is

@@ -139,7 +139,7 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def is_told_here(failure: Failure) -> bool:
-    """True if this command line reports the failure: it is the first, or that of the rank that failed."""
+    """True if this rank reports the failure: the first, or the failed one."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 

@@ -113,7 +113,7 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
 
 @functools.lru_cache(maxsize=128)
 def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
-    """The prediction of a step; a page needs those of equal steps several times."""
+    """A step's prediction, cached: a page needs equal steps several times."""
     from steplab.plan.memory import predict_memory
 
     return predict_memory(spec, device=device)

@@ -137,8 +137,7 @@ class Outlook:
             self._gpu, self._planned = gpu, {}
 
     def compile_s(self, spec: StepSpec) -> float:
-        """Seconds that compiling a step takes, on an unknown device those of a host of known GPUs; 0 where the number
-        of blocks is not known."""
+        """Seconds to compile a step, on an unknown device by a known host; 0 if the number of blocks is unknown."""
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
@@ -210,7 +209,7 @@ class Outlook:
         """The changes of the fastest step that were not tried, the next one first; trying one takes `trial_s` seconds
         and what compiling takes. Where each turn starts anew, `alternating`, a change is kept for larger savings alone.
 
-        Memory is predicted of changes that should save, and of others as they are asked for: it takes up to a second.
+        Memory is predicted for promising changes, and for others on demand: a prediction takes up to a second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
@@ -251,7 +250,8 @@ class Outlook:
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
         """A change whose step does not fit, together with another that needs less memory and leaves the numbers alone,
-        if it may fit with that. What saves time as well comes first, by itself."""
+        if it may fit with that. Changes that also save time come first, alone.
+        """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong
         for other in self.changes(spec):

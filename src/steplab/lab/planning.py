@@ -1,5 +1,4 @@
-"""Predict the memory and the time of a step for hardware that is not at hand, and derive what a model takes at scale;
-this needs neither torch nor a GPU."""
+"""Predict memory and time of a step on any hardware, and derive a model's needs at scale, without torch or a GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,9 +114,8 @@ def plan_time(
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
-    `fit` of the result says whether the step's memory fits that GPU; where it does not, the time is that of a GPU as
-    fast with enough memory. Raises UserError for an invalid request, Unsupported for a step whose time cannot be
-    predicted.
+    `fit` says if the memory fits that GPU; if not, the time is for an equally fast GPU with enough memory. Raises
+    UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), hardware_named(chosen.name))

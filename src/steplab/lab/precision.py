@@ -1,7 +1,6 @@
 """Compare precisions on one step: its data types, the values that they lose, inexact sums, and the time saved.
 
-Each audit and each timing has a process of its own. The records of one call share a study, by which a report finds
-them.
+Each audit and each timing has a process of its own. Records of one call share a study, so a report finds them.
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
-"""A context in which a step is built, and a function that runs it; both tell their events."""
+"""A context that builds a step, and a function that runs it; both emit events."""
 T = TypeVar("T")
 _LEFT = 64
 """Newest traces that stay."""
@@ -176,8 +176,8 @@ def memory_of(
     sequence_parallel: bool = True,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
-    """Predict the memory of any model; one that is not steplab's own is traced where that is possible, and `operators`
-    gets the operators of the traced step.
+    """Predict the memory of any model. Foreign models are traced if possible; `operators` then gets the traced step's
+    operators.
 
     gpu: the GPU whose cuBLAS workspace is counted; None: a Hopper.
     """
@@ -197,7 +197,7 @@ def memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """The step by a trace. At the end `operators` has those of the last step that was run; compiled code tells none."""
+    """The step by a trace. `operators` then holds the last step's; compiled code reports none."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
@@ -223,12 +223,13 @@ def _open_traced(
 
 
 _DEEP = 12
-"""Blocks from which on two of them are traced, and stand for all."""
+"""From this many blocks on, two are traced for all."""
 
 
 def _deep_model(spec: StepSpec) -> SpreadModel | None:
-    """A configuration of many blocks that are alike, whose step is put together from the parts of one with two; None:
-    it is traced whole. Optimizers that hold memory of their own while they update are followed there alone."""
+    """A two-block configuration that stands for many equal blocks; None: trace the whole model. Optimizers that hold
+    memory of their own while they update are followed there alone.
+    """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
     if spec.updates_in_backward or spec.micro_steps > 1:

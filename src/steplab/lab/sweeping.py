@@ -84,8 +84,7 @@ def _measured(
     place: Place,
     **options: Any,
 ) -> Record:
-    """Measure one step; one that is refused becomes a record of that kind as well, so that it is a row among the
-    others."""
+    """Measure one step. A refused step becomes a record too, so that it has a row."""
     try:
         return work(spec, store=store, place=place, **options)
     except NotStored:
@@ -137,7 +136,7 @@ _BENCHMARKS: dict[str, tuple[Benchmark[Any], Callable[[Mapping[str, Any]], Measu
     "comm": (COMM, _comm),
     "ddp": (DDP, _ddp),
 }
-"""Each benchmark that a study may have, and what makes its measurement from what is given for it."""
+"""A study's benchmarks by name, and the function that builds each measurement from its options."""
 
 
 def _of_benchmark(part: Part) -> StudyJob:
@@ -164,7 +163,7 @@ class SweepProgress:
     within: Progress | None = None
     """Progress inside the measurement."""
     record: Record | None = None
-    """The record; None until it has ended, and for one that could not be made."""
+    """The record; None until it ended, or if it could not be made."""
     refusal: str = ""
     """Why the record could not be made."""
 
@@ -227,10 +226,10 @@ def sweep(
         cells = steplab.study_from_grids("contexts", "", [{"model": ["tiny"], "context": [32, 64]}])
         steplab.sweep(cells).runs
 
-    `resume` continues the newest study over the same measurements: those that were made, ran out of memory or raised
-    are not repeated; those whose process was killed or timed out are. A step that fails is stored as a record, and the
-    study continues; why a benchmark could not be made stands in the study's description. `timeout_s` is for one
-    measurement. Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
+    `resume` continues the newest study of the same measurements. It repeats killed and timed-out ones, not those that
+    ended, ran out of memory or raised. A step that fails is stored as a record, and the study continues; why a
+    benchmark could not be made stands in the study's description. `timeout_s` is for one measurement. Raises
+    SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)

@@ -83,8 +83,9 @@ class StoredSession:
         self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
     ) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
-        time; at most `steps` of each. What that leaves open gets as many again, until `most_s` seconds have passed, or
-        twice more. Unless the session `alternates`, a second side that does not fit beside the first fails."""
+        time; at most `steps` of each. Open ratios get as many turns again, until `most_s` seconds have passed, or
+        twice more. Unless the session `alternates`, a second side that does not fit fails.
+        """
 
         def is_open(threshold: float) -> bool:
             ratio = self.gain(before, after, threshold)
@@ -105,15 +106,17 @@ class StoredSession:
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """The time of the second side over that of the first; None where one of them has failed. Where each turn has a
-        process of its own, what such processes differ by is the least that can be told."""
+        """Time of the second side over the first's; None if one failed. If each turn is a process, the spread of such
+        processes is the smallest difference that counts.
+        """
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
         return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
-        """End a side, and store its record; a side that had no turn is measured by itself first. Of one that has left,
-        the record."""
+        """End a side, and store its record; a side that had no turn is measured by itself first. The record of a side
+        that left.
+        """
         if side not in self.left:
             if side.failure is None and side.run is None:
                 self.session.measure([side], side.spec.steps)
@@ -162,11 +165,11 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    A record of each side and start is stored. `starts` is the number of times that the sides start anew, because two
-    processes of one step differ by more than turns within one; None: `STARTS`, or one where that takes over a minute.
-    `threshold` is the smallest difference that matters, as a share. `timeout_s` limits
-    the time until a side is warm, and that of each turn; `on_side` is called with the label of each as it is built.
-    Raises UserError for a step that cannot be measured at all, or whose steps or device are not those of the others.
+    A record of each side and start is stored. `starts`: how often the sides start anew, because two processes of one
+    step differ by more than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is
+    the smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn; `on_side`
+    gets each side's label as it is built. Raises UserError if a step cannot be measured, or differs from the others in
+    steps or device.
     """
     refuse_torchrun("measure in turns")
     if against and sides:
@@ -233,7 +236,7 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 
 
 def _import_path(root: Path, tree: Path) -> str:
-    """PYTHONPATH with the repository's entries in the worktree, and those of `sys.path` that are in the repository.
+    """PYTHONPATH with the repository's entries, and its part of `sys.path`, moved to the worktree.
 
     An editable installation adds such an entry, which would otherwise be found in the repository.
     """
@@ -274,9 +277,9 @@ def try_findings(
 ) -> Findings:
     """The findings with a trial for each whose change is a field of the spec.
 
-    The step with each change is measured in turns with the unchanged step, and every measurement is stored. `timeout_s`
-    limits the time until a step is warm, and that of each turn; `on_trial` is called with the name of each as it
-    begins. A change that runs out of memory, fails or is not supported gives a trial with a failure.
+    The step with each change is measured in turns with the unchanged step, and every measurement is stored.
+    `timeout_s` limits each step's warm-up and each turn; `on_trial` gets each step's name as it begins. A change that
+    runs out of memory, fails or is not supported gives a trial with a failure.
 
     Raises UserError if the run has no step that can be run again, and SteplabError if the unchanged step fails or runs
     on another device.

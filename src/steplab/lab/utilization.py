@@ -62,8 +62,8 @@ def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, sto
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
     """The device's dense peak: stated for a GPU of the catalogue, otherwise measured by `steplab doctor`.
 
-    Of several measurements the highest is used, because other work on the machine only lowers one. Measurements of
-    another device, with another number of threads, or beside other work are not used.
+    The highest measurement is used, because other work only lowers one. Measurements on another device, with other
+    threads, or on a busy machine are not used.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
