@@ -14,7 +14,7 @@ def environment_section(env: Environment | None, *further: tuple[str, str]) -> S
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:
-    """Names and values of what stays the same from run to run on one machine; absent values are left out."""
+    """Names and values that are constant on one machine; absent ones are left out."""
     device = env.device
     details = [
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",
@@ -38,7 +38,7 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
 
 
 def condition_pairs(envs: Sequence[Environment]) -> list[tuple[str, str]]:
-    """Ranges over these environments of what changes from run to run: clocks, temperature and what else was running."""
+    """Ranges over these environments of clocks, temperature and other work."""
     devices = [env.device for env in envs]
     sm = sorted(d.sm_clock_hz for d in devices if d.sm_clock_hz is not None)
     memory = sorted(d.memory_clock_hz for d in devices if d.memory_clock_hz is not None)

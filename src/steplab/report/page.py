@@ -47,11 +47,11 @@ def render_page(
 ) -> str:
     """The page for records of any kinds, as HTML.
 
-    `about` has what is shown beside the records: predictions and findings.
+    `about` has predictions and findings.
 
-    A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
-    records left out before. `write` prints the page's document and the sections that are finished, by their anchors.
-    The same records always give the same page.
+    A record that a section cannot draw is left out of it, and the page says so; `attempts` has those left out before.
+    `write` prints the page's document and the sections that are finished, by their anchors. The same records always
+    give the same page.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
@@ -133,7 +133,7 @@ def _subtitle(records: Sequence[Record]) -> list[str]:
 
 
 def _environments(records: Sequence[Record]) -> Section:
-    """Each device with its software once, with the number of its records and all that differed between them."""
+    """Each device with its software once, its number of records and their differences."""
 
     def where(environment: Environment) -> tuple[str, str]:
         known = dict(environment_pairs(environment))

@@ -27,7 +27,7 @@ MODULES = {
     "ddp": "ddp.document",
     "ceilings": "ceilings",
 }
-"""The module of each kind's report, by the kind's name in the registry; only those of the records at hand load."""
+"""Each kind's report module, by the kind's name in the registry; only needed ones load."""
 
 Terms = tuple[tuple[str, str], ...]
 

@@ -34,7 +34,7 @@ class _Panel:
     """Shapes on one set of axes."""
 
     title: str
-    """What the shapes share; empty where they share nothing."""
+    """Common sizes of the shapes; empty without any."""
     positions: tuple[str, ...]
     """Labels of the positions: lengths, or whole shapes."""
     marks: tuple[tuple[int, AttentionCell], ...]
@@ -172,7 +172,7 @@ def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
 
 
 def _shared(cell: AttentionCell) -> str:
-    """What the shapes of a panel have in common."""
+    """Common sizes of a panel's shapes."""
     spec = cell.spec
     heads = f"{spec.heads} heads" if spec.heads > 1 else "1 head"
     return f"batch {spec.batch}, {heads} of {spec.dim}, {'causal, ' if spec.causal else ''}{spec.dtype}"

@@ -32,7 +32,7 @@ class _Panel:
     """Series on one pair of axes."""
 
     title: str
-    """What the series share; empty for a single panel."""
+    """Common settings of the series; empty for a single panel."""
     lines: dict[str, list[CommCell]]
     """The cells of each series."""
     fits: dict[str, CommFit]

@@ -25,7 +25,7 @@ _MOST_BARS = 24
 
 
 def compare_document(comparison: Comparison) -> Document:
-    """All that is said of a comparison."""
+    """The document of a comparison."""
     in_order = sorted(comparison.figures, key=lambda figure: not figure.decides)
     rated = {figure.group for figure in comparison.figures if figure.ratio}
     with_interval = next((group for group in _GROUPS if group in rated), None)

@@ -18,7 +18,7 @@ _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 def timelines(run: DdpRun) -> Chart | None:
     """One picture per strategy, all on one axis of time; None where nothing was traced.
 
-    Of variants that differ in their bucket size alone, which look alike, it has the one with the shortest step.
+    Variants that differ only in bucket size look alike; the fastest stands for them.
     """
     drawable = (cell for cell in run.cells if cell.traced and cell.traced.timeline.kernel)
     families = grouped(drawable, lambda cell: cell.contender.family).values()

@@ -12,7 +12,7 @@ _NAMED = 3
 
 
 def history_document(histories: Sequence[Series]) -> Document:
-    """All that is said of the histories of one figure."""
+    """The document on one figure's histories."""
     (metric,) = {series.metric for series in histories}
     return Document(
         title=f"History of {_name(metric)}",

@@ -77,7 +77,7 @@ class Places:
 
 
 def chart_width(layout: Layout) -> float:
-    """Pixels for one panel: enough for each mark, and for a figure beside it while there are few."""
+    """Pixels for one panel: room for each mark, and for its figure while there are few."""
     num_marks = len(layout.positions) * len(layout.series)
     wanted = LEFT + RIGHT + num_marks * (64 if num_marks <= 12 else 20) + 24 * len(layout.positions)
     return min(max(wanted, _NARROWEST), max(_WIDEST, LEFT + RIGHT + num_marks * 16.0))
@@ -186,7 +186,7 @@ def _frame(picture: Drawing, layout: Layout, scale: Scale, place: Places, labels
 
 
 def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
-    """What a row of labels is about, in the left margin beside it."""
+    """The heading of a row of labels, in the left margin."""
     if name:
         axes.annotate(name, (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip

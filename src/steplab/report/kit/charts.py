@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
-"""What stands for a marker in a legend."""
+"""Glyphs for markers in a legend."""
 AXES_HEIGHT = 224
 LEFT, RIGHT, TOP = 64, 12, 10
 """Margins of axes, in pixels."""
@@ -133,7 +133,7 @@ class Drawing:
         return self._adapt(target.getvalue())
 
     def _adapt(self, text: str) -> str:
-        """What matplotlib wrote without what a page has no use for: most of the letters are its groups and fonts."""
+        """matplotlib's SVG without its groups and fonts, which are most of its bytes."""
         whole = ElementTree.fromstring(re.sub(r' xmlns(:xlink)?="[^"]*"|xlink:', "", text[text.index("<svg") :]))
         body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
         body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")

@@ -1,7 +1,7 @@
-"""What a report is made of, whatever it is printed as: plain data, with raw values in base units.
+"""The parts of a report in any format: plain data, with raw values in base units.
 
-A section of a report says here once what it has to say. The renderers beside this file print any document: `terminal`,
-`html` and `markup` (Markdown and LaTeX); `rendering` chooses one, and writes JSON and CSV.
+A section of a report says here once what it has to say. `terminal`, `html` and `markup` (Markdown and LaTeX) print any
+document; `rendering` chooses one, and writes JSON and CSV.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,19 +33,19 @@ class Column:
     """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
     s, or a function of the value. Empty: the column always stays."""
     note: str = ""
-    """What it is, in whole sentences behind the caption of a table that has the column."""
+    """Its definition, in whole sentences after the table's caption."""
     quiet: str | None = None
     """Text that is not worth a column or a word of the caption where no row has another."""
     rank: int = 0
-    """On a terminal that is too narrow columns of the highest rank are left out first, of one rank the last, together
-    with those of the same heading; those of rank 0 never are."""
+    """Narrow terminals drop columns of the highest rank first, of one rank the last, with all columns of the same
+    heading; rank 0 stays.
+    """
     wraps_from: int | None = None
     """Least width to which a terminal may wrap its texts; None: each stays on one line."""
     folds: bool = False
-    """Whether a terminal without room for all such columns puts their values, in the words of `shared`, below their
-    row, so that none of them is left out."""
+    """True: a terminal without room puts the values of such columns below their row, in the words of `shared`."""
     value: Callable[[Any], Scalar] | None = None
-    """What it shows of an item in a table by `Table.of`; None: the item's attribute that `key` names."""
+    """Its value for an item in `Table.of`; None: the item's attribute `key`."""
 
     def __post_init__(self) -> None:
         """Take the quantity from the unit at the end of the field's name, unless one was given."""
@@ -90,7 +90,7 @@ class Table:
     """
 
     name: str
-    """What it is called by a screen reader."""
+    """Its name for screen readers."""
     columns: tuple[Column, ...]
     """What people are shown. A column for which no row has a value is left out."""
     rows: tuple[Row, ...]
@@ -106,7 +106,7 @@ class Table:
 
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
-        """One row per item, whose fields are what the columns show of it; `more` are further fields of the table."""
+        """One row per item, with a field per column; `more` are further fields of the table."""
         rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
         return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
@@ -173,7 +173,7 @@ class Picture:
     width: float
     """Pixels it was drawn for."""
     subtitle: str = ""
-    """What there is to say of it beside the title."""
+    """Words next to the title."""
     alarming: bool = False
     """Whether the subtitle is bad news."""
 
@@ -277,7 +277,7 @@ class Section:
     def of(cls, title: str, *blocks: "Block | str | None", anchor: str = "", folded: bool = False) -> "Section":
         """A section of those blocks that say something; a text is a sentence.
 
-        So a section is asked for without asking first what there is: one without blocks is not printed.
+        A section without blocks is not printed, so callers need not check.
         """
         found = (Sentences.of([block]) if isinstance(block, str) else block for block in blocks)
         kept = tuple(block for block in found if block and _says(block))
@@ -347,7 +347,7 @@ class Document:
     sections: tuple[Section, ...] = ()
     """In the order they are read."""
     data: Sequence[Row] | Mapping[str, Sequence[Row]] = ()
-    """What programs get: rows in base units; or those of several tables, each under its name."""
+    """Rows for programs, in base units; several tables are under their names."""
 
 
 class Identified(Protocol):

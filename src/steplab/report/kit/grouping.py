@@ -1,4 +1,4 @@
-"""Items by what they have in common, remarks that are about several of them, and some of many."""
+"""Groups items, merges remarks about several of them, and picks some of many."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -16,7 +16,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Each remark once, with all that it is about; from pairs of what a remark is about and the remark."""
+    """Each remark once with its subjects, from pairs of subject and remark."""
     return {told: [about for about, _ in pairs] for told, pairs in grouped(remarks, lambda pair: pair[1]).items()}
 
 

@@ -48,7 +48,7 @@ def section_html(section: Section) -> str:
 
 
 def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """The document as a page that needs nothing else; sections with an anchor are linked beside it.
+    """The document as a self-contained page; sections with an anchor are linked in its margin.
 
     `ready` has the HTML of sections that are drawn and written already, by their anchors.
     """
@@ -68,7 +68,7 @@ def _written(template: str, page: Document, ready: Mapping[str, str], **further:
 
 @functools.cache
 def _nested_style() -> str:
-    """The page's style for rules nested in the element's: what it says of the page, it says of the element."""
+    """The page's style, nested in the element: rules for the page apply to the element."""
     text, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return re.sub(r"^(html|body) \{", "& {", re.sub(r":root\b", "&", text), flags=re.MULTILINE)
 

@@ -22,7 +22,7 @@ _PLAIN_TYPES = re.compile(
 def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
     """The short name of each kernel; different kernels get different short names.
 
-    Kernels whose short names would be equal show the part in which they differ, or else a number.
+    Kernels with equal short names show their differing part, or a number.
     """
     chosen = {name: short_kernel(name, most) for name in names}
     for alike in grouped(chosen, chosen.__getitem__).values():

@@ -25,9 +25,9 @@ def to_csv(document: Document) -> str:
 def csv_rows(rows: Sequence[Row]) -> str:
     """A header and one line per row, without a newline at the end.
 
-    A text that a spreadsheet would run as a formula has an apostrophe before it, and so has one that begins with an
-    apostrophe: a reader that takes one away has every text as it was. That holds for names of columns, too, which are
-    another's in a store from elsewhere. Numbers stay as they are.
+    Texts that a spreadsheet would run as formulas, or that begin with an apostrophe, get an apostrophe in front;
+    readers restore them by removing one. That holds for names of columns, too, which are another's in a store from
+    elsewhere. Numbers stay as they are.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()

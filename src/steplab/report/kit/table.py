@@ -126,7 +126,7 @@ class Drawn:
 def drawn(shown: Sheet, width: int) -> Drawn:
     """The table in at most `width` columns: with as many of its columns as fit, or one field to a line.
 
-    Where columns that fold do not fit, what they say of a row stands in words below it.
+    Folding columns that do not fit become words below their row.
     """
     chosen = _fitting(shown, width)
     below = ("",) * len(shown.rows)
@@ -170,7 +170,7 @@ def _indented(words: str, width: int) -> list[str]:
 
 
 def _fitting(shown: Sheet, width: int) -> list[int]:
-    """Indices of the columns that there is room for; none where not even those of rank 0 fit."""
+    """Indices of the columns that fit; none if rank 0 does not fit."""
     chosen = list(range(len(shown.columns)))
     while sum(_least(shown, index) for index in chosen) + len(_GAP) * (len(chosen) - 1) > width:
         last = shown.columns[max(chosen, key=lambda index: (shown.columns[index].rank, index))]

@@ -41,12 +41,12 @@ def interruption(run: Benchmark[Any], noun: str) -> Iterator[str]:
 
 
 def dotted(*parts: str | None) -> str:
-    """Those of the parts that there are, on one line."""
+    """The present parts on one line."""
     return " · ".join(part for part in parts if part)
 
 
 def made(record: Record, noun: str) -> str:
-    """Which record it is, of when, and by which version; `noun` is what such a record is called."""
+    """The record, its time and its version; `noun` names its kind."""
     return dotted(f"{noun} {record.id}", record.created_utc, f"steplab {record.steplab_version}")
 
 
@@ -98,8 +98,9 @@ def _flowed(pieces: Iterable[str], width: int) -> list[str]:
 
 
 def _cut(word: str, width: int) -> list[str]:
-    """A word in pieces of at most `width` columns, of one character at least; a text from outside may be one word of a
-    megabyte, so each character is looked at once."""
+    """A word in pieces of at most `width` columns, one character at least. Foreign text may be one word of a megabyte,
+    so each character is read once.
+    """
     if columns(word) <= width:
         return [word]
     begins, taken = [0], 0

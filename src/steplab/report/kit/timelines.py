@@ -194,8 +194,7 @@ def titled(tip: str, body: str) -> str:
 
 
 def short_enough(paint: Callable[[float], Iterable[str]], widths_px: Sequence[float], most: int) -> str:
-    """What `paint` draws in columns of the first of these widths with which it takes at most so many characters; else
-    of the last."""
+    """`paint` in columns of the first of these widths within the limit of characters, else of the last."""
     drawn = ""
     for column_px in widths_px:
         drawn = "".join(paint(column_px))

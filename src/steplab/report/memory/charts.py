@@ -25,7 +25,7 @@ _FIRST = 12
 
 
 def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Bars | None:
-    """What the peaks are made of, one bar per run, with a mark at its predicted peak; `predictions` by the runs' ids.
+    """The peaks' parts, one bar per run, with a mark at the predicted peak; `predictions` by the runs' ids.
 
     None where there is nothing to compare: one run without a prediction. Imported snapshots, whose categories are
     others, are left out.

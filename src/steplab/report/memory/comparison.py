@@ -124,7 +124,7 @@ def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
 
 
 def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> str:
-    """By how much the peak changes, and by how many bytes each category, so that the sum can be checked."""
+    """Changes of the peak and of each category in bytes, so that the sum can be checked."""
     change = after.peak_bytes - before.peak_bytes
     size = units.format_bytes
     moved = moved_words(after.peak_bytes, before.peak_bytes) or "the same"

@@ -31,7 +31,7 @@ from steplab.report.run.charts import peak_memory
 from steplab.report.run.one_run import memory_blocks, run_subtitle, run_title
 
 _WORTH_TELLING = 0.05
-"""Share of the peak from which a category is told."""
+"""Least share of the peak for a category in words."""
 _MOST_PARTS = 3
 
 
@@ -116,8 +116,8 @@ def memory_document(
 ) -> Document:
     """The report of a run's memory profile.
 
-    `prediction` is shown beside the measurement; `references` are the cells that the peak is compared with: the same
-    cell in fp32, and without checkpointing. Raises UserError for a run without a memory profile.
+    `prediction` joins the measurement; `references` are the cells to compare with: the same in fp32, and without
+    checkpointing. Raises UserError for a run without a memory profile.
     """
     profile = run.memory_profile
     if profile is None:

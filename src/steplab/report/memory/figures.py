@@ -106,7 +106,7 @@ def saved_bytes(saved: Iterable[SavedTensors]) -> int:
 
 
 def peak_of(run: Run) -> int | None:
-    """The run's peak: what the allocator counted over the timed steps, else that of the watched step."""
+    """The run's peak by the allocator over the timed steps, else over the watched step."""
     if run.peak:
         return run.peak.peak_allocated_bytes
     return run.memory_profile.peak_bytes if run.memory_profile else None
@@ -128,7 +128,7 @@ def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
 
 
 BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
-"""The choices whose effect on memory is told, each with the value that it is compared with."""
+"""Choices with an effect on memory, each with its baseline."""
 
 
 def watched(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -205,7 +205,7 @@ def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
 
 
 def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
-    """By how much each value of a field changes the peak, compared with the baseline's, of cells alike in all else."""
+    """The change of the peak by each value of a field against the baseline, between otherwise equal cells."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
         pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])

@@ -195,8 +195,8 @@ _FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8
 def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> tuple[Row, ...]:
     """One row per category with anything at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
 
-    With a prediction also predicted_bytes, which sum to predicted_peak_bytes, and error, of the predicted against
-    the measured; both are None for what the prediction does not cover.
+    A prediction adds predicted_bytes, which sum to predicted_peak_bytes, and error, predicted against measured; both
+    are None outside the prediction.
     """
     predicted = prediction is not None
     covered = {"predicted_peak_bytes": whole(profile, prediction).predicted_bytes} if predicted else {}

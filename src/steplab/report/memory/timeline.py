@@ -20,7 +20,7 @@ from steplab.report.kit.timelines import LETTERS, shade, short_enough, titled, w
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
-"""Widths of a picture that is alone, and of one that has others beside it."""
+"""Widths of a picture alone, and of one among several."""
 HEIGHTS = {WIDE: 300, NARROW: 210}
 """Height of the axis of bytes, by the picture's width, in pixels."""
 LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24

@@ -203,7 +203,7 @@ def _needs(prediction: MemoryPrediction) -> Iterator[str]:
 
 
 def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
-    """One row for the peak and each of what a device must have, phases, categories, summands, cards, and notes.
+    """One row for the peak, each need of a device, phase, category, summand, card and note.
 
     `row` tells them apart. The `total_bytes` of the categories, and of the summands (num_bytes x count), sum to the
     peak's; a card's is what a program has of its memory, and `verdict` whether the step fits. `bound` is at_least where

@@ -153,7 +153,7 @@ def _nothing_found(plan: LayoutPlan) -> str:
 
 
 def _batch_that_divides(plan: LayoutPlan) -> str:
-    """The nearest batches of which every GPU can have as many sequences as any other, unless this is one."""
+    """The nearest batches that divide evenly over the GPUs, unless this one does."""
     over = plan.global_batch % plan.gpus
     if not over:
         return ""
@@ -313,7 +313,7 @@ _VERDICTS = {
     "does not fit": ("does not fit", "do not fit"),
     "not possible": ("is not possible", "are not possible"),
 }
-"""The verdicts on a layout without a time, as they are said of one and of several."""
+"""Verdicts on layouts without a time, in singular and plural."""
 
 
 def _failing(others: list[LayoutCandidate]) -> Table:

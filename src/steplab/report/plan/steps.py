@@ -48,7 +48,7 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
 
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
-    """The same as a chapter of a page, with the measured figures of the same steps beside the predicted ones."""
+    """The same as a page's chapter, with measured figures next to predicted ones."""
     return Section.of("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
 
 

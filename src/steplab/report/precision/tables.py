@@ -193,7 +193,7 @@ _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, 
 
 
 def timing_table(runs: Sequence[Run]) -> Table:
-    """One row per run: a table of runs with the ratios to fp32 beside what they are ratios of."""
+    """One row per run, each figure with its ratio to fp32."""
     return rows_table(timing_rows(runs), tuple(_timing_columns()))
 
 

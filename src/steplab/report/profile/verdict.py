@@ -115,7 +115,7 @@ def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fie
 
 
 def findings_section(findings: Findings) -> Section:
-    """The findings as bars of what each would save, and as a table with the changes."""
+    """The findings as bars of their savings, and as a table with the changes."""
     bars = tuple(
         Bar(
             label=finding.title,

@@ -30,7 +30,7 @@ def has_host(profile: Profile) -> bool:
 
 
 def kernels_word(profile: Profile) -> str:
-    """The word for what the profile counts: kernels or operators."""
+    """The profile's unit: kernels or operators."""
     return "operators" if profile.device == "cpu" else "kernels"
 
 

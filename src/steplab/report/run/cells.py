@@ -18,7 +18,7 @@ from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
-"""Texts of values that are not fields of a step: those of the environment, and the number among equal runs."""
+"""Texts of the environment's values, and of the number among equal runs."""
 AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
 """The fields of size, in the order in which they become axes."""
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
@@ -32,7 +32,7 @@ FIELDS = (
 """The fields that can distinguish two runs, in the order of labels. `repeat` counts runs that are otherwise equal."""
 
 HOW = (*(name for name, role in _ROLES.items() if role in ("how", "device")), "repeat")
-"""Fields of how a step was measured rather than what it computes; labels have them only where no others differ."""
+"""Fields of the measurement, not of the computation; labels use them only if no others differ."""
 _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
 """Fields in which cells must agree for another field to be compared."""

@@ -136,7 +136,7 @@ def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
 
 
 def _column(key: str, rows: Sequence[Row]) -> Column:
-    """The column of a field; one that no table has otherwise has the field's name as its heading."""
+    """A field's column; unknown fields have their name as heading."""
     if key == "created_utc":
         one_year = len({str(row.get(key))[:4] for row in rows}) == 1
         shown = slice(5, 16) if one_year else slice(0, 10)

@@ -197,8 +197,9 @@ def passes_table(cells: Sequence[RunCell]) -> Table:
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
-    """A table for each value of a choice against its baseline, one row per pair of runs equal in all else; values of
-    which there is one pair share a table."""
+    """A table for each value of a choice against its baseline, with a row per pair of otherwise equal runs; values
+    with one pair share a table.
+    """
     order = {cell.id: place for place, cell in enumerate(cells)}
     effects = list(effects_of(cells))
     for effect in effects:

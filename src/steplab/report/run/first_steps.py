@@ -30,7 +30,7 @@ the documentation of cuBLAS on handles and of torch.optim on state)."""
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
-    """One row per run: by how much each phase of the first step exceeds that of a settled one, and what memory grew."""
+    """One row per run: the excess of each phase of the first step over settled steps, and the growth of memory."""
     fields = varying(cells)
     timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     rows: list[Row] = []

@@ -144,7 +144,7 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
-    """The effects that the answer tells, one a field: precision and compilation first, then those with most pairs."""
+    """Effects for the answer, one a field: precision and compilation first, then by number of pairs."""
     of_field: dict[str, Effect] = {}
     for effect in sorted((effect for effect in effects_of(cells) if not effect.is_negligible), key=_interest):
         of_field.setdefault(effect.field, effect)
@@ -195,8 +195,9 @@ def _for_work(first: Run, last: Run) -> str:
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
-    """The most cells that differ in `axis` alone, in the order of sizes, of which the first and the last certainly
-    differ in step time; empty for fewer than two."""
+    """The longest series of cells that differ in `axis` alone, by size, whose ends certainly differ in step time;
+    empty below two.
+    """
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec

@@ -44,7 +44,7 @@ def turns_document(
 
 
 def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
-    """The ratio with its interval, and that it is not the quotient of the times shown beside it, where it is not."""
+    """The ratio with its interval, and a note if it is not the quotient of the shown times."""
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
