@@ -57,7 +57,6 @@ class AttentionVariant:
     function: AttentionFn
     """The function that computes it."""
     inputs: Inputs
-    """The inputs."""
     ready: set[AttentionPass] = field(default_factory=set)
     """The passes that have run and can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)

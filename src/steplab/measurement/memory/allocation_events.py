@@ -60,7 +60,6 @@ class Range:
     """A named range of the program."""
 
     name: str
-    """The name."""
     start_ns: int
     """The beginning, on the profiler's clock."""
     end_ns: int

@@ -46,7 +46,6 @@ class Side:
     label: str
     """Name in the session, such as 'A'."""
     spec: StepSpec
-    """The step."""
     surroundings: Surroundings = HERE
     """Where its processes run."""
     failure: Failure | None = None

@@ -311,7 +311,6 @@ class Equations:
     """A derivation. LaTeX and Markdown set it as mathematics."""
 
     lines: tuple[Equation, ...]
-    """In their order."""
 
 
 Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Equations | Section

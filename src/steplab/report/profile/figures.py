@@ -36,7 +36,6 @@ class Span:
     categories: dict[str, float]
     """Busy seconds by category."""
     num_kernels: float
-    """Kernels."""
     timed_s: float | None
     """Unprofiled median of the same phase; None where it was not timed."""
 

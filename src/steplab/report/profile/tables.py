@@ -23,7 +23,6 @@ _ROWS = {0: "compute", 1: "messages"}
 
 
 def ranks_section(seen: TracedRanks) -> Section:
-    """All of it."""
     times = Table.of(
         "ranks",
         seen.ranks,

@@ -30,7 +30,6 @@ class Pair:
     before: RunCell
     """The cell with the baseline's value."""
     after: RunCell
-    """The other."""
     before_s: float
     """Median step time of `before`, in seconds."""
     after_s: float
@@ -49,7 +48,6 @@ class Effect:
     """One value of a field against the baseline's, over all pairs that differ in nothing else."""
 
     field: str
-    """The field."""
     choice: str
     """The value against the baseline's in words: 'bf16 instead of fp32'."""
     pairs: tuple[Pair, ...]
