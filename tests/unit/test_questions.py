@@ -95,7 +95,7 @@ def test_figures_are_quotients_of_rows_that_differ_in_one_setting(factors: str) 
 def test_an_open_question_names_the_command_that_measures_it(factors: str) -> None:
     document = questions_document(load_questions(factors), of_factors(), nothing)
     assert "run `steplab study sizes`" in text_of(sections(document)["And fp16?"])
-    assert document.verdict.sentences == ("1 of 2 questions are answered by 5 records.",)
+    assert document.verdict.sentences == ("Answered: 1 of 2 questions, from 5 records.",)
     assert [row["answer"] is None for row in document.data] == [False, True]  # type: ignore[index]
 
 
@@ -113,10 +113,16 @@ def test_the_newest_of_equal_steps_answers(factors: str) -> None:
         ('take = "min"', "figures"),
         ('rows_of = "run"', "choose one of runs, phases"),
         ("{best.at}", "the figures of its question are"),
+        ('where = { precision = "bf16" }', "names 'presicion'; runs have .*precision"),
     ],
 )
 def test_what_is_no_question_is_said(factors: str, wrong: str, said: str) -> None:
-    right = {'take = "min"': 'take = "least"', 'rows_of = "run"': None, "{best.at}": "{worst}"}[wrong]
+    right = {
+        'take = "min"': 'take = "least"',
+        'rows_of = "run"': None,
+        "{best.at}": "{worst}",
+        'where = { precision = "bf16" }': 'where = { presicion = "bf16" }',
+    }[wrong]
     text = (
         FACTORS.replace('rows_of = "runs"', 'rows_of = "run"', 1) if right is None else FACTORS.replace(wrong, right, 1)
     )

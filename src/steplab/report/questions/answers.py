@@ -51,8 +51,8 @@ def questions_document(
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
     open_ones = sum(row["answer"] is None for row in data)
     by = counted(len(records), "record")
-    told = f"{len(data) - open_ones} of {counted(len(data), 'question')} are answered by {by}."
-    left = (f"Not measured: {open_ones}; each says the command that measures it.",) if open_ones else ()
+    told = f"Answered: {len(data) - open_ones} of {counted(len(data), 'question')}, from {by}."
+    left = (f"Not measured: {open_ones}.",) if open_ones else ()
     devices = dict.fromkeys(record.device_name for record in records if record.device_name)
     days = sorted({record.created_utc[:10] for record in records})
     subtitle = " · ".join([*devices, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
@@ -91,6 +91,7 @@ class _Answers:
             return [], self._derive(question.derives)
         sheet = self._sheet(question.rows_of)
         keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
+        _refuse_unknown(sheet, question, keys)
         view = _View(sheet, [*keys, question.across] if question.across else keys)
         for rows in _alike(sheet, question, keys):
             try:
@@ -115,6 +116,19 @@ class _Answers:
         if name not in self._sheets:
             self._sheets[name] = SHEETS[name](self._records)
         return self._sheets[name]
+
+
+def _refuse_unknown(sheet: Sheet, question: Question, keys: Sequence[str]) -> None:
+    """Raise UserError for a field that no row has."""
+    known = {key for row in sheet.rows for key in row} | set(sheet.settings)
+    expressions = [*question.columns, *question.figures.values()]
+    named = [*keys, question.across, question.order, *question.where]
+    named += [name for each in expressions for name in (each.value, each.over, *each.against)]
+    named += [name for figure in question.figures.values() for name in (figure.along, *figure.where)]
+    for name in filter(None, named):
+        if sheet.rows and name not in known:
+            listed = ", ".join(sorted(known))
+            raise UserError(f"the question '{question.asks}' names '{name}'; {question.rows_of} have {listed}")
 
 
 def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[Row]]:
@@ -260,7 +274,7 @@ def _bars(
         if isinstance(value := line.get(column.key), (int, float)) and value > 0
     ]
     if 1 < len(bars) <= _MOST_BARS:
-        yield Bars(bars=tuple(bars), note=f"{drawn[0].heading.capitalize()}." if not question.across else "")
+        yield Bars(bars=tuple(bars), note="" if question.across else f"Bars: {drawn[0].heading}.")
 
 
 def _filled(answer: str, figures: Mapping[str, Mapping[str, str]]) -> str:
