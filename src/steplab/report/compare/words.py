@@ -54,7 +54,9 @@ def _answer(comparison: Comparison) -> str:
     better = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "lower"]
     if better:
         return f"B is better{named(sorted(better, key=lambda figure: figure.b / figure.a))}; nothing is worse."
-    if open_ones := [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "not higher"]:
+    if open_ones := [
+        figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "not higher"
+    ]:
         return f"B is not worse, and may be better{named(open_ones)}."
     if cells > 1:
         return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."
