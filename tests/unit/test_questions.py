@@ -161,6 +161,12 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> 
     assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
 
 
+def test_a_store_with_forward_passes_alone_leaves_questions_open() -> None:
+    runs: list[Record] = [make_run({"model": "tiny", "pass": "forward"})]
+    document = questions_document(load_questions("assignment"), runs, nothing)
+    assert "steplab study sizes" in text_of(sections(document)["How long do forward and backward take?"])
+
+
 def test_a_store_is_reported_by_questions_in_each_format(
     factors: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from steplab.cli.progress import ProgressLine
 from steplab.lab.choosing import records_to_report
 from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances
+from steplab.specs.question import load_questions
 from steplab.specs.study import StudySpec
 from steplab.units import counted, counted_results, parse_duration
 
@@ -14,6 +15,8 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
     Raises KeyboardInterrupt with the command that continues.
     """
     timeout_s = parse_duration(how.timeout)
+    if study.questions:
+        load_questions(study.questions)  # a wrong file is refused before hours of measuring
     chosen = chosen_format(out.format, out)
     with ProgressLine(resume=how.resume) as line:
         try:

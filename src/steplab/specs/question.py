@@ -53,6 +53,15 @@ class Figure(Expression, kw_only=True, frozen=True):
     """The field that doubles."""
 
 
+class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A question of `steplab plan accounting`, by the beginning of its text, with that command's options."""
+
+    question: str
+    model: str
+    gpu: str = "H100 SXM"
+    mesh: str = "fsdp=16,tp=4"
+
+
 class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """A question and how records answer it."""
 
@@ -74,8 +83,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     answer: str = ""
     tells: str = ""
     """A kind of record whose own verdict answers."""
-    derives: dict[str, str] = {}
-    """Options of `steplab plan accounting`, and `question`: the beginning of the one of its questions that answers."""
+    derives: Derivation | None = None
     why: str = ""
     measure: str = ""
     """The command that measures what is asked."""

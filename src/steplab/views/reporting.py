@@ -1,6 +1,6 @@
 """The report of several records, as a page or as tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from steplab.report.questions.answers import questions_document
 from steplab.report.report import Context, Report
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
-from steplab.specs.question import load_questions
+from steplab.specs.question import Derivation, load_questions
 from steplab.views.view import View
 
 
@@ -84,10 +84,14 @@ def answers_of(
     return View(write, store)
 
 
-def _derived(options: Mapping[str, str]) -> str:
-    gpu, mesh = options.get("gpu", "H100 SXM"), options.get("mesh", "fsdp=16,tp=4")
-    found = plan_accounting(options["model"], gpu=gpu, mesh=mesh)
-    return next(each.answer for each in found.questions if each.title.startswith(options["question"]))
+def _derived(asked: Derivation) -> str:
+    found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
+    answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
+    if answer is None:
+        raise UserError(
+            f"no derivation begins with '{asked.question}'; choose one of: {' '.join(q.title for q in found)}"
+        )
+    return answer
 
 
 def answer_of(found: ReportedRecords) -> str:

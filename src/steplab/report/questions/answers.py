@@ -8,16 +8,14 @@ from typing import Any
 
 from steplab.errors import UserError
 from steplab.records.record import Record
-from steplab.records.registry import kind_of
+from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import Row, Scalar
-from steplab.records.run import Run
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
 from steplab.report.kit.quantities import LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
+from steplab.report.page import page_verdict
 from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
-from steplab.report.report import report_of
-from steplab.report.run.cells import cells_of
 from steplab.specs.model import MODEL_SIZES
-from steplab.specs.question import Expression, Figure, Question, Questions, Where
+from steplab.specs.question import Derivation, Expression, Figure, Question, Questions, Where
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS
 from steplab.units import counted
@@ -33,7 +31,7 @@ _FOLLOWING = {
 
 
 def questions_document(
-    asked: Questions, records: Sequence[Record], derive: Callable[[Mapping[str, str]], str], title: str | None = None
+    asked: Questions, records: Sequence[Record], derive: Callable[[Derivation], str], title: str | None = None
 ) -> Document:
     """The answers that records give.
 
@@ -70,7 +68,7 @@ class _Missing(Exception):
 
 
 class _Answers:
-    def __init__(self, records: Sequence[Record], derive: Callable[[Mapping[str, str]], str]) -> None:
+    def __init__(self, records: Sequence[Record], derive: Callable[[Derivation], str]) -> None:
         self._derive = derive
         self._records = sorted(records, key=lambda record: record.created_utc)
         self._sheets: dict[str, Sheet] = {}
@@ -102,12 +100,12 @@ class _Answers:
         raise _Missing
 
     def _told(self, kind: str) -> str:
+        if kind not in KINDS:
+            raise UserError(f"a question is told by '{kind}'; choose one of {', '.join(KINDS)}")
         of_kind = [record for record in self._records if kind_of(record).name == kind]
         if not of_kind:
             raise _Missing
-        verdict = report_of(kind).verdict(
-            cells_of([each for each in of_kind if isinstance(each, Run)]) if kind == "run" else of_kind[-1:]
-        )
+        verdict = page_verdict(of_kind[-1:] if KINDS[kind].stands_alone else of_kind)
         return " ".join(verdict.sentences)
 
     def _sheet(self, name: str) -> Sheet:
@@ -228,23 +226,26 @@ class _View:
             shown = [columns[f"at {at}"] for at in order]
         else:
             shown = list(columns.values())
-        yield Table(name=question.asks, columns=(*labels, *shown), rows=tuple(lines), caption=self._caption(rows))
+        yield Table(
+            name=question.asks, columns=(*labels, *shown), rows=tuple(lines), caption=self._caption(question, rows)
+        )
         yield from _bars(question, keys, lines, shown)
 
-    def _caption(self, rows: Sequence[Row]) -> str:
+    def _caption(self, question: Question, rows: Sequence[Row]) -> str:
         """Settings that all rows share and that are not defaults; then the records."""
         common = {key: {row.get(key) for row in rows} for key in self.sheet.settings if key not in self.keys}
         shared = [
-            _said(key, *values)
+            _said(key, next(iter(values)))
             for key, values in common.items()
             if len(values) == 1 and values != {None} and not _goes_without_saying(key, *values)
         ]
         ids = dict.fromkeys(str(row["id"]) for row in rows if row.get("id"))
         named = f"Record{'s' if len(ids) > 1 else ''} {', '.join(ids)}." if len(ids) <= 3 else f"{len(ids)} records."
-        doubtful = sum(bool(row.get("warnings")) for row in rows)
-        named += f" {doubtful} of {counted(len(rows), 'timing')} are doubtful (`steplab list` says why)." * bool(
-            doubtful
-        )
+        timed = any(column.value.endswith("_s") for column in question.columns)
+        if timed and (doubtful := [str(row["id"]) for row in rows if row.get("warnings")]):
+            named += (
+                f" Doubtful times: {', '.join(doubtful[:3])}{f' and {len(doubtful) - 3} more' * (len(doubtful) > 3)}."
+            )
         return f"{' · '.join(shared)}. {named}" if shared else named
 
 
@@ -304,9 +305,8 @@ def _quantity(expression: Expression) -> Quantity:
 _AS_IT_IS = Quantity(lambda value: value if isinstance(value, str) else NUMBER.write(value))
 
 
-def _said(key: str, *values: Scalar) -> str:
+def _said(key: str, value: Scalar) -> str:
     """A setting in words: model and choices speak for themselves, numbers have a name."""
-    (value,) = values
     if isinstance(value, (int, float)) or value in ("yes", "no", "off", "none", "after"):
         if key.endswith("_bytes") and isinstance(value, (int, float)):
             return f"{value / 1e6:,.6g} MB"

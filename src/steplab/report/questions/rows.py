@@ -45,14 +45,19 @@ def _of_runs(records: Sequence[Record], rows: Callable[[Run, Row], Iterator[Row]
     return Sheet((*settings, *further), [row for run, known in found for row in rows(run, known)])
 
 
+_SPREAD = (
+    *(f"{phase}_{what}_s" for phase in ("step", "forward", "backward", "optimizer") for what in ("mean", "deviation")),
+    "parameters",
+    "residual_stream_bytes",
+)
+
+
 def _run_rows(run: Run, known: Row) -> Iterator[Row]:
-    spread: Row = {}
+    spread: Row = dict.fromkeys(_SPREAD)
     for phase in run.timing.back_to_back if run.timing else ():
         if len(phase.best_s) > 1:
             name = phase.phase.replace(" ", "_")
             spread |= {f"{name}_mean_s": fmean(phase.best_s), f"{name}_deviation_s": stdev(phase.best_s)}
-    if run.timing and (early := next((each.best_s for each in run.timing.warmup if each.phase == "step"), ())):
-        spread["first_warmup_s"] = early[0]
     if run.model:
         spread["parameters"] = run.model.num_parameters
     if run.spec and (shape := run.spec.model.shape) and run.spec.precision in ("fp32", "tf32", "fp16", "bf16"):
