@@ -35,8 +35,8 @@ def attention(
 ) -> AttentionRun:
     """Benchmark attention by itself, as `steplab attention` does, and store the record.
 
-    `fields` are those of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation,
-    compile), each a value or a list; every combination is a cell, and they replace those of the `grid`:
+    `fields` of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation, compile)
+    are values or lists. Every combination is a cell. They replace the `grid`'s:
 
         run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
         steplab.show(run)

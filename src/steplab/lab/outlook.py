@@ -265,8 +265,9 @@ class Outlook:
         return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
-        """What the recipe sets and the fastest step lacks, as one, once a part of it did not pay by itself: what each
-        saves may be lost in noise, and what the host cannot launch in time may pay in CUDA graphs."""
+        """The recipe's remaining settings as one change, once one of them did not pay alone: single savings may drown
+        in noise, and a launch-bound step may pay in CUDA graphs.
+        """
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
         lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]

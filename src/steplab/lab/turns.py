@@ -159,8 +159,8 @@ def ab(
 ) -> Compared:
     """Measure two or more steps in turns, A B B A A B and so on, and compare each with the first.
 
-    `fields` are those of all sides, as in `measure`, and `sides` those in which each differs; a single one is compared
-    with the step without it. With `against`, a git revision, the first side imports its code from there:
+    `fields` are common to all sides, as in `measure`; `sides` has each side's own. A single side is compared with the
+    step without it. With `against`, a git revision, the first side imports its code from there:
 
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")

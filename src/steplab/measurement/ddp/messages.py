@@ -75,9 +75,9 @@ def fsdp_messages(
     """The messages that parallel.layout.shard_parameters has a step send over `size` ranks, from the shapes of
     parameters.
 
-    Each forward pass gathers the parameters of the root and of each unit; each backward pass gathers those of each unit
-    again, since the root's are kept; and the last backward pass reduces and scatters the gradients of each. Every
-    parameter is padded so that the ranks divide its first dimension evenly.
+    Each forward pass gathers the parameters of the root and of each unit. Each backward pass gathers the units' again;
+    the root's are kept. The last backward pass reduces and scatters all gradients. Every parameter is padded so that
+    the ranks divide its first dimension evenly.
     """
     inside = {parameter for unit in units for parameter in unit.module.parameters()}
     root = Unit(module=nn.ParameterList(p for p in module.parameters() if p not in inside))
