@@ -139,7 +139,7 @@ ARROWS = {
     "compare": {"kit", "memory", "turns"},
     "history": {"kit", "run"},
     "runs": {"kit", "environments", "report", "run", "profile", "memory", "plan"},
-    "questions": {"kit", "report", "run"},
+    "questions": {"kit", "report", "run", "page"},
     "page": {"report", "run", "attempts", "environments", "kit"},
     "__init__": set(),
 }
