@@ -1,11 +1,15 @@
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.program import Program
+from tests.cli.program import Program, wait_until
 from tests.distributed import faulty
 
 from steplab.records.codec import decode
@@ -77,3 +81,55 @@ def test_more_gpus_than_there_are_are_refused_before_any_rank_starts(steplab: Pr
     assert code == 2
     assert f"use at most {NUM_GPUS}" in said
     assert run is None
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TWICE = """
+import json
+import steplab
+for times in (1, 2):
+    run = steplab.measure("tiny", layout="dp=2", steps=3, context=32 * times)
+    print(json.dumps({"id": run.id, "ranks": len(run.ranks), "status": run.status}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "status"),
+    [
+        ("killed", "exitcode  : -9", "crashed"),
+        ("raises", "ValueError: the third batch is spoilt", "error"),
+        ("hangs", "did not end within 40.0 s: it is at work/faulty.py:", "timeout"),
+    ],
+)
+def test_a_rank_of_torchrun_that_fails_ends_the_others_in_nccl(
+    steplab: Program, fault: str, said: str, status: str
+) -> None:
+    words = ("-m", "steplab", "run", "--model", f"faulty:{fault}", "--timeout", "40s")
+    ended = subprocess.run(
+        [*TORCHRUN, *words], cwd=steplab.cwd, env=steplab.environment, capture_output=True, timeout=2 * PROMPTLY_S
+    )
+    assert ended.returncode == 1
+    assert said in ended.stderr.decode()
+    assert [row["status"] for row in steplab.rows()] == [status]
+
+
+def test_a_program_under_torchrun_measures_twice(steplab: Program) -> None:
+    steplab.write("twice.py", TWICE)
+    ended = subprocess.run(
+        [*TORCHRUN, "twice.py"], cwd=steplab.cwd, env=steplab.environment, capture_output=True, timeout=PROMPTLY_S
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert ended.stdout.count(b'"ranks": 2, "status": "ok"') == 2 * 2
+
+
+def test_cells_that_had_ended_are_stored_when_torchrun_is_interrupted(steplab: Program) -> None:
+    words = ("-m", "steplab", "comm", "--size", "1KB,1GB", "--collective", "all_reduce", "--repeats", "3000")
+    with (steplab.folder / "errors").open("wb") as errors:
+        launcher = subprocess.Popen(
+            [*TORCHRUN, *words], cwd=steplab.cwd, env=steplab.environment, stderr=errors, start_new_session=True
+        )
+    wait_until(lambda: b"[1/2]" in (steplab.folder / "errors").read_bytes(), "the first cell", timeout_s=PROMPTLY_S)
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(timeout=PROMPTLY_S) != 0
+    (row,) = steplab("list", "--kind", "comm", "--format", "json").rows()
+    assert row["status"] == "ok"
