@@ -1,9 +1,10 @@
 """A step of examples/eight_b.py on two GPUs, and of the same model from torch's parts, as others train it.
 
     torchrun --nproc-per-node 2 -m benchmarks.eight_b_study ours RECORD.json [--steps 5] [--trace TRACE.json.gz]
-    torchrun --nproc-per-node 2 -m benchmarks.eight_b_study peer RECORD.json
+    torchrun --nproc-per-node 2 -m benchmarks.eight_b_study fp8 | fp8_torchao | peer RECORD.json
 
-`ours` is the unchanged example. `peer` shares weights, tokens, optimizer, FSDP2 and block-wise compilation. Its blocks
+`ours` is the unchanged example, `fp8` the same with --fp8, and `fp8_torchao` that with the linear layers of its blocks
+converted by torchao. `peer` shares weights, tokens, optimizer, FSDP2 and block-wise compilation. Its blocks
 are fully recomputed, cuDNN computes attention, the compiler writes kernels between products, and the loss takes all
 logits at once.
 
@@ -19,6 +20,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -42,7 +44,7 @@ SEED = 0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["ours", "peer"])
+    parser.add_argument("what", choices=["ours", "fp8", "fp8_torchao", "peer"])
     parser.add_argument("record", type=Path)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--trace", type=Path)
@@ -74,8 +76,12 @@ def main() -> None:
 
 
 def load(what: str) -> Any:
-    """The example as a fresh module; `peer` replaces its parts by torch's."""
+    """The example as a fresh module; `peer` and `fp8_torchao` replace its parts by others'."""
     example: Any = importlib.reload(eight_b)
+    if what == "fp8":
+        example.BLOCK = example.Fp8Block
+    if what == "fp8_torchao":
+        example.BLOCK = partial(_by_torchao, example.Block)
     if what == "peer":
         example.Block.forward = _forward_of_torch(example)
         example.wrap_block = _recomputed_whole
@@ -114,6 +120,12 @@ def _forward_of_torch(example: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
         return x_BTC + block.down(plain_swiglu(block.gate_up(block.norm_2(x_BTC))))
 
     return forward
+
+
+def _by_torchao(block: Callable[[], nn.Module]) -> Any:
+    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+
+    return convert_to_float8_training(block())
 
 
 def _recomputed_whole(block: nn.Module, index: int, **options: Any) -> None:

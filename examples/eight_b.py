@@ -1,7 +1,12 @@
-"""An 8b model on two GPUs, a sequence of 32,768 tokens on each: torchrun --nproc-per-node 2 examples/eight_b.py
-FSDP2 splits weights, gradients and optimizer state; of what a block's backward pass needs, the outputs of products and
-of attention are kept and the rest is computed again, in one kernel each; the loss is in chunks of the logits."""
+"""An 8b model on two GPUs, a sequence of 32,768 tokens on each.
 
+    torchrun --nproc-per-node 2 examples/eight_b.py [--fp8]
+
+FSDP2 splits weights, gradients and optimizer state. The outputs of products and of attention are kept for the backward
+pass; the rest is computed again, in one kernel each. The loss is in chunks of the logits. With --fp8 the products of
+blocks take operands in fp8 (docs/fp8.md)."""
+
+import sys
 import time
 
 import torch
@@ -13,7 +18,8 @@ from steplab.model.checkpointing import wrap_block
 from steplab.model.transformer import rotary_table
 from steplab.ops.attention import attention
 from steplab.ops.cross_entropy import linear_cross_entropy
-from steplab.ops.rms_norm import add_rms_norm
+from steplab.ops.fp8.linear import fp8_heads, fp8_linear, fp8_swiglu
+from steplab.ops.rms_norm import add_rms_norm, add_rms_norm_amax
 from steplab.ops.rotary_heads import rotary_heads
 from steplab.ops.swiglu import swiglu
 
@@ -36,10 +42,22 @@ class Block(nn.Module):
         return x_BTC + self.down(swiglu(self.gate_up(normed_BTC)))
 
 
+class Fp8Block(Block):
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        qkv_BHTD = fp8_heads(self.norm_1(x_BTC), self.qkv.weight, rotary_2TD, HEADS)
+        o_BHTD = attention(*qkv_BHTD, causal=True, implementation=ATTENTION)
+        branch_BTC = fp8_linear(o_BHTD.transpose(1, 2).flatten(2), self.out.weight)
+        normed_BTC, x_BTC, amax = add_rms_norm_amax(x_BTC, branch_BTC, self.norm_2.weight, EPS)
+        return x_BTC + fp8_swiglu(normed_BTC, self.gate_up.weight, self.down.weight, x_amax=amax)
+
+
+BLOCK = Fp8Block if "--fp8" in sys.argv else Block
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
+        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(BLOCK() for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(WIDTH, EPS), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rotary_2TD: Tensor) -> Tensor:
