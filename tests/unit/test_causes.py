@@ -145,3 +145,46 @@ def test_reasons_and_processes_that_make_no_sense_are_not_known(monkeypatch: pyt
         reading = nvml.read("GPU-1")
         assert isinstance(reading, nvml.Reading)
         assert (reading.clock_limits, reading.other_processes) == (None, None)
+
+
+def test_a_meter_has_the_energy_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    millijoules, held_ns, clocks_mhz = iter((5_000, 1_405_000)), iter((0, 500_000_000)), (1700, 1710, 1980)
+    samples = [SimpleNamespace(sampleValue=SimpleNamespace(uiVal=clock)) for clock in clocks_mhz]
+    answers: dict[str, Any] = {
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: next(millijoules),
+        "nvmlDeviceGetViolationStatus": lambda handle, policy: SimpleNamespace(violationTime=next(held_ns)),
+        "nvmlDeviceGetSamples": lambda handle, kind, since_us: (0, samples),
+    }
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", with_counters(answers))
+    monkeypatch.setattr(time, "perf_counter", iter((10.0, 12.0)).__next__)
+    meter = nvml.Meter("GPU-1")
+    meter.start()
+    energy = meter.stop(20)
+    assert energy is not None
+    assert (energy.joules, energy.per_step_j, energy.mean_power_w) == (1400.0, 70.0, 700.0)
+    assert (energy.limited_share, energy.sm_clock_hz) == (0.25, 1.71e9)
+
+
+@pytest.mark.parametrize(
+    ("answers", "lasted_s"),
+    [
+        ({}, 2.0),  # nothing is reported
+        ({"nvmlDeviceGetTotalEnergyConsumption": lambda handle: 5_000}, 2.0),  # a counter that stands still
+        ({"nvmlDeviceGetTotalEnergyConsumption": lambda handle, mj=[630_000, 0]: mj.pop()}, 0.9),  # too short
+        ({"nvmlInit": OSError("libnvidia-ml.so.1: cannot open")}, 2.0),
+    ],
+)
+def test_energy_that_is_not_counted_is_absent(
+    answers: dict[str, Any], lasted_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", with_counters(answers))
+    monkeypatch.setattr(time, "perf_counter", iter((10.0, 10.0 + lasted_s)).__next__)
+    meter = nvml.Meter("GPU-1")
+    meter.start()
+    assert meter.stop(20) is None
+
+
+def with_counters(answers: dict[str, Any]) -> SimpleNamespace:
+    made = fake_nvml(**{name: answer for name, answer in answers.items() if not callable(answer)})
+    counters = {name: answer for name, answer in answers.items() if callable(answer)}
+    return SimpleNamespace(**vars(made) | counters, NVML_PERF_POLICY_POWER=0, NVML_PROCESSOR_CLK_SAMPLES=2)

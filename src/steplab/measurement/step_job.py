@@ -21,6 +21,7 @@ from steplab.measurement.machine.device import Device, host_peak_bytes, open_dev
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
 from steplab.measurement.machine.load import OtherProcesses, Suspension
+from steplab.measurement.machine.nvml import Meter
 from steplab.measurement.machine.world import World
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
@@ -168,6 +169,7 @@ class _Warm:
     states: tuple[AllocatorState, ...]
     others: OtherProcesses
     suspension: Suspension
+    meter: Meter
 
     @property
     def last_s(self) -> float:
@@ -204,7 +206,7 @@ class _Cell:
         step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
         first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
         self.meet()
-        others, suspension = OtherProcesses(), Suspension()
+        others, suspension, meter = OtherProcesses(), Suspension(), Meter(self.environment.device.uuid)
         self.begin("warmup", spec.warmup)
         states = [device.allocator_state()]
 
@@ -222,6 +224,7 @@ class _Cell:
             states=tuple(state for state in states if state),
             others=others,
             suspension=suspension,
+            meter=meter,
         )
 
     def measure(self, watcher: Watcher | None) -> Run:
@@ -232,7 +235,9 @@ class _Cell:
         device.reset_peak()
         # Without warm-up steps the clocks read above were those of an idle GPU.
         before_drain = (lambda: None) if spec.warmup else self.read_clocks
+        warm.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
+        energy = warm.meter.stop(spec.steps)
         step_peak = self.peak(warm.step)
         # The other ranks would be counted as other processes.
         other_cpus = warm.others.mean_cpus() if self.world is None else None
@@ -257,6 +262,7 @@ class _Cell:
             back_to_back_host_s=host_s,
             first_step_s=warm.first_step_s,
             one_thread_s=() if watcher else self.with_one_thread(phases, measured),
+            energy=energy,
         )
         memory = self.memory(warm, peaks)
         run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))

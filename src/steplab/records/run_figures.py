@@ -9,6 +9,7 @@ from steplab.records.disturbances import disturbance_words
 from steplab.records.figure import Figure
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.run import Run, Utilization
+from steplab.records.timing import Energy
 from steplab.specs.step_fields import Scalar
 
 
@@ -28,6 +29,15 @@ def _compile_s(run: Run) -> float | None:
 
 def _tokens_per_s(run: Run) -> float | None:
     return run.tokens_per_step / run.median_s if run.tokens_per_step and run.median_s else None
+
+
+def _energy(run: Run) -> Energy | None:
+    return run.timing.energy if run.timing else None
+
+
+def _tokens_per_j(run: Run) -> float | None:
+    energy = _energy(run)
+    return run.tokens_per_step / energy.per_step_j if run.tokens_per_step and energy else None
 
 
 def _mfu(run: Run) -> Utilization | None:
@@ -74,6 +84,8 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
     Figure(key="optimizer_s", header="opt. step", find=_phase("optimizer"), rank=5),
     Figure(key="compile_s", header="compile time", find=_compile_s, rank=6),
     Figure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
+    Figure(key="energy_per_step_j", find=lambda run: energy.per_step_j if (energy := _energy(run)) else None),
+    Figure(key="tokens_per_j", header="tokens/J", find=_tokens_per_j, rank=6),
     Figure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
     Figure(
         key="mfu_convention",

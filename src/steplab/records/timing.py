@@ -40,6 +40,38 @@ class PhaseSamples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Energy:
+    """One GPU's energy, power limit and clock while it ran the back-to-back steps, by NVML's counters."""
+
+    joules: float
+    """Energy of the whole board over `seconds`."""
+    seconds: float
+    """Host seconds between the two readings."""
+    num_steps: int
+    limited_s: float | None = None
+    """Seconds in which the power limit lowered the clock; None: not reported."""
+    sm_clock_hz: float | None = None
+    """Median clock of the multiprocessors; None: not reported."""
+
+    @property
+    def per_step_j(self) -> float:
+        return self.joules / self.num_steps
+
+    @property
+    def mean_power_w(self) -> float:
+        return self.joules / self.seconds
+
+    @property
+    def limited_share(self) -> float | None:
+        return None if self.limited_s is None else self.limited_s / self.seconds
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("joules", "seconds", "num_steps"):
+            if not getattr(self, name) > 0:
+                yield f".{name}", f"must be above 0, not {getattr(self, name)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """Raw times of one step, as lists of phases."""
 
@@ -61,6 +93,8 @@ class Timing:
     """
     one_thread_s: tuple[float, ...] = ()
     """Seconds of further CPU steps with one thread; empty if the first was no faster, or none was tried."""
+    energy: Energy | None = None
+    """Of the back-to-back steps, of the first rank's GPU. None: not reported, or the steps took less than a second."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         return find_phase(self.back_to_back, name)

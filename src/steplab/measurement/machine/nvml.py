@@ -6,8 +6,12 @@ visible, so that an index means different GPUs to the two.
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
+
+from steplab.records.timing import Energy
 
 _CLOCK_LIMITS = {
     0x04: "power limit",
@@ -72,6 +76,63 @@ def read(uuid: str) -> Reading | str:
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()
+
+
+class Meter:
+    """Energy of one GPU between `start` and `stop`; every call does nothing where NVML cannot be asked.
+
+    The driver advances the counter of energy some ten times a second, so a stretch below LEAST_S has none.
+    """
+
+    LEAST_S = 1.0
+
+    def __init__(self, uuid: str | None) -> None:
+        self._nvml: Any = None
+        with contextlib.suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()  # takes longer than a step: before the steps
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid and uuid.startswith("GPU-") else f"GPU-{uuid}")
+            self._nvml = pynvml
+
+    def start(self) -> None:
+        self._began_us = time.time() * 1e6
+        self._began = self._counters()
+
+    def stop(self, num_steps: int) -> Energy | None:
+        """The steps' energy, and the end of this meter."""
+        began, ended = self._began, self._counters()
+        seconds, joules = ended[0] - began[0], ended[1] - began[1]
+        limited_s, clock_hz = ended[2] - began[2], self._median_clock_hz()
+        with contextlib.suppress(Exception):
+            self._nvml.nvmlShutdown()
+        if not seconds >= self.LEAST_S or not joules > 0:
+            return None
+        return Energy(
+            joules=joules,
+            seconds=seconds,
+            num_steps=num_steps,
+            limited_s=min(limited_s, seconds) if limited_s >= 0 else None,
+            sm_clock_hz=clock_hz,
+        )
+
+    def _counters(self) -> tuple[float, float, float]:
+        """Seconds, joules and seconds at the power limit, each from its own beginning; NaN where there is none."""
+        joules = limited_s = float("nan")
+        with contextlib.suppress(Exception):
+            joules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+        with contextlib.suppress(Exception):
+            held = self._nvml.nvmlDeviceGetViolationStatus(self._handle, self._nvml.NVML_PERF_POLICY_POWER)
+            limited_s = held.violationTime / 1e9
+        return time.perf_counter(), joules, limited_s
+
+    def _median_clock_hz(self) -> float | None:
+        with contextlib.suppress(Exception):
+            kind = self._nvml.NVML_PROCESSOR_CLK_SAMPLES
+            _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, int(self._began_us))
+            clocks_hz = [sample.sampleValue.uiVal * 1e6 for sample in samples]
+            return median(clock for clock in clocks_hz if 0 < clock < _MOST_HZ)
+        return None
 
 
 def _in_one_line(text: str) -> str:

@@ -62,6 +62,8 @@ GB_PER_S = Quantity(lambda value: units.three_digits(value / 1e9))
 """Bytes per second in GB/s, where the heading names the unit; GB is 1e9 bytes."""
 DIGITS = Quantity(units.three_digits)
 """A number with three significant digits."""
+JOULES = Quantity(lambda value: units.format_rate(value, "J"))
+"""Energy: 142 J."""
 ERROR = Quantity(lambda value: f"{value:.1e}")
 """A relative error: 1.2e-03."""
 TOKENS_PER_S = Quantity(lambda value: units.format_rate(value, "").rstrip())
@@ -71,6 +73,8 @@ _BY_UNIT = (
     ("flops_per_s", FLOPS_PER_S),
     ("bytes_per_s", BYTES_PER_S),
     ("tokens_per_s", TOKENS_PER_S),
+    ("tokens_per_j", DIGITS),
+    ("_j", JOULES),
     ("_per_s", NUMBER),
     ("_s", TIME),
     ("_bytes", BYTES),

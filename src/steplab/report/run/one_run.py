@@ -278,6 +278,16 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
         pairs.append(("host clock", f"{show(per_step)} per step: the same loop from end to end, as a check"))
+    if energy := timing.energy:
+        tokens = (
+            f", {units.three_digits(run.tokens_per_step / energy.per_step_j)} tokens/J" if run.tokens_per_step else ""
+        )
+        told = f"{units.format_rate(energy.mean_power_w, 'W')} on average over {show(energy.seconds)}"
+        pairs.append(("energy", f"{units.format_rate(energy.per_step_j, 'J')} a step{tokens}; {told}"))
+        if energy.limited_share is not None:
+            pairs.append(("power limit", f"lowered the clock {units.format_share(energy.limited_share)} of that time"))
+        if energy.sm_clock_hz is not None:
+            pairs.append(("SM clock", f"{units.format_rate(energy.sm_clock_hz, 'Hz')}, median over that time"))
     return Pairs(pairs=tuple(pairs))
 
 
