@@ -41,7 +41,7 @@ class PhaseSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Energy:
-    """One GPU's energy, power limit and clock while it ran the back-to-back steps, by NVML's counters."""
+    """One GPU's energy, and its time at the power limit, while it ran the back-to-back steps, by NVML's counters."""
 
     joules: float
     """Energy of the whole board over `seconds`."""
@@ -50,8 +50,6 @@ class Energy:
     num_steps: int
     limited_s: float | None = None
     """Seconds in which the power limit lowered the clock; None: not reported."""
-    sm_clock_hz: float | None = None
-    """Median clock of the multiprocessors; None: not reported."""
 
     @property
     def per_step_j(self) -> float:

@@ -6,9 +6,8 @@ visible, so that an index means different GPUs to the two.
 
 import contextlib
 import os
-import time
 from dataclasses import dataclass
-from statistics import median
+from time import perf_counter
 from typing import Any
 
 from steplab.records.timing import Energy
@@ -96,25 +95,18 @@ class Meter:
             self._nvml = pynvml
 
     def start(self) -> None:
-        self._began_us = time.time() * 1e6
         self._began = self._counters()
 
     def stop(self, num_steps: int) -> Energy | None:
         """The steps' energy, and the end of this meter."""
         began, ended = self._began, self._counters()
-        seconds, joules = ended[0] - began[0], ended[1] - began[1]
-        limited_s, clock_hz = ended[2] - began[2], self._median_clock_hz()
+        seconds, joules, limited_s = (end - begin for begin, end in zip(began, ended, strict=True))
         with contextlib.suppress(Exception):
             self._nvml.nvmlShutdown()
         if not seconds >= self.LEAST_S or not joules > 0:
             return None
-        return Energy(
-            joules=joules,
-            seconds=seconds,
-            num_steps=num_steps,
-            limited_s=min(limited_s, seconds) if limited_s >= 0 else None,
-            sm_clock_hz=clock_hz,
-        )
+        limited = min(limited_s, seconds) if limited_s >= 0 else None
+        return Energy(joules=joules, seconds=seconds, num_steps=num_steps, limited_s=limited)
 
     def _counters(self) -> tuple[float, float, float]:
         """Seconds, joules and seconds at the power limit, each from its own beginning; NaN where there is none."""
@@ -124,15 +116,7 @@ class Meter:
         with contextlib.suppress(Exception):
             held = self._nvml.nvmlDeviceGetViolationStatus(self._handle, self._nvml.NVML_PERF_POLICY_POWER)
             limited_s = held.violationTime / 1e9
-        return time.perf_counter(), joules, limited_s
-
-    def _median_clock_hz(self) -> float | None:
-        with contextlib.suppress(Exception):
-            kind = self._nvml.NVML_PROCESSOR_CLK_SAMPLES
-            _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, int(self._began_us))
-            clocks_hz = [sample.sampleValue.uiVal * 1e6 for sample in samples]
-            return median(clock for clock in clocks_hz if 0 < clock < _MOST_HZ)
-        return None
+        return perf_counter(), joules, limited_s
 
 
 def _in_one_line(text: str) -> str:

@@ -286,8 +286,6 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("energy", f"{units.format_rate(energy.per_step_j, 'J')} a step{tokens}; {told}"))
         if energy.limited_share is not None:
             pairs.append(("power limit", f"lowered the clock {units.format_share(energy.limited_share)} of that time"))
-        if energy.sm_clock_hz is not None:
-            pairs.append(("SM clock", f"{units.format_rate(energy.sm_clock_hz, 'Hz')}, median over that time"))
     return Pairs(pairs=tuple(pairs))
 
 
