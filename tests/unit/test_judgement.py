@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.runs import make_run
 
 from steplab.comparison.comparing import compare
 from steplab.comparison.judging import judged
 from steplab.errors import Inconclusive, SteplabError, UserError
-from steplab.records.codec import decode
+from steplab.records.codec import decode, new_id
 from steplab.records.comparison import Side
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import run_row, step_key
 from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.turns import Turn, Turns
 from steplab.report.run.cells import cells_of
-from steplab.report.run.effects import effects_of
+from steplab.report.run.effects import effect_words, effects_of
 from steplab.report.run.verdict import runs_verdict
 from steplab.stats import percentile
 
@@ -49,9 +52,10 @@ def test_page_and_compare_never_contradict_each_other(recorded: dict[str, list[R
     for runs in recorded.values():
         for effect in effects_of(cells_of(runs)):
             for pair in effect.pairs:
-                a, b = (Side(told=run.id, ids=(run.id,)) for run in (pair.before.run, pair.after.run))
+                starts = [[cell.run for cell in side] for side in zip(*pair.starts, strict=True)]
+                a, b = (Side(told=side[0].id, ids=tuple(run.id for run in side)) for side in starts)
                 try:
-                    found = compare(a, b, [pair.before.run], [pair.after.run], allow=[effect.field])
+                    found = compare(a, b, *starts, allow=[effect.field])
                 except (Inconclusive, UserError):
                     continue
                 [decision] = [each.ratio.decision for each in found.figures if each.name == "step time" and each.ratio]
@@ -109,6 +113,55 @@ def test_a_record_has_one_figure_of_tokens_per_second(recorded: dict[str, list[R
 
 def test_a_page_of_a_busy_machine_begins_with_what_is_known(recorded: dict[str, list[Run]]) -> None:
     verdict = runs_verdict(cells_of(recorded["busy_cpu_202611.jsonl.gz"]))
-    assert "With one thread 4 of 6 steps are faster, up to 40.5×: set OMP_NUM_THREADS=1." in verdict.sentences
+    told = "with one thread 4 of 6 steps are faster, up to 40.5×: set OMP_NUM_THREADS=1."
+    assert f"While other processes keep processors busy, {told}" in verdict.sentences
     (doubt,) = verdict.cautions
     assert doubt.startswith("Warning: the step time of 6 of 6 runs is doubtful (")
+
+
+def two_starts(after: tuple[float, float]) -> list[Run]:
+    """Two starts of fp32 and bf16 in turns, with these step times of bf16 over fp32."""
+    made = []
+    for number, ratio in enumerate(after):
+        for shift, (precision, factor) in enumerate((("fp32", 1.0), ("bf16", ratio))):
+            turns = tuple(Turn(place=4 * place + shift, steps=1) for place in range(12))
+            samples = tuple(0.1 * factor * (1 + 0.001 * (place % 3)) for place in range(12))
+            timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))
+            turned = Turns(session=f"start {number}", label=precision, turns=turns)
+            made.append(make_run({"precision": precision}, id=new_id(), timing=timing, turns=turned))
+    return made
+
+
+def test_starts_of_one_comparison_in_turns_are_one_pair_and_decided_together() -> None:
+    for after, expected in (((0.80, 0.81), "lower"), ((0.80, 1.20), "undecided")):
+        runs = two_starts(after)
+        [effect] = effects_of(cells_of(runs))
+        [pair] = effect.pairs
+        assert len(pair.starts) == 2
+        assert pair.decision == expected
+        assert pair.judged.ratio == pytest.approx((after[0] * after[1]) ** 0.5, rel=1e-3)
+        sides = [runs[0::2], runs[1::2]]
+        a, b = (Side(told="side", ids=tuple(run.id for run in side)) for side in sides)
+        figures = {each.name: each for each in compare(a, b, *sides, allow=["precision"]).figures}
+        assert figures["step time"].ratio == pair.judged
+
+
+def test_the_most_that_a_choice_gains_is_that_of_a_decided_pair() -> None:
+    """The undecided pair has the larger ratio."""
+    decided = [
+        make_run({"precision": p}, id=new_id(), timing=steady_at(s)) for p, s in (("fp32", 0.120), ("bf16", 0.1))
+    ]
+    few = [
+        make_run({"precision": p, "model": "large"}, id=new_id(), timing=steady_at(s, 2))
+        for p, s in (("fp32", 0.3), ("bf16", 0.1))
+    ]
+    [effect] = effects_of(cells_of([*decided, *few]))
+    assert [pair.decision for pair in effect.pairs] == ["lower", "undecided"]
+    assert "faster in 1 of 2 pairs of otherwise equal runs, up to 1.20× at small" in effect_words(effect)
+    assert effect.pairs[0].interval == pytest.approx((1.2, 1.2), rel=0.01)
+    assert effect.pairs[1].interval is None
+
+
+def steady_at(step_s: float, count: int = 20) -> Timing:
+    samples = tuple(step_s * (1 + 0.001 * (place % 3)) for place in range(count))
+    return Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))

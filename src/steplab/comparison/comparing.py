@@ -11,7 +11,7 @@ from steplab.comparison.differences import kernel_changes, memory_changes
 from steplab.comparison.judging import start_margin
 from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
-from steplab.comparison.turns import ratio_in_turns, took_turns
+from steplab.comparison.turns import of_starts, ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
 from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side
 from steplab.records.disturbances import disturbances
@@ -23,6 +23,8 @@ from steplab.records.run import Run
 from steplab.units import counted
 
 _T = TypeVar("_T")
+_Samples = list[tuple[str, tuple[float, ...]]]
+"""Samples with the ids of their records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +59,15 @@ class _Cell:
         """Newest non-None what(run)."""
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
 
-    def like(self, first: MeasuredFigure) -> list[MeasuredFigure]:
-        """The same figure of each success; a phase and a kernel category may share a name."""
+    def samples(self, first: MeasuredFigure) -> _Samples:
+        """Samples of the same figure in each success; a phase and a kernel category may share a name."""
         told = (first.group, first.name)
-        return [figure for cell in self.good for figure in cell.figures if (figure.group, figure.name) == told]
+        return [
+            (record.id, figure.samples)
+            for record, cell in zip(self.records, self.measured, strict=True)
+            for figure in (cell.figures if cell.failure is None else ())
+            if (figure.group, figure.name) == told
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +84,10 @@ class _Pair:
         return ("A", self.a), ("B", self.b)
 
     @property
-    def in_turns(self) -> tuple[Run, Run] | None:
-        """The two runs, if each side has one and they alternated."""
-        if len(self.a.runs) != 1 or len(self.b.runs) != 1 or not took_turns(self.a.runs[0], self.b.runs[0]):
-            return None
-        return self.a.runs[0], self.b.runs[0]
+    def in_turns(self) -> list[tuple[Run, Run]]:
+        """Runs that alternated, a pair for each start of both; empty unless every run is in one."""
+        starts = [(a, b) for a in self.a.runs for b in self.b.runs if took_turns(a, b)]
+        return starts if len(starts) == len(self.a.runs) == len(self.b.runs) else []
 
     @property
     def doubts(self) -> list[str]:
@@ -141,7 +147,7 @@ def compare(
         failed=tuple(
             f"{pair.label or 'B'} failed: {pair.b.failure}" for pair in pairs if pair.b.failure and not pair.a.failure
         ),
-        in_turns=any(pair.in_turns for pair in pairs),
+        in_turns=any(bool(pair.in_turns) for pair in pairs),
         can_run_again=all(isinstance(record, Run) and record.spec for record in (*records_a, *records_b)),
         doubts=tuple(dict.fromkeys(doubt for pair in pairs for doubt in pair.doubts)),
         notes=tuple(_notes(cells_a, cells_b, pairs)),
@@ -203,10 +209,11 @@ def _may_alarm(figure: MeasuredFigure) -> bool:
 def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
     """Figures of both cells."""
     for first in pair.a.figures:
-        a, b = ([figure.samples for figure in cell.like(first)] for _, cell in pair.sides)
-        if not b:
+        of_a, of_b = (cell.samples(first) for _, cell in pair.sides)
+        if not of_b:
             continue
-        ratio = _ratio(pair, first, a, b, threshold, num_decided if _may_alarm(first) else 1)
+        a, b = ([samples for _, samples in side] for side in (of_a, of_b))
+        ratio = _ratio(pair, first, of_a, of_b, threshold, num_decided if _may_alarm(first) else 1)
         yield ComparedFigure(
             cell=pair.label,
             name=first.name,
@@ -222,18 +229,23 @@ def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator
 def _ratio(
     pair: _Pair,
     figure: MeasuredFigure,
-    a: list[tuple[float, ...]],
-    b: list[tuple[float, ...]],
+    of_a: _Samples,
+    of_b: _Samples,
     threshold: float | None,
     num_decided: int,
 ) -> Ratio | None:
     """The ratio with its uncertainty: paired by step for alternating runs; exact for bytes; None for a few single
     times, which have no interval.
     """
-    if (runs := pair.in_turns) and all(a[0]) and all(b[0]):
-        each_step = all(run.turns and len(of[0]) == run.turns.num_steps for run, of in zip(runs, (a, b), strict=True))
-        if each_step and (found := ratio_in_turns(*runs, a[0], b[0], threshold=threshold, num_decided=num_decided)):
-            return found
+    a, b = ([samples for _, samples in side] for side in (of_a, of_b))
+    by_id = dict(of_a + of_b)
+    together = [
+        ratio_in_turns(*runs, *samples, threshold=threshold, num_decided=num_decided)
+        for runs in pair.in_turns
+        if _one_per_step(runs, samples := [by_id.get(run.id, ()) for run in runs])
+    ]
+    if found := [ratio for ratio in together if ratio]:
+        return of_starts(found)
     if figure.unit == "bytes":
         before, after = _middle(a, figure), _middle(b, figure)
         return compare_values(before, after, threshold=threshold) if before > 0 and after > 0 else None
@@ -243,6 +255,10 @@ def _ratio(
         return None
     margin = start_margin([run for _, cell in pair.sides for run in cell.runs])
     return compare_samples(a, b, in_turns=False, threshold=threshold, num_decided=num_decided, margin=margin)
+
+
+def _one_per_step(runs: Sequence[Run], samples: Sequence[tuple[float, ...]]) -> bool:
+    return all(run.turns and len(of) == run.turns.num_steps and all(of) for run, of in zip(runs, samples, strict=True))
 
 
 def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:

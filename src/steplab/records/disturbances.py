@@ -17,7 +17,7 @@ _SUSPENDED_S = 0.1
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
 """Clock limits from failing cooling or power; the power limit belongs to the GPU."""
 
-WAITS = "waits for host"
+WAITS, BUSY = "waits for host", "busy machine"
 """Word for a step in which the device waits for the host; a quiet machine would not help."""
 
 
@@ -95,13 +95,13 @@ def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbanc
         if others < _NOTICEABLE * cpus or others + threads <= cpus:
             return None
         used = f"Other processes kept {others:.1f} of {counted(cpus, 'processor')} busy during the measurement."
-        return Disturbance(word="busy machine", text=used)
+        return Disturbance(word=BUSY, text=used)
     load = environment.load_average
     wanted = max(cpus, threads * num_processes)
     if load is None or load <= _CROWDED * wanted:
         return None
     text = f"{load:.1f} processes were runnable on {counted(cpus, 'processor')} in the minute before measuring."
-    return Disturbance(word="busy machine", text=text)
+    return Disturbance(word=BUSY, text=text)
 
 
 def _shared(environment: Environment) -> Disturbance | None:

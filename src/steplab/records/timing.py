@@ -48,6 +48,7 @@ class Energy:
     seconds: float
     """Host seconds between the two readings."""
     num_steps: int
+    """Steps in that time."""
     limited_s: float | None = None
     """Seconds in which the power limit lowered the clock; None: not reported."""
 

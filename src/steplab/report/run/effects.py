@@ -1,11 +1,14 @@
 """Choices compared with their baselines, over pairs of runs that differ in nothing else, and the passes of each run."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from steplab import stats, units
 from steplab.comparison.judging import judged
-from steplab.records.comparison import Decision
+from steplab.comparison.turns import of_starts, took_turns
+from steplab.records.comparison import Decision, Ratio
 from steplab.records.disturbances import disturbance_words, never_settles
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import MOST_ROWS, Column, Section, Table
@@ -25,17 +28,43 @@ VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slowe
 class Pair:
     """Two cells that differ in one field only."""
 
-    ratio: float
-    """Time before divided by time after; above 1, the step became faster."""
-    before: RunCell
-    """The cell with the baseline's value."""
-    after: RunCell
-    before_s: float
-    """Median step time of `before`, in seconds."""
-    after_s: float
-    """Median step time of `after`, in seconds."""
-    decision: Decision
-    """Decision on the step time with the value: lower or higher (comparison.judging)."""
+    starts: tuple[tuple[RunCell, RunCell], ...]
+    """The cell with the baseline's value and the other; more than once where `ab` started both so often."""
+    judged: Ratio
+    """Time after over time before, over all starts (comparison.judging)."""
+
+    @property
+    def before(self) -> RunCell:
+        return self.starts[-1][0]
+
+    @property
+    def after(self) -> RunCell:
+        return self.starts[-1][1]
+
+    @property
+    def before_s(self) -> float:
+        """Median step time in seconds, over the starts."""
+        return median(before.run.median_s or 0.0 for before, _ in self.starts)
+
+    @property
+    def after_s(self) -> float:
+        return median(after.run.median_s or 0.0 for _, after in self.starts)
+
+    @property
+    def ratio(self) -> float:
+        """Time before over time after; above 1, the step became faster."""
+        return 1 / self.judged.ratio
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of `ratio`; None: too few samples."""
+        low, high = self.judged.low, self.judged.high
+        return (1 / high, 1 / low) if low and high else None
+
+    @property
+    def decision(self) -> Decision:
+        """Decision on the step time with the value: lower or higher."""
+        return self.judged.decision
 
     @property
     def never_settles(self) -> bool:
@@ -85,26 +114,24 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     """Pairs of cells that differ in one field alone, from the value `base` to `value`; smallest gain first."""
 
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
-        return tuple(cell.values[name] for name in COMPARED if name != field)
+        return tuple(cell.values[name] for name in COMPARED if name not in (field, "repeat"))
 
-    timed = [(cell, time_s) for cell in cells if (time_s := cell.run.median_s)]
-    before = {rest(cell): (cell, time_s) for cell, time_s in timed if cell.values[field] == base}
-    after = [(cell, time_s) for cell, time_s in timed if cell.values[field] == value and rest(cell) in before]
-    pairs = []
-    for cell, after_s in after:
-        slow, before_s = before[rest(cell)]
-        ratio = judged(slow.run, cell.run)
-        decision = ratio.decision if ratio else "undecided"
-        pairs.append(
-            Pair(
-                ratio=before_s / after_s,
-                before=slow,
-                after=cell,
-                before_s=before_s,
-                after_s=after_s,
-                decision=decision,
-            )
-        )
+    before = defaultdict[tuple[Scalar, ...], list[RunCell]](list)
+    for cell in cells:
+        if cell.values[field] == base:
+            before[rest(cell)].append(cell)
+    pairs, starts = list[Pair](), defaultdict[tuple[Scalar, ...], list[Pair]](list)
+    for cell in cells:
+        if cell.values[field] == value and (others := before.get(rest(cell))):
+            beside = [other for other in others if took_turns(other.run, cell.run)]
+            alike = [other for other in others if other.values["repeat"] == cell.values["repeat"]]
+            for other in (beside or alike)[-1:]:
+                if ratio := judged(other.run, cell.run):
+                    pair = Pair(starts=((other, cell),), judged=ratio)
+                    (starts[rest(cell)] if beside else pairs).append(pair)
+    for each in starts.values():
+        both = tuple(pair.starts[0] for pair in each)
+        pairs.append(Pair(starts=both, judged=of_starts([pair.judged for pair in each])))
     return sorted(pairs, key=lambda pair: pair.ratio)
 
 
@@ -137,8 +164,11 @@ def _pays(effect: Effect) -> str:
     if not faster and not slower and not same:
         return f"{effect.choice}: undecided in {pairs_words} of otherwise equal runs."
     told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
-    told += f", up to {times_words(most.ratio)} at {label(most.before, others)}" if faster else ""
+    if faster:
+        most = effect.faster[-1]
+        told += f", up to {times_words(most.ratio)} at {label(most.before, others)}"
     if slower:
+        least = effect.slower[0]
         told += f"; it does not pay in {slower}: {times_words(least.ratio)} at {label(least.before, others)}"
     if same:
         told += f"; {same} {'does' if same == 1 else 'do'} not differ"
@@ -233,11 +263,13 @@ def _pair_row(pair: Pair) -> dict[str, Scalar]:
         "before_s": pair.before_s,
         "after_s": pair.after_s,
         "ratio": pair.ratio,
+        "low": pair.interval[0] if pair.interval else None,
+        "high": pair.interval[1] if pair.interval else None,
         "certain": VERBS.get(pair.decision, ""),
         "before_bytes": before_bytes,
         "after_bytes": after_bytes,
         "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
-        "ids": f"{pair.before.id} {pair.after.id}",
+        "ids": " ".join(cell.id for start in pair.starts for cell in start),
     }
 
 
@@ -246,6 +278,8 @@ def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
         Column(key="before_s", header=before),
         Column(key="after_s", header=after),
         Column(key="ratio", header="speed-up", quantity=TIMES),
+        Column(key="low", header="from", quantity=TIMES, rank=2),
+        Column(key="high", header="to", quantity=TIMES, rank=2),
         Column(key="certain", header="doubt", rank=1),
         Column(key="before_bytes", header=f"peak, {before}", rank=2),
         Column(key="after_bytes", header=f"peak, {after}", rank=2),
@@ -255,7 +289,10 @@ def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
 
 
 def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) -> Table:
-    caption = "Median step times of runs that differ in nothing else; the speed-up is the first over the second."
+    caption = (
+        "Median step times of runs that differ in nothing else; the speed-up is the first over the second, with its "
+        "95 % interval."
+    )
     if any(row["certain"] for row in rows):
         caption += (
             " Undecided: the times differ by no more than starts of one step on such machines may. No difference: by "

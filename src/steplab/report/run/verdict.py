@@ -7,7 +7,7 @@ from statistics import fmean, median, stdev
 from steplab import stats, units
 from steplab.comparison.judging import judged
 from steplab.comparison.samples import compare_samples
-from steplab.records.disturbances import WAITS, disturbances
+from steplab.records.disturbances import BUSY, WAITS, disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, waits_for_host
@@ -71,14 +71,16 @@ def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
     if not faster:
         return
     run, ratio = min(faster, key=lambda pair: pair[1].ratio)
+    busy = any(disturbance.word == BUSY for disturbance in disturbances(run))
+    begin = "While other processes keep processors busy, with one thread" if busy else "With one thread"
     if len(runs) > 1:
         yield (
-            f"With one thread {len(faster)} of {len(runs)} steps are faster, up to {times_words(1 / ratio.ratio)}: set "
+            f"{begin} {len(faster)} of {len(runs)} steps are faster, up to {times_words(1 / ratio.ratio)}: set "
             "OMP_NUM_THREADS=1."
         )
     elif run.spec:
         yield (
-            f"With one thread it takes {units.format_time(ratio.b)}, {times_words(1 / ratio.ratio)} as fast: "
+            f"{begin} it takes {units.format_time(ratio.b)}, {times_words(1 / ratio.ratio)} as fast: "
             f"OMP_NUM_THREADS=1 steplab run {options(run.spec)}"
         )
 

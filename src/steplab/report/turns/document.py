@@ -35,7 +35,7 @@ def turns_document(
     return Document(
         title=f"{' and '.join(_label(run) for run in runs)} in turns",
         verdict=Verdict(
-            sentences=tuple(_answers(runs, ratios, words)),
+            sentences=tuple(_answers(runs, ratios, words, len(starts))),
             cautions=(alternating_caution(alternating),) if alternating else (),
         ),
         sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
@@ -52,18 +52,20 @@ def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
     return f"{ratio.ratio:.3f} times as long ({between}{source})"
 
 
-def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Iterator[str]:
+def _answers(
+    runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str], num_starts: int
+) -> Iterator[str]:
     first = runs[0]
     for run, ratio, said in zip(runs, (None, *ratios), words, strict=True):
         if run.failure:
             yield f"{_label(run)} ({said}) has no step time: {why_failed(run.failure, most=None)}."
         elif ratio:
-            yield _answer(_label(first), f"{_label(run)} ({said})", ratio)
+            yield _answer(_label(first), f"{_label(run)} ({said})", ratio, num_starts)
     if first.failure is None and not any(ratios):
         yield f"{_label(first)} alone was measured, so there is nothing to compare it with."
 
 
-def _answer(a: str, b: str, ratio: Ratio) -> str:
+def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
     told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
     within = units.format_percent(ratio.threshold)
@@ -71,6 +73,8 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
         return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
+        if num_starts > 1:
+            more = f" More starts may decide, such as --starts {2 * num_starts}."
         return f"Not decided whether {b} differs from {a} by more than {within}: {told}{_but(ratio)}.{more}"
     if ratio.decision == "not higher":
         return (
