@@ -100,6 +100,19 @@ class OperationAudit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Losses:
+    """Losses of products of operands in fp8, the largest of their calls."""
+
+    error: float
+    """Norm of the difference from the float64 product of the operands before their casts, over that product's norm; of
+    the result's first 256 rows."""
+    flushed: float
+    """Share of an operand's elements that were not zero and became zero."""
+    saturated: float
+    """Share of an operand's elements that were clamped at the format's largest number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulAudit:
     """Equal calls of a matrix product, as executed after every cast."""
 
@@ -117,6 +130,8 @@ class MatmulAudit:
     """Result types."""
     calls: int
     """Calls in the step."""
+    fp8: Fp8Losses | None = None
+    """Losses of a product of operands in fp8; None: other types, or another library's casts."""
 
     def problems(self) -> Iterator[Problem]:
         yield from known(".phase", self.phase, ("forward", "backward"))

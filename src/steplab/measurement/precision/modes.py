@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +28,7 @@ from steplab.measurement.compat import (
     sequence_number,
 )
 from steplab.measurement.tensors import dtype_name, tensors_in
-from steplab.records.numerics import MatmulAudit, OperationAudit, Rule
+from steplab.records.numerics import Fp8Losses, MatmulAudit, OperationAudit, Rule
 
 _LOW_PRECISION = """
 _addmm_activation _convolution _native_multi_head_attention _scaled_dot_product_flash_attention _thnn_fused_gru_cell
@@ -97,6 +98,9 @@ _MATMUL_WORDS = ("convolution", "attention")
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
+_Call = tuple[str, str, str, str | None, Types, Types]
+_CHECKED_ROWS = 256
+"""Rows of a result that are computed again in float64."""
 
 
 class Place:
@@ -150,7 +154,10 @@ class Operators(TorchDispatchMode):
         self.names: list[str] = []
         """The names of all operators so far, without `aten::`."""
         self._place = place
-        self._calls: dict[tuple[str, str, str, str | None, Types, Types], int] = {}
+        self._calls: dict[_Call, int] = {}
+        self._fp8: dict[_Call, list[Tensor]] = {}
+        self._casts: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        """By address, a tensor in fp8, the one it was cast from, and the flushed and the saturated share."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,6 +167,9 @@ class Operators(TorchDispatchMode):
             op: str = func.name().partition(".")[0]
             name = op.rpartition("::")[2]
             self.names.append(name)
+            if name in ("fp8_cast", "fp8_cast_both"):
+                with self._place.counting(result[0].device.type):
+                    self._note_cast(args[0], args[1], result[:-1])
             if name in _MATMULS or any(word in name for word in _MATMUL_WORDS):
                 self._note(op, args, result)
         return result
@@ -171,12 +181,38 @@ class Operators(TorchDispatchMode):
         inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point())
         key = (self._place.module(), phase, op, node_name, inputs, floats_in(result))
         self._calls[key] = self._calls.get(key, 0) + 1
+        if op == "aten::_scaled_mm":
+            with self._place.counting(result.device.type):
+                self._note_fp8(key, args[0], args[1], result)
+
+    def _note_cast(self, x: Tensor, amax: Tensor, made: tuple[Tensor, ...]) -> None:
+        lost = (x != 0) & (made[0].float() == 0)
+        flushed, saturated = lost.float().mean(), (x.abs().float() > amax).float().mean()
+        for values, source in zip(made, (x, x.t() if x.dim() > 1 else x), strict=False):
+            self._casts[values.data_ptr()] = (values, source, flushed, saturated)
+
+    def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
+        """Its losses, from the operands before their casts. `b` is a transposed view of what was cast."""
+        if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
+            return
+        (_, a_MS, *of_a), (_, b_NS, *of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]
+        exact = a_MS[:_CHECKED_ROWS].double() @ b_NS.double().t()
+        error = (result[:_CHECKED_ROWS].double() - exact).norm() / exact.norm()
+        losses = torch.stack([error.float(), *(torch.maximum(*pair) for pair in zip(of_a, of_b, strict=True))])
+        self._fp8.setdefault(key, []).append(losses)
+
+    def _losses(self, key: _Call) -> Fp8Losses | None:
+        if key not in self._fp8:
+            return None
+        error, flushed, saturated = torch.stack(self._fp8[key]).amax(0).tolist()
+        return Fp8Losses(error=error, flushed=flushed, saturated=saturated)
 
     def matmuls(self) -> tuple[MatmulAudit, ...]:
         """The operators that multiplied matrices."""
+        names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
-            MatmulAudit(module=module, phase=phase, op=op, node=node, inputs=inputs, outputs=outputs, calls=calls)
-            for (module, phase, op, node, inputs, outputs), calls in self._calls.items()
+            MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key))  # type: ignore[arg-type]
+            for key, calls in self._calls.items()
         )
 
 

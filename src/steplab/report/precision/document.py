@@ -79,6 +79,14 @@ def _loss(audit: Audit) -> Iterator[str]:
     if audit.loss is not None and audit.reference_loss:
         off = format_share(abs(audit.loss / audit.reference_loss - 1))
         yield f"The loss is {audit.loss:.6g}, {off} from the {audit.reference_loss:.6g} of fp32."
+    if in_fp8 := [use.fp8 for use in audit.matmuls if use.fp8]:
+        error, flushed, clamped = (
+            format_share(max(getattr(losses, name) for losses in in_fp8)) for name in ("error", "flushed", "saturated")
+        )
+        yield (
+            f"Products of fp8 operands are off by up to {error} of their norm; at most {flushed} of an operand becomes "
+            f"zero and {clamped} is clamped."
+        )
 
 
 def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:

@@ -1,11 +1,11 @@
 """Tables of a study of precisions: grouped rows for people, and one row per module for programs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
 from steplab.records.module_names import without_numbers
-from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, ModuleAudit, Numerics
+from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, MatmulAudit, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
@@ -90,8 +90,27 @@ def matmul_table(audit: Audit) -> Table:
             Column(key="operands", value=lambda group: " × ".join(map(short, group[0].inputs))),
             Column(key="result", value=lambda group: shorts(group[0].outputs)),
             Column(key="calls", quantity=NUMBER, value=lambda group: sum(each.calls for each in group)),
+            *(_fp8_columns if any(each.fp8 for each in audit.matmuls) else ()),
         ),
     )
+
+
+def _worst(name: str) -> Callable[[Sequence[MatmulAudit]], float | None]:
+    return lambda group: max((getattr(each.fp8, name) for each in group if each.fp8), default=None)
+
+
+_fp8_columns = (
+    Column(
+        key="error",
+        quantity=SHARE,
+        value=_worst("error"),
+        note="Error is the norm of the difference from the float64 product of the operands before their casts, over "
+        "that product's norm. Flushed elements became zero, clamped ones the format's largest number; each is the "
+        "largest share of an operand.",
+    ),
+    Column(key="flushed", quantity=SHARE, value=_worst("flushed")),
+    Column(key="clamped", quantity=SHARE, value=_worst("saturated")),
+)
 
 
 _COUNTS = (
