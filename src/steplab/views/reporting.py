@@ -1,6 +1,6 @@
 """The report of several records, as a page or as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
 from steplab.report.kit.document import Document
 from steplab.report.kit.html import to_fragment, to_html
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
 from steplab.report.page import page_verdict, render_page
@@ -64,12 +65,18 @@ def report_of(
 ) -> View:
     """`named`: the records themselves were given."""
 
+    def page(write: Callable[[Document, Mapping[str, str]], str]) -> str:
+        return _page(found, title or found.title, store, on_progress, write)
+
     def write(format: str, color: bool) -> str:
         if format in ("html", "notebook"):
-            return _page(found, title or found.title, store, on_progress, in_notebook=format == "notebook")
+            return page(to_html if format == "html" else to_fragment)
         return _tables(found, format, named=named, color=color)
 
-    return View(write, store)
+    def pictured(format: str, beside: Beside) -> str:
+        return page(lambda made, _: render(made, format, beside=beside))
+
+    return View(write, store, pictured)
 
 
 def answers_of(
@@ -81,7 +88,10 @@ def answers_of(
     def write(format: str, color: bool) -> str:
         return render(document, format, color=color)
 
-    return View(write, store)
+    def pictured(format: str, beside: Beside) -> str:
+        return render(document, format, beside=beside)
+
+    return View(write, store, pictured)
 
 
 def _derived(asked: Derivation) -> str:
@@ -101,7 +111,11 @@ def answer_of(found: ReportedRecords) -> str:
 
 
 def _page(
-    found: ReportedRecords, title: str, store: Path | str | None, on_progress: OnProgress, *, in_notebook: bool
+    found: ReportedRecords,
+    title: str,
+    store: Path | str | None,
+    on_progress: OnProgress,
+    write: Callable[[Document, Mapping[str, str]], str],
 ) -> str:
     attempts = Attempts()
     runs = found.of("run")
@@ -119,7 +133,7 @@ def _page(
         description=found.description,
         about=about,
         attempts=attempts,
-        write=to_fragment if in_notebook else to_html,
+        write=write,
     )
 
 

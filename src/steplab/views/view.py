@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from steplab.errors import UserError
 from steplab.lab.files import Destination, format_of, packed
 from steplab.printing import leaving
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
-from steplab.report.kit.rendering import PAGE
+from steplab.report.kit.rendering import PAGE, PICTURED
 
 FORMATS = (*TEXT_FORMATS, PAGE)
 """Formats of every view: table is terminal text, html a self-contained page."""
@@ -22,6 +24,8 @@ class View:
     """Function from one of FORMATS, or `notebook`, and the use of colours to the text."""
     store: Path | str | None = None
     """Store of the records, which no file may replace; None: the default store."""
+    pictured: Callable[[str, Beside], str] | None = None
+    """Function from md or latex, and what takes pictures and long tables, to the text; None: it has none."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -38,8 +42,8 @@ class View:
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
 
-        Files of other writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError
-        if writing fails.
+        Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex beside it. Files of other
+        writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing fails.
         """
         target = Path(path)
         chosen = format or format_of(target)
@@ -47,7 +51,17 @@ class View:
             raise UserError(f"unknown format for {target.name}; use one of {', '.join(FORMATS)}")
         destination = Destination(path=target, store=self.store, force=force)
         destination.check()
-        text = self.render(chosen)
+        kind: Literal["svg", "pdf"] = "pdf" if chosen == "latex" else "svg"
+        beside = Beside(f"{target.name.partition('.')[0]}_{'tex' if kind == 'pdf' else 'md'}", kind)
+        own = force or target.exists()  # what lies beside a file of steplab's is steplab's
+        if self.pictured and chosen in PICTURED and not destination.is_written_to:
+            text = leaving(self.pictured(chosen, beside), chosen)
+        else:
+            text = self.render(chosen)
+        for name, content in beside.files.items():
+            path = target.parent / name
+            path.parent.mkdir(exist_ok=True)
+            Destination(path=path, store=self.store, force=own).write(content)
         with destination.writing() as file, packed(file, target) as written:
             written.write(f"{text.rstrip(chr(10))}\n".encode())
         return target
