@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.attention import account_for_memory
 from steplab.lab.choosing import ReportedRecords, records_that_answer, records_to_report
 from steplab.lab.explaining import findings_of
 from steplab.lab.memory import predictions_of
@@ -15,7 +16,8 @@ from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
-from steplab.report.kit.document import Document
+from steplab.report.attention.document import account_document
+from steplab.report.kit.document import Document, Verdict
 from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
@@ -83,7 +85,7 @@ def answers_of(
     questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
 ) -> View:
     """Records as answers to questions, of a preset or a file."""
-    document = questions_document(load_questions(questions), records, _derived, title)
+    document = questions_document(load_questions(questions), records, partial(_derived, store), title)
 
     def write(format: str, color: bool) -> str:
         return render(document, format, color=color)
@@ -94,14 +96,16 @@ def answers_of(
     return View(write, store, pictured)
 
 
-def _derived(asked: Derivation) -> str:
+def _derived(store: Path | str | None, asked: Derivation) -> Document:
+    if not asked.model:
+        return account_document(account_for_memory((), None, store=store))
     found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
     answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
     if answer is None:
         raise UserError(
             f"no derivation begins with '{asked.question}'; choose one of: {' '.join(q.title for q in found)}"
         )
-    return answer
+    return Document(title="", verdict=Verdict(sentences=(answer,)))
 
 
 def answer_of(found: ReportedRecords) -> str:

@@ -43,7 +43,8 @@ class View:
         """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
 
         Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex beside it. Files of other
-        writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing fails.
+        writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing
+        fails.
         """
         target = Path(path)
         chosen = format or format_of(target)

@@ -63,7 +63,7 @@ class _Artists:
             yield from self.of(self.known[part.attrib["href"][1:]], *at, look)
         elif part.tag == "text":
             yield self._text(part, *moved, look, angle)
-        elif part.tag in ("path", "circle"):
+        elif part.tag == "circle" or part.get("d"):
             yield self._patch(part, *moved, look)
 
     def _box(self, rect: ElementTree.Element, x: float, y: float) -> Any:
