@@ -67,18 +67,14 @@ def report_of(
 ) -> View:
     """`named`: the records themselves were given."""
 
-    def page(write: Callable[[Document, Mapping[str, str]], str]) -> str:
-        return _page(found, title or found.title, store, on_progress, write)
-
-    def write(format: str, color: bool) -> str:
-        if format in ("html", "notebook"):
-            return page(to_html if format == "html" else to_fragment)
+    def write(format: str, color: bool, beside: Beside | None = None) -> str:
+        pages = {"html": to_html, "notebook": to_fragment}
+        if beside or format in pages:
+            printed = pages.get(format, lambda made, _: render(made, format, beside=beside))
+            return _page(found, title or found.title, store, on_progress, printed)
         return _tables(found, format, named=named, color=color)
 
-    def pictured(format: str, beside: Beside) -> str:
-        return page(lambda made, _: render(made, format, beside=beside))
-
-    return View(write, store, pictured)
+    return View(write, store, pictured=True)
 
 
 def answers_of(
@@ -87,13 +83,10 @@ def answers_of(
     """Records as answers to questions, of a preset or a file."""
     document = questions_document(load_questions(questions), records, partial(_derived, store), title)
 
-    def write(format: str, color: bool) -> str:
-        return render(document, format, color=color)
+    def write(format: str, color: bool, beside: Beside | None = None) -> str:
+        return render(document, format, color=color, beside=beside)
 
-    def pictured(format: str, beside: Beside) -> str:
-        return render(document, format, beside=beside)
-
-    return View(write, store, pictured)
+    return View(write, store, pictured=True)
 
 
 def _derived(store: Path | str | None, asked: Derivation) -> Document:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from steplab.errors import UserError
 from steplab.lab.files import Destination, format_of, packed
@@ -20,12 +19,13 @@ FORMATS = (*TEXT_FORMATS, PAGE)
 class View:
     """A report, written when looked at: text at a prompt, HTML in a notebook."""
 
-    write: Callable[[str, bool], str]
-    """Function from one of FORMATS, or `notebook`, and the use of colours to the text."""
+    write: Callable[..., str]
+    """Function from one of FORMATS, or `notebook`, and the use of colours to the text; if it is `pictured`, also from
+    what takes the pictures and long tables of md and latex."""
     store: Path | str | None = None
     """Store of the records, which no file may replace; None: the default store."""
-    pictured: Callable[[str, Beside], str] | None = None
-    """Function from md or latex, and what takes pictures and long tables, to the text; None: it has none."""
+    pictured: bool = False
+    """True if pictures and long tables of md and latex are files beside the text."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -52,11 +52,11 @@ class View:
             raise UserError(f"unknown format for {target.name}; use one of {', '.join(FORMATS)}")
         destination = Destination(path=target, store=self.store, force=force)
         destination.check()
-        kind: Literal["svg", "pdf"] = "pdf" if chosen == "latex" else "svg"
-        beside = Beside(f"{target.name.partition('.')[0]}_{'tex' if kind == 'pdf' else 'md'}", kind)
+        suffix, kind = ("tex", "pdf") if chosen == "latex" else ("md", "svg")
+        beside = Beside(f"{target.name.partition('.')[0]}_{suffix}", kind)
         own = force or target.exists()  # what lies beside a file of steplab's is steplab's
         if self.pictured and chosen in PICTURED and not destination.is_written_to:
-            text = leaving(self.pictured(chosen, beside), chosen)
+            text = leaving(self.write(chosen, False, beside), chosen)
         else:
             text = self.render(chosen)
         for name, content in beside.files.items():

@@ -1,7 +1,7 @@
 """Renders a document as Markdown or LaTeX; its pictures are files beside the text, where it has some."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steplab.printing import MARK, plain
@@ -103,22 +103,10 @@ _LINE_PT = 480
 """Width of a line of text."""
 
 
-class _Writer:
-    """What both languages share: which parts a document has, in which order."""
+class _Markdown:
+    """Markdown; LaTeX has the same parts in the same order, in other words."""
 
-    escape: Callable[[str], str]
-    strong: Callable[[str], str]
-    title: Callable[[str], str]
-    heading: Callable[[str, int], str]
-    contents: Callable[[Sequence[str]], str]
-    listed: Callable[[Iterable[str]], str]
-    pairs: Callable[[Iterable[tuple[str, str]]], str]
-    code: Callable[[Sequence[str]], str]
-    table: Callable[[Sheet], str]
-    rest: Callable[[int, str], str]
-    """The number of all rows of a table, and their file."""
-    picture: Callable[[str, str, float], str]
-    """A picture's file, its words and its width in pixels."""
+    escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
         """beside: where pictures and long tables go; None: there are no pictures, and tables are whole."""
@@ -182,10 +170,6 @@ class _Writer:
         first = replace(sheet(table), rows=sheet(table).rows[: table.first or MOST_ROWS])
         return f"{self.table(first)}\n\n{self.rest(len(table.rows), path)}"
 
-
-class _Markdown(_Writer):
-    escape = staticmethod(escape_markdown)
-
     def title(self, title: str) -> str:
         return f"{self.heading(title, 1)}\n\n<!-- {MARK} -->"
 
@@ -199,7 +183,7 @@ class _Markdown(_Writer):
     def strong(self, text: str) -> str:
         return f"**{text}**"
 
-    def listed(self, items: Iterable[str]) -> str:
+    def listed(self, items: Iterable[str], kind: str = "") -> str:
         return "\n".join(f"- {item}" for item in items)
 
     def pairs(self, pairs: Iterable[tuple[str, str]]) -> str:
@@ -226,7 +210,7 @@ class _Markdown(_Writer):
         return "\n".join([f"| {' | '.join(cells)} |" for cells in lines] + below)
 
 
-class _Latex(_Writer):
+class _Latex(_Markdown):
     escape = staticmethod(escape_latex)
 
     def title(self, title: str) -> str:

@@ -110,32 +110,13 @@ def _color(look: Mapping[str, Any], name: str) -> tuple[str, float] | str:
     return color if color == "none" else (color, alpha)
 
 
-_COORDINATES = {"m": 2, "l": 2, "h": 1, "v": 1, "q": 4, "c": 6}
-
-
 def _path(text: str) -> "Path":
-    """A path of moves, lines and curves, absolute or, in small letters, relative."""
+    from fontTools.pens.recordingPen import RecordingPen
+    from fontTools.svgLib.path import parse_path
     from matplotlib.path import Path
 
-    codes, points = list[Any](), list[tuple[float, float]]()
-    at = start = (0.0, 0.0)
-    for letter, written in re.findall(rf"([MLHVQCZmlhvqcz])((?:[ ,]*{_NUMBER})*)", text):
-        kind, numbers = letter.lower(), [float(number) for number in re.findall(_NUMBER, written)]
-        if kind == "z":
-            codes.append(Path.CLOSEPOLY)
-            points.append(start)
-            at = start
-            continue
-        for first in range(0, len(numbers), _COORDINATES[kind]):
-            some = numbers[first : first + _COORDINATES[kind]]
-            x, y = at if letter == kind else (0.0, 0.0)
-            if kind in "hv":
-                new = [(x + some[0], at[1])] if kind == "h" else [(at[0], y + some[0])]
-            else:
-                new = [(x + across, y + down) for across, down in zip(some[::2], some[1::2], strict=True)]
-            start = new[0] if kind == "m" and not first else start
-            code = {"m": Path.LINETO if first else Path.MOVETO, "q": Path.CURVE3, "c": Path.CURVE4}.get(kind)
-            codes += [code or Path.LINETO] * len(new)
-            points += new
-            at = new[-1]
-    return Path(points, codes)
+    verbs = {"moveTo": Path.MOVETO, "lineTo": Path.LINETO, "curveTo": Path.CURVE4, "closePath": Path.CLOSEPOLY}
+    pen = RecordingPen()
+    parse_path(text, pen)
+    parts = [(verbs[verb], points or ((0, 0),)) for verb, points in pen.value if verb in verbs]
+    return Path([point for _, points in parts for point in points], [verb for verb, points in parts for _ in points])

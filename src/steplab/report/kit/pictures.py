@@ -4,7 +4,6 @@ import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from steplab.printing import MARK
 from steplab.report.kit.charts import INK, MUTED, css_color, svg
@@ -12,7 +11,7 @@ from steplab.report.kit.document import Bar, Bars, Chart, Legend, Picture, Table
 from steplab.report.kit.html import light_colors
 from steplab.report.kit.labels import text_width, wrap
 from steplab.report.kit.pdf import pdf_of
-from steplab.report.kit.rows import csv_rows
+from steplab.report.kit.table import csv_rows
 from steplab.report.kit.timelines import words_at
 
 _LETTERS, _LINE, _MARGIN = 12, 16, 8
@@ -25,8 +24,8 @@ class Beside:
 
     folder: str
     """Their folder, as the text names it."""
-    kind: Literal["svg", "pdf"] = "svg"
-    """Format of pictures."""
+    kind: str = "svg"
+    """Format of pictures: svg or pdf."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Content by path, as the text names it."""
     heading: str = ""

@@ -7,7 +7,7 @@ from steplab.errors import UserError
 from steplab.report.kit import html, markup, terminal
 from steplab.report.kit.document import Document
 from steplab.report.kit.pictures import Beside
-from steplab.report.kit.rows import csv_rows
+from steplab.report.kit.table import csv_rows
 
 
 def to_json(document: Document) -> str:
