@@ -58,8 +58,7 @@ _LATEX_ESCAPES = {
     "[": "{[}",  # which would be an argument of a line's end before it
     "*": "{*}",
     "─": "--",
-    "_": r"\_\allowbreak{}",
-} | {character: "\\" + character for character in "&%$#{}"}
+} | {character: "\\" + character for character in "&%$#_{}"}
 
 
 def escape_latex(text: str) -> str:
@@ -92,6 +91,7 @@ _PREAMBLE = r"""\documentclass{article}
 \IfFileExists{lmodern.sty}{\usepackage{lmodern}}{}
 \setlength{\parindent}{0pt}\setlength{\parskip}{4pt}
 \setlength{\tabcolsep}{4pt}
+\renewcommand{\_}{\textunderscore\allowbreak}
 \setcounter{secnumdepth}{0}
 \setcounter{tocdepth}{2}
 \newcommand{\drawn}[3]{\begin{center}\includegraphics[width=#1,height=0.8\textheight,keepaspectratio]{#2}\\*

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steplab.costs.data_parallel import Link, buckets_of
-from steplab.records.ddp import DdpRun
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
@@ -178,7 +177,7 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
 def _ddp_rows(records: Sequence[Record]) -> Sheet:
     """Variants, each beside what the fitted model of the overhead says of its bucket size."""
     sheet = _own_rows("ddp", ("contender", "num_ranks"))(records)
-    runs = {run.id: run for run in records if isinstance(run, DdpRun)}
+    runs: dict[str, Any] = {run.id: run for run in records}
     for row in sheet.rows:
         run = runs[str(row["id"])]
         if (model := run.model) is None or run.facts is None:
