@@ -41,7 +41,7 @@ class Column(Expression, kw_only=True, frozen=True):
     header: str = ""
     """Empty: the field's name in words."""
     interval: bool = False
-    """Whether the 95 % interval follows, of a time whose rows have one."""
+    """True: its 95 % interval follows, of a time whose rows have one."""
 
 
 class Figure(Expression, kw_only=True, frozen=True):
