@@ -1,6 +1,7 @@
 """Questions on records: answering rows, their figures, and the words without any."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 from benchmarks.tables import GOLDEN, RESULTS, read
-from tests.runs import make_run
+from tests.runs import make_run, out_of_memory
 
+from steplab import units
 from steplab.cli.app import main
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
+from steplab.records.ddp import DdpRun
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit.document import Document, Section, Sentences, Table
+from steplab.report.kit.document import Bars, Document, Section, Sentences, Table, Verdict
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
 from steplab.report.questions.answers import questions_document
 from steplab.specs.question import load_questions
@@ -68,8 +72,8 @@ def of_factors() -> list[Record]:
     return [*runs, make_run({"model": "small", "context": 64, "precision": "bf16"}, timing=lasting(9.0))]
 
 
-def nothing(_: object) -> str:
-    return ""
+def nothing(_: object) -> Document:
+    return Document(title="", verdict=Verdict(sentences=("derived",)))
 
 
 def sections(document: Document) -> dict[str, Section]:
@@ -142,9 +146,10 @@ def recorded() -> list[Record]:
 
 
 def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> None:
-    document = questions_document(load_questions("assignment"), recorded, lambda options: "derived")
+    document = questions_document(load_questions("assignment"), recorded, nothing)
     data: Any = document.data
-    assert [row["question"] for row in data if row["answer"] is None] == []
+    unknown = [row["question"] for row in data if row["answer"] is None]
+    assert unknown == ["Are the parameters after naive data parallelism those of one process?"]
     told = {row["question"]: row["answer"] for row in data}
     assert told["How does memory saved for backward grow with the length, and what removes it?"] == (
         "A doubled length saves 4.0× as much in plain attention and 2.0× in FlashAttention."
@@ -159,6 +164,80 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> 
     }
     assert (steps["2.7b", 1024] or 0) > (steps["small", 128] or 0)
     assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
+
+
+def test_answers_are_the_samples_own(recorded: list[Record]) -> None:
+    document = questions_document(load_questions("assignment"), recorded, nothing)
+    data: Any = document.data
+    told = {row["question"]: row["answer"] for row in data}
+    (run,) = (each for each in recorded if isinstance(each, DdpRun) and each.id == "4325a1ec5501")
+    factors = {"all_reduce": 2 * 3 / 4, "all_gather": 3 / 4}  # of four ranks
+    sent = {
+        cell.contender.kind: sum(factors[each.collective] * each.total_bytes for each in cell.messages)
+        for cell in run.cells
+        if cell.contender.kind in ("torch_ddp", "sharded") and cell.contender.transport != "peer_copy"
+    }
+    zero = told["How does it differ from ZeRO stage 1, in memory and in volume?"]
+    assert f"A rank sends {units.format_bytes(sent['sharded'])}; " in zero
+    assert f"as much as an all-reduce, {units.format_bytes(sent['torch_ddp'])}." in zero
+    model = next(each.model for each in recorded if isinstance(each, DdpRun) and each.id == "36fdcd36008a")
+    assert model
+    best_mb = math.sqrt(model.gradient_bytes * model.bytes_per_s * model.call_s) / 1e6
+    equation = next(answer for question, answer in told.items() if question.startswith("Which equation"))
+    assert f"= {best_mb:.1f} MB" in equation
+    table = table_of(sections(document)["Buckets of 1 to 1,000 MB: does the time match what was expected?"])
+    ratios = [row["column 0"] / row["column 2"] for row in table.rows]  # type: ignore[operator]
+    assert (
+        f"{min(ratios):.2f}× to {max(ratios):.2f}×"
+        in told["Buckets of 1 to 1,000 MB: does the time match what was expected?"]
+    )
+
+
+def table_of(section: Section) -> Table:
+    (table,) = (block for block in section.blocks if isinstance(block, Table))
+    return table
+
+
+def test_a_median_has_its_interval_a_failure_its_reason_and_bars_what_the_answer_is_about(tmp_path: Path) -> None:
+    samples = tuple(0.1 + 0.001 * number for number in range(10))
+    timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=samples),))
+    asked: dict[str, object] = {"model": "tiny", "context": 64}
+    records: list[Record] = [make_run(asked, timing=timing), out_of_memory({**asked, "context": 128})]
+    path = tmp_path / "steps.toml"
+    path.write_text(
+        """title = "Steps"
+[[chapter]]
+title = "Time"
+[[chapter.question]]
+asks = "How long?"
+rows_of = "runs"
+rows = "context"
+columns = [{ value = "steps" }, { value = "step_time_s", interval = true }, { value = "tokens_per_s" }]
+figures.step = { value = "step_time_s", take = "max" }
+answer = "{step}."
+"""
+    )
+    section = sections(questions_document(load_questions(str(path)), records, nothing))["How long?"]
+    table = table_of(section)
+    assert table.rows[0]["column 1 ends"] == "101 ms to 108 ms"  # the second and the ninth of ten: 97.9 %
+    assert [column.heading for column in table.columns][-1] == "tokens/s"
+    assert "Failed: context 128 (out of memory: asked 8.00 GiB)" in table.caption
+    assert not [block for block in section.blocks if isinstance(block, Bars)]  # a single bar says nothing
+
+
+def test_bars_are_of_the_figure_in_the_answer_and_pooled_growth_says_so(factors: str) -> None:
+    text = FACTORS.replace(
+        'columns = [{ value = "step_time_s", against',
+        'columns = [{ value = "steps" }, { value = "step_time_s", against',
+    )
+    text = text.replace('where = { precision = "bf16" }', 'where = { precision = ["bf16", "fp32"] }').replace(
+        'rows = "model"\nacross = "context"', 'rows = ["model", "context", "precision"]'
+    )
+    Path(factors).write_text(text)
+    found = sections(questions_document(load_questions(factors), of_factors(), nothing))["What does bf16 save?"]
+    (bars,) = (block for block in found.blocks if isinstance(block, Bars))
+    assert [bar.figure for bar in bars.bars] == ["1.00×", "0.50×", "1.00×", "0.25×"]
+    assert "a doubling takes 3.0× (the median of 2 series)" in text_of(found)  # 2 and 4
 
 
 def test_a_store_with_forward_passes_alone_leaves_questions_open() -> None:
@@ -184,8 +263,18 @@ def test_a_store_is_reported_by_questions_in_each_format(
     assert "choose one of assignment" in capsys.readouterr().err
 
 
-def test_latex_is_a_document_that_pdflatex_sets(recorded: list[Record], tmp_path: Path) -> None:
-    text = render(questions_document(load_questions("assignment"), recorded, lambda options: "derived"), "latex")
+def test_latex_is_a_document_that_pdflatex_sets_with_its_pictures(recorded: list[Record], tmp_path: Path) -> None:
+    beside = Beside("answers_tex", "pdf")
+    document = questions_document(load_questions("assignment"), recorded, nothing)
+    text = render(document, "latex", beside=beside)
+    assert set(re.findall(r"\\drawn\{\w+\}\{([^}]*)\}", text)) == {
+        name for name in beside.files if name.endswith("pdf")
+    }
+    assert len(beside.files) > 20
+    for name, content in beside.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+        assert content.startswith(b"%PDF") or name.endswith(".csv")
     opened = re.findall(r"\\(begin|end)\{(\w+)\}", text)
     stack: list[str] = []
     for verb, name in opened:

@@ -39,6 +39,7 @@ _GROUPS = {
 Format = Literal["table", "json", "csv", "md", "latex"]
 PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
 QUIET = "Stop a cell after this long without progress: 90s, 5min, 2h"
+_ONE_FILE = ("table", "json", "csv", "html")
 _FORMAT_HELP = "Format [default: by --output's suffix, else table]"
 _RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]
@@ -265,6 +266,18 @@ class OutputOptions(FileOptions):
 
 @options
 class PageOptions(FileOptions):
-    """Output options of commands that also write pages."""
+    """Output options of commands that also write pages; an --output that names a folder is its report.md."""
 
+    in_folder: ClassVar[bool] = False
+    output: Annotated[
+        Path | None, Parameter(help="Write to this file, or to report.md in this folder", group=_OUTPUT)
+    ] = None
     format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
+
+    def __post_init__(self) -> None:
+        """A folder exists, or has neither a suffix nor a format of one file."""
+        named = self.output
+        if named and (named.is_dir() or not (named.suffix or named.exists() or self.format in _ONE_FILE)):
+            suffix = {"latex": "tex", "table": "txt"}.get(self.format or "md", self.format or "md")
+            object.__setattr__(self, "output", named / f"report.{suffix}")
+            object.__setattr__(self, "in_folder", True)

@@ -1,5 +1,6 @@
 """Data goes to stdout or a file, remarks go to stderr."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -37,6 +38,9 @@ def chosen_format(
         page = "; `steplab report` writes pages" if chosen == "html" else ""
         raise UserError(f"this command does not write {chosen}; choose one of {', '.join(allowed)}{page}")
     if output:
+        if isinstance(out, PageOptions) and out.in_folder:
+            with contextlib.suppress(OSError):  # the check says why
+                output.parent.mkdir(exist_ok=True)
         _destination(output, out).check()
         refuse_the_same(*beside, output)
     return chosen
@@ -105,12 +109,13 @@ def stdout_color(out: FileOptions | None = None) -> bool:
 
 if TYPE_CHECKING:
     from steplab.lab.choosing import ReportedRecords
+    from steplab.views.view import View
 
 
 def write_report(
     selection: "ReportedRecords", chosen: str, out: FileOptions, *, title: str | None = None, named: bool = False
 ) -> None:
-    """Write the records as a page (html) or as tables; the verdict of a page is printed too.
+    """Write the records as a page (html, or md and latex in a file) or as tables; the verdict of a page is printed too.
 
     `named`: the user gave the ids.
     """
@@ -119,10 +124,25 @@ def write_report(
 
     with ProgressLine() as line:
         view = report_of(selection, title=title, named=named, store=out.store, on_progress=line.within)
-        text = view.render(chosen, color=stdout_color(out))
+        text = _saved(view, chosen, out)
     if chosen == "html" and out.output is not None:
         emit(answer_of(selection))
-    emit(text, out, chosen)
+    _end(text, chosen, out)
+
+
+def _saved(view: "View", chosen: str, out: FileOptions) -> str:
+    """The text to print; empty once it is in --output, with its pictures beside it."""
+    if out.output is None:
+        return view.render(chosen, color=stdout_color(out))
+    view.save(out.output, chosen, force=out.force)
+    return ""
+
+
+def _end(text: str, chosen: str, out: FileOptions) -> None:
+    if out.output is None:
+        emit(text, out, chosen)
+    else:
+        say(f"wrote {out.output}")
 
 
 def write_answers(
@@ -139,4 +159,4 @@ def write_answers(
     from steplab.views.reporting import report
 
     view = report(ids, study=study, name=name, title=title, questions=questions, store=out.store)
-    emit(view.render(chosen, color=stdout_color(out)), out, chosen)
+    _end(_saved(view, chosen, out), chosen, out)

@@ -18,7 +18,7 @@ from steplab.report.run import chapters
 from steplab.report.run.cells import RunCell, cells_of, varying
 from steplab.report.run.columns import attention_steps
 from steplab.report.run.one_run import run_subtitle, run_title
-from steplab.report.run.verdict import facts, runs_verdict
+from steplab.report.run.verdict import facts, facts_of_one, runs_verdict
 from steplab.units import counted
 
 
@@ -29,9 +29,10 @@ def _of_cells(
 
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
-    several = cells if len(cells) > 1 else ()
-    fields = varying(several)
-    found = (*facts(several), *saving_facts(several, context.findings, fields), *memory_facts(several, fields))
+    if len(cells) == 1:  # its own document opens with them in sentences
+        return Section.of("", Facts(facts=tuple(facts_of_one(cells[0].run) if context.answered else ())))
+    fields = varying(cells)
+    found = (*facts(cells), *saving_facts(cells, context.findings, fields), *memory_facts(cells, fields))
     return Section.of("", Facts(facts=found))
 
 

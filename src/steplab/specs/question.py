@@ -40,6 +40,8 @@ class Column(Expression, kw_only=True, frozen=True):
 
     header: str = ""
     """Empty: the field's name in words."""
+    interval: bool = False
+    """True: its 95 % interval follows, of a time whose rows have one."""
 
 
 class Figure(Expression, kw_only=True, frozen=True):
@@ -54,10 +56,11 @@ class Figure(Expression, kw_only=True, frozen=True):
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A question of `steplab plan accounting`, by the beginning of its text, with that command's options."""
+    """A question of `steplab plan accounting`, by the beginning of its text, with that command's options; without a
+    model, `steplab attention --derive`."""
 
-    question: str
-    model: str
+    question: str = ""
+    model: str = ""
     gpu: str = "H100 SXM"
     mesh: str = "fsdp=16,tp=4"
 
@@ -67,7 +70,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
 
     asks: str
     rows_of: str = ""
-    """The kind of row; empty: `derives` or `tells` answers."""
+    """The kind of row; empty: `derives` or `tells` answers, or no record can."""
     where: Where = {}
     rows: str | list[str] = []
     """The settings that vary between rows."""
@@ -83,6 +86,8 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     answer: str = ""
     tells: str = ""
     """A kind of record whose own verdict answers."""
+    shows: list[str] = []
+    """Sections of the answering record's own report, by their titles, with their pictures."""
     derives: Derivation | None = None
     why: str = ""
     measure: str = ""

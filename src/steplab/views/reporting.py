@@ -1,11 +1,12 @@
 """The report of several records, as a page or as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.attention import account_for_memory
 from steplab.lab.choosing import ReportedRecords, records_that_answer, records_to_report
 from steplab.lab.explaining import findings_of
 from steplab.lab.memory import predictions_of
@@ -15,8 +16,10 @@ from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
-from steplab.report.kit.document import Document
+from steplab.report.attention.document import account_document
+from steplab.report.kit.document import Document, Verdict
 from steplab.report.kit.html import to_fragment, to_html
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
 from steplab.report.page import page_verdict, render_page
@@ -64,34 +67,38 @@ def report_of(
 ) -> View:
     """`named`: the records themselves were given."""
 
-    def write(format: str, color: bool) -> str:
-        if format in ("html", "notebook"):
-            return _page(found, title or found.title, store, on_progress, in_notebook=format == "notebook")
+    def write(format: str, color: bool, beside: Beside | None = None) -> str:
+        pages = {"html": to_html, "notebook": to_fragment}
+        if beside or format in pages:
+            printed = pages.get(format, lambda made, _: render(made, format, beside=beside))
+            return _page(found, title or found.title, store, on_progress, printed)
         return _tables(found, format, named=named, color=color)
 
-    return View(write, store)
+    return View(write, store, pictured=True)
 
 
 def answers_of(
     questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
 ) -> View:
     """Records as answers to questions, of a preset or a file."""
-    document = questions_document(load_questions(questions), records, _derived, title)
+    document = questions_document(load_questions(questions), records, partial(_derived, store), title)
 
-    def write(format: str, color: bool) -> str:
-        return render(document, format, color=color)
+    def write(format: str, color: bool, beside: Beside | None = None) -> str:
+        return render(document, format, color=color, beside=beside)
 
-    return View(write, store)
+    return View(write, store, pictured=True)
 
 
-def _derived(asked: Derivation) -> str:
+def _derived(store: Path | str | None, asked: Derivation) -> Document:
+    if not asked.model:
+        return account_document(account_for_memory((), None, store=store))
     found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
     answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
     if answer is None:
         raise UserError(
             f"no derivation begins with '{asked.question}'; choose one of: {' '.join(q.title for q in found)}"
         )
-    return answer
+    return Document(title="", verdict=Verdict(sentences=(answer,)))
 
 
 def answer_of(found: ReportedRecords) -> str:
@@ -101,7 +108,11 @@ def answer_of(found: ReportedRecords) -> str:
 
 
 def _page(
-    found: ReportedRecords, title: str, store: Path | str | None, on_progress: OnProgress, *, in_notebook: bool
+    found: ReportedRecords,
+    title: str,
+    store: Path | str | None,
+    on_progress: OnProgress,
+    write: Callable[[Document, Mapping[str, str]], str],
 ) -> str:
     attempts = Attempts()
     runs = found.of("run")
@@ -119,7 +130,7 @@ def _page(
         description=found.description,
         about=about,
         attempts=attempts,
-        write=to_fragment if in_notebook else to_html,
+        write=write,
     )
 
 

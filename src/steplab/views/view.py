@@ -7,8 +7,9 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.files import Destination, format_of, packed
 from steplab.printing import leaving
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
-from steplab.report.kit.rendering import PAGE
+from steplab.report.kit.rendering import PAGE, PICTURED
 
 FORMATS = (*TEXT_FORMATS, PAGE)
 """Formats of every view: table is terminal text, html a self-contained page."""
@@ -18,10 +19,13 @@ FORMATS = (*TEXT_FORMATS, PAGE)
 class View:
     """A report, written when looked at: text at a prompt, HTML in a notebook."""
 
-    write: Callable[[str, bool], str]
-    """Function from one of FORMATS, or `notebook`, and the use of colours to the text."""
+    write: Callable[..., str]
+    """Function from one of FORMATS, or `notebook`, and the use of colours to the text; if it is `pictured`, also from
+    what takes the pictures and long tables of md and latex."""
     store: Path | str | None = None
     """Store of the records, which no file may replace; None: the default store."""
+    pictured: bool = False
+    """True if pictures and long tables of md and latex are files beside the text."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -38,8 +42,9 @@ class View:
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
 
-        Files of other writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError
-        if writing fails.
+        Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex beside it. Files of other
+        writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing
+        fails.
         """
         target = Path(path)
         chosen = format or format_of(target)
@@ -47,7 +52,17 @@ class View:
             raise UserError(f"unknown format for {target.name}; use one of {', '.join(FORMATS)}")
         destination = Destination(path=target, store=self.store, force=force)
         destination.check()
-        text = self.render(chosen)
+        suffix, kind = ("tex", "pdf") if chosen == "latex" else ("md", "svg")
+        beside = Beside(f"{target.name.partition('.')[0]}_{suffix}", kind)
+        own = force or target.exists()  # what lies beside a file of steplab's is steplab's
+        if self.pictured and chosen in PICTURED and not destination.is_written_to:
+            text = leaving(self.write(chosen, False, beside), chosen)
+        else:
+            text = self.render(chosen)
+        for name, content in beside.files.items():
+            path = target.parent / name
+            path.parent.mkdir(exist_ok=True)
+            Destination(path=path, store=self.store, force=own).write(content)
         with destination.writing() as file, packed(file, target) as written:
             written.write(f"{text.rstrip(chr(10))}\n".encode())
         return target

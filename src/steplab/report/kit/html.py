@@ -74,6 +74,13 @@ def _nested_style() -> str:
 
 
 @functools.cache
+def light_colors() -> Mapping[str, str]:
+    """The page's colours on light paper, by their names in its style."""
+    style, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
+    return dict(re.findall(r"--(\w+): (#\w+)", style[: style.index("@media")]))
+
+
+@functools.cache
 def environment() -> "Environment":
     """Templates of the kit, which escape whatever a record says."""
     import jinja2

@@ -1,10 +1,26 @@
-"""Renders a document as Markdown or LaTeX, without its charts."""
+"""Renders a document as Markdown or LaTeX; its pictures are files beside the text, where it has some."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from steplab.printing import MARK, plain
-from steplab.report.kit.document import Block, Document, Equations, Facts, Pairs, Section, Sentences, Table
-from steplab.report.kit.table import sheet
+from steplab.report.kit.document import (
+    MOST_ROWS,
+    Bars,
+    Block,
+    Chart,
+    Deferred,
+    Document,
+    Equations,
+    Facts,
+    Pairs,
+    Section,
+    Sentences,
+    Table,
+)
+from steplab.report.kit.pictures import Beside
+from steplab.report.kit.table import Sheet, sheet
 
 
 def escape_markdown(text: str) -> str:
@@ -52,141 +68,194 @@ def escape_latex(text: str) -> str:
     return " ".join("".join(known).split())
 
 
-def to_markdown(document: Document) -> str:
+def to_markdown(document: Document, beside: Beside | None = None) -> str:
     """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
-    head = [_markdown_heading(document.title, 1), f"<!-- {MARK} -->"] if document.title else []
-    return _document(document, [*head, escape_markdown(document.subtitle)], _markdown_heading, _markdown)
+    return "\n\n".join(filter(None, _Markdown(beside).document(document)))
 
 
-def to_latex(document: Document) -> str:
+def to_latex(document: Document, beside: Beside | None = None) -> str:
     """The document as LaTeX that pdflatex sets, without a newline at the end."""
-    head = [_latex_heading(document.title, 1) if document.title else ""]
-    text = _document(document, [*head, escape_latex(document.subtitle)], _latex_heading, _latex)
-    return f"{_PREAMBLE}\n\n{text}\n\n\\end{{document}}"
-
-
-_PREAMBLE = r"""\documentclass{article}
-\usepackage[T1]{fontenc}
-\usepackage{textcomp,amsmath,array,booktabs,longtable}
-\usepackage[margin=2cm]{geometry}
-\setlength{\tabcolsep}{4pt}
-\begin{document}"""
-_LINE_CHARACTERS = 90
-"""About the number of characters in a line of a table."""
-
-
-def _document(
-    document: Document, head: Sequence[str], heading: Callable[[str, int], str], write: Callable[[Block], str]
-) -> str:
-    answer = map(write, document.verdict.blocks())
-    parts = (part for section in document.sections for part in _sections(section, 2, heading, write))
-    return "\n\n".join(part for part in (*head, *answer, *parts) if part)
-
-
-def _sections(
-    section: Section, level: int, heading: Callable[[str, int], str], write: Callable[[Block], str]
-) -> Iterator[str]:
-    """The heading and the blocks of a section; nothing if all blocks are charts."""
-    parts: list[str] = []
-    for block in section.blocks:
-        if isinstance(block, Section):
-            parts += _sections(block, level + 1, heading, write)
-        elif text := write(block):
-            parts.append(text)
-    if parts:
-        yield from [heading(section.title, level), *parts] if section.title else parts
-
-
-def _markdown_heading(title: str, level: int) -> str:
-    return f"{'#' * level} {escape_markdown(title)}"
-
-
-def _latex_heading(title: str, level: int) -> str:
-    name = ("section", "subsection", "subsubsection", "paragraph")[min(level, 4) - 1]
-    return rf"\{name}*{{{escape_latex(title)}}}"
-
-
-def _markdown(block: Block) -> str:
-    if isinstance(block, Table):
-        return markdown_table(block)
-    if isinstance(block, Facts):
-        return "\n".join(f"- **{escape_markdown(fact.figure)}** {escape_markdown(fact.text)}" for fact in block.facts)
-    if isinstance(block, Pairs):
-        return "\n".join(f"- {escape_markdown(name)}: {escape_markdown(value)}" for name, value in block.pairs)
-    if isinstance(block, Equations):
-        return "\n".join(f"- ${line.latex}$: {escape_markdown(line.what)}" for line in block.lines)
-    if not isinstance(block, Sentences):
-        return ""
-    if block.role == "code":
-        return _fenced([plain(text) for text in block.texts])
-    texts = [escape_markdown(text) for text in block.texts]
-    if block.role == "finding":
-        return "\n".join(f"- {text}" for text in texts)
-    return "\n\n".join(f"**{text}**" if block.role == "warning" else text for text in texts)
-
-
-def _fenced(lines: Sequence[str]) -> str:
-    """A code block; its fence is longer than any fence in the lines."""
-    fence = "```"
-    while any(fence in line for line in lines):
-        fence += "`"
-    return "\n".join((fence, *lines, fence))
+    parts = filter(None, _Latex(beside).document(document))
+    return "\n\n".join((_PREAMBLE, *parts, r"\end{document}"))
 
 
 def markdown_table(table: Table) -> str:
     """A table with all rows and columns, followed by its caption."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    if not table.rows:
-        return escape_markdown(table.empty)
-    shown = sheet(table)
-    lines = [line([escape_markdown(column.heading) for column in shown.columns])]
-    lines.append(line(["---:" if column.quantity.numeric else "---" for column in shown.columns]))
-    lines += [line([escape_markdown(cell) for cell in cells]) for cells in shown.rows]
-    return "\n".join(lines + (["", escape_markdown(shown.below)] if shown.below else []))
+    return _Markdown(None).block(table)
 
 
-def _latex(block: Block) -> str:
-    if isinstance(block, Table):
-        return _latex_table(block)
-    if isinstance(block, Facts):
-        items = [rf"\item \textbf{{{escape_latex(fact.figure)}}} {escape_latex(fact.text)}" for fact in block.facts]
-        return "\n".join((r"\begin{itemize}", *items, r"\end{itemize}"))
-    if isinstance(block, Pairs):
-        items = [rf"\item[{escape_latex(name)}] {escape_latex(value)}" for name, value in block.pairs]
-        return "\n".join((r"\begin{description}", *items, r"\end{description}"))
-    if isinstance(block, Equations):
-        items = [rf"\item ${line.latex}$: {escape_latex(line.what)}" for line in block.lines]
-        return "\n".join((r"\begin{itemize}", *items, r"\end{itemize}"))
-    if not isinstance(block, Sentences):
+_PREAMBLE = r"""\documentclass{article}
+\usepackage[T1]{fontenc}
+\usepackage{textcomp,amsmath,array,booktabs,graphicx,longtable}
+\usepackage[margin=2cm]{geometry}
+\IfFileExists{lmodern.sty}{\usepackage{lmodern}}{}
+\setlength{\parindent}{0pt}\setlength{\parskip}{4pt}
+\setlength{\tabcolsep}{4pt}
+\renewcommand{\_}{\textunderscore\allowbreak}
+\setcounter{secnumdepth}{0}
+\setcounter{tocdepth}{2}
+\newcommand{\drawn}[3]{\begin{center}\includegraphics[width=#1,height=0.8\textheight,keepaspectratio]{#2}\\*
+\refstepcounter{figure}\label{#2}{\small Figure \thefigure: #3}\end{center}}
+\begin{document}"""
+_LINE_CHARACTERS = 90
+"""About the number of characters in a line of a table."""
+_LINE_PT = 480
+"""Width of a line of text."""
+
+
+class _Markdown:
+    """Markdown; LaTeX has the same parts in the same order, in other words."""
+
+    escape = staticmethod(escape_markdown)
+
+    def __init__(self, beside: Beside | None) -> None:
+        """beside: where pictures and long tables go; None: there are no pictures, and tables are whole."""
+        self.beside = beside
+
+    def document(self, document: Document) -> Iterator[str]:
+        yield self.title(document.title) if document.title else ""
+        yield self.escape(document.subtitle)
+        yield from map(self.block, document.verdict.blocks())
+        if self.beside and (listed := [section.title for section in document.sections if section.anchor]):
+            yield self.contents(listed)
+        for section in document.sections:
+            yield from self._section(section, 2)
+
+    def _section(self, section: Section, level: int) -> Iterator[str]:
+        """The heading and the blocks of a section; nothing where no block is written."""
+        parts: list[str] = []
+        for block in section.blocks:
+            if self.beside and section.title:
+                self.beside.heading = section.title
+            parts += self._section(block, level + 1) if isinstance(block, Section) else [self.block(block)]
+        if parts := [part for part in parts if part]:
+            yield from [self.heading(section.title, level), *parts] if section.title else parts
+
+    def block(self, block: Block) -> str:
+        match block:
+            case Table():
+                return self._table(block)
+            case Facts():
+                return self.listed(f"{self.strong(self.escape(f.figure))} {self.escape(f.text)}" for f in block.facts)
+            case Pairs():
+                return self.pairs((self.escape(name), self.escape(value)) for name, value in block.pairs)
+            case Equations():
+                return self.listed(f"${line.latex}$: {self.escape(line.what)}" for line in block.lines)
+            case Sentences(role="code"):
+                return self.code(block.texts)
+            case Sentences():
+                texts = [self.escape(text) for text in block.texts]
+                if block.role == "finding":
+                    return self.listed(texts)
+                return "\n\n".join(self.strong(text) if block.role == "warning" else text for text in texts)
+            case Chart() | Bars() | Deferred() if self.beside:
+                return self._pictures(block.draw() if isinstance(block, Deferred) else block, self.beside)
         return ""
-    if block.role == "code":
-        return "\n\n".join(rf"\texttt{{{escape_latex(text)}}}" for text in block.texts)
-    texts = [escape_latex(text) for text in block.texts]
-    if block.role == "finding":
-        return "\n".join((r"\begin{itemize}", *(rf"\item {text}" for text in texts), r"\end{itemize}"))
-    return "\n\n".join(rf"\textbf{{{text}}}" if block.role == "warning" else text for text in texts)
+
+    def _pictures(self, block: Chart | Bars | None, beside: Beside) -> str:
+        if block is None:
+            return ""
+        found = []
+        for path, one in beside.pictures(block):
+            words = ", ".join(filter(None, (one.title or beside.heading, one.subtitle)))
+            found.append(self.picture(path, self.escape(words), one.width))
+        return "\n\n".join([*found, *filter(None, [self.escape(block.note)])])
+
+    def _table(self, table: Table) -> str:
+        if not table.rows:
+            return self.escape(table.empty)
+        if self.beside is None or len(table.rows) <= MOST_ROWS:
+            return self.table(sheet(table))
+        path = self.beside.table(table)
+        first = replace(sheet(table), rows=sheet(table).rows[: table.first or MOST_ROWS])
+        return f"{self.table(first)}\n\n{self.rest(len(table.rows), path)}"
+
+    def title(self, title: str) -> str:
+        return f"{self.heading(title, 1)}\n\n<!-- {MARK} -->"
+
+    def heading(self, title: str, level: int) -> str:
+        return f"{'#' * level} {self.escape(title)}"
+
+    def contents(self, titles: Sequence[str]) -> str:
+        anchors = (re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles)
+        return " · ".join(f"[{self.escape(t)}](#{anchor})" for t, anchor in zip(titles, anchors, strict=True))
+
+    def strong(self, text: str) -> str:
+        return f"**{text}**"
+
+    def listed(self, items: Iterable[str], kind: str = "") -> str:
+        return "\n".join(f"- {item}" for item in items)
+
+    def pairs(self, pairs: Iterable[tuple[str, str]]) -> str:
+        return self.listed(f"{name}: {value}" for name, value in pairs)
+
+    def code(self, lines: Sequence[str]) -> str:
+        """A code block; its fence is longer than any fence in the lines."""
+        fence = "```"
+        while any(fence in line for line in map(plain, lines)):
+            fence += "`"
+        return "\n".join((fence, *map(plain, lines), fence))
+
+    def picture(self, path: str, words: str, width: float) -> str:
+        return f"![{words}]({path})"
+
+    def rest(self, num_rows: int, path: str) -> str:
+        return f"All {num_rows} rows: [{path}]({path})."
+
+    def table(self, shown: Sheet) -> str:
+        lines = [[self.escape(column.heading) for column in shown.columns]]
+        lines.append(["---:" if column.quantity.numeric else "---" for column in shown.columns])
+        lines += [[self.escape(cell) for cell in cells] for cells in shown.rows]
+        below = ["", self.escape(shown.below)] if shown.below else []
+        return "\n".join([f"| {' | '.join(cells)} |" for cells in lines] + below)
 
 
-def _latex_table(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(escape_latex(cell) for cell in cells) + r" \\"
+class _Latex(_Markdown):
+    escape = staticmethod(escape_latex)
 
-    if not table.rows:
-        return escape_latex(table.empty)
-    shown = sheet(table)
-    head = [line([column.heading for column in shown.columns]), r"\midrule", r"\endhead"]
-    columns = zip(shown.columns, zip(*shown.rows, strict=True), strict=True)
-    widths = [max(map(len, (column.heading, *cells))) for column, cells in columns]
-    fits = sum(widths) <= _LINE_CHARACTERS
-    wrapped = r">{{\raggedright\arraybackslash}}p{{{:.2f}\linewidth}}"
-    alignment = "".join(
-        "r" if column.quantity.numeric else "l" if fits or width < 20 else wrapped.format(0.8 * width / sum(widths))
-        for column, width in zip(shown.columns, widths, strict=True)
-    )
-    caption = [rf"\caption*{{{escape_latex(shown.below)}}}\\\\"] if shown.below else []
-    rows = [line(cells) for cells in shown.rows]
-    start = [r"{\footnotesize", rf"\begin{{longtable}}{{{alignment}}}"]
-    return "\n".join((*start, *caption, r"\toprule", *head, *rows, r"\bottomrule", r"\end{longtable}", "}"))
+    def title(self, title: str) -> str:
+        return rf"\section*{{{self.escape(title)}}}"
+
+    def heading(self, title: str, level: int) -> str:
+        name = ("section", "subsection", "subsubsection", "paragraph")[min(level - 1, 4) - 1]
+        return rf"\{name}{{{self.escape(title)}}}"
+
+    def contents(self, titles: Sequence[str]) -> str:
+        return r"\tableofcontents"
+
+    def strong(self, text: str) -> str:
+        return rf"\textbf{{{text}}}"
+
+    def listed(self, items: Iterable[str], kind: str = "itemize") -> str:
+        return "\n".join((rf"\begin{{{kind}}}", *(rf"\item {item}" for item in items), rf"\end{{{kind}}}"))
+
+    def pairs(self, pairs: Iterable[tuple[str, str]]) -> str:
+        return self.listed((f"[{name}] {value}" for name, value in pairs), "description")
+
+    def code(self, lines: Sequence[str]) -> str:
+        return "\n\n".join(rf"\texttt{{{self.escape(line)}}}" for line in lines)
+
+    def picture(self, path: str, words: str, width: float) -> str:
+        return rf"\drawn{{{min(width, _LINE_PT):.0f}bp}}{{{path}}}{{{words}}}"
+
+    def rest(self, num_rows: int, path: str) -> str:
+        return rf"All {num_rows} rows: \texttt{{{self.escape(path)}}}."
+
+    def table(self, shown: Sheet) -> str:
+        def line(cells: Sequence[str]) -> str:
+            return " & ".join(self.escape(cell) for cell in cells) + r" \\"
+
+        head = [line([column.heading for column in shown.columns]), r"\midrule", r"\endhead"]
+        columns = zip(shown.columns, zip(*shown.rows, strict=True), strict=True)
+        widths = [max(map(len, (column.heading, *cells))) for column, cells in columns]
+        fits = sum(widths) <= _LINE_CHARACTERS
+        wrapped = r">{{\raggedright\arraybackslash}}p{{{:.2f}\linewidth}}"
+        alignment = "".join(
+            "r" if column.quantity.numeric else "l" if fits or width < 20 else wrapped.format(0.8 * width / sum(widths))
+            for column, width in zip(shown.columns, widths, strict=True)
+        )
+        caption = [rf"\caption*{{{self.escape(shown.below)}}}\\\\"] if shown.below else []
+        rows = [line(cells) for cells in shown.rows]
+        size = "footnotesize" if fits else "scriptsize" if sum(widths) < 1.3 * _LINE_CHARACTERS else "tiny"
+        start = [rf"{{\{size}", rf"\begin{{longtable}}{{{alignment}}}"]
+        return "\n".join((*start, *caption, r"\toprule", *head, *rows, r"\bottomrule", r"\end{longtable}", "}"))

@@ -12,8 +12,10 @@ from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
 from steplab.report.kit.quantities import LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
+from steplab.report.kit.text import reason
 from steplab.report.page import page_verdict
 from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
+from steplab.report.report import report_of
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.question import Derivation, Expression, Figure, Question, Questions, Where
 from steplab.specs.resolve import resolve_step
@@ -31,11 +33,11 @@ _FOLLOWING = {
 
 
 def questions_document(
-    asked: Questions, records: Sequence[Record], derive: Callable[[Derivation], str], title: str | None = None
+    asked: Questions, records: Sequence[Record], derive: Callable[[Derivation], Document], title: str | None = None
 ) -> Document:
     """The answers that records give.
 
-    derive: what a question's `derives` comes to, in a sentence.
+    derive: what a question's `derives` comes to; UserError where no record allows it.
     """
     answers = _Answers(records, derive)
     chapters, data = [], list[Row]()
@@ -47,10 +49,10 @@ def questions_document(
             data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None})
             data[-1]["measure"] = None if answer else question.measure
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
-    open_ones = sum(row["answer"] is None for row in data)
+    open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     by = counted(len(records), "record")
-    told = f"Answered: {len(data) - open_ones} of {counted(len(data), 'question')}, from {by}."
-    left = (f"Not measured: {open_ones}.",) if open_ones else ()
+    told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}, from {by}."
+    left = (f"Not measured: {' '.join(open_ones) if len(open_ones) < 4 else len(open_ones)}",) if open_ones else ()
     devices = dict.fromkeys(record.device_name for record in records if record.device_name)
     days = sorted({record.created_utc[:10] for record in records})
     subtitle = " · ".join([*devices, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
@@ -68,7 +70,7 @@ class _Missing(Exception):
 
 
 class _Answers:
-    def __init__(self, records: Sequence[Record], derive: Callable[[Derivation], str]) -> None:
+    def __init__(self, records: Sequence[Record], derive: Callable[[Derivation], Document]) -> None:
         self._derive = derive
         self._records = sorted(records, key=lambda record: record.created_utc)
         self._sheets: dict[str, Sheet] = {}
@@ -79,14 +81,17 @@ class _Answers:
             blocks, answer = self._blocks(question)
         except _Missing:
             missing = f"Not measured; run `{question.measure}`." if question.measure else "Not measured."
-            return Section.of(question.asks, Sentences.of([missing], "warning")), ""
+            why = "" if question.rows_of else question.why
+            return Section.of(question.asks, Sentences.of([missing], "warning"), Sentences.of([why], "note")), ""
         return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer
 
     def _blocks(self, question: Question) -> tuple[list[Any], str]:
         if question.tells:
-            return [], self._told(question.tells)
+            return self._told(question.tells, question.shows)
         if question.derives:
-            return [], self._derive(question.derives)
+            return self._derived(question.derives)
+        if not question.rows_of:
+            raise _Missing
         sheet = self._sheet(question.rows_of)
         keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
         _refuse_unknown(sheet, question, keys)
@@ -96,17 +101,28 @@ class _Answers:
                 figures = {name: view.figure(rows, figure) for name, figure in question.figures.items()}
             except _Missing:
                 continue
-            return list(view.blocks(question, rows)) if question.columns else [], _filled(question.answer, figures)
+            table = list(view.blocks(question, rows)) if question.columns else []
+            newest = next(record for record in self._records[::-1] if record.id == rows[-1]["id"])
+            return [*table, *_sections(newest, question.shows)], _filled(question.answer, figures)
         raise _Missing
 
-    def _told(self, kind: str) -> str:
+    def _derived(self, asked: Derivation) -> tuple[list[Any], str]:
+        try:
+            found = self._derive(asked)
+        except UserError as error:
+            if asked.model:
+                raise
+            raise _Missing from error
+        return [block for section in found.sections for block in section.blocks], " ".join(found.verdict.sentences)
+
+    def _told(self, kind: str, titles: Sequence[str]) -> tuple[list[Any], str]:
         if kind not in KINDS:
             raise UserError(f"a question is told by '{kind}'; choose one of {', '.join(KINDS)}")
         of_kind = [record for record in self._records if kind_of(record).name == kind]
         if not of_kind:
             raise _Missing
         verdict = page_verdict(of_kind[-1:] if KINDS[kind].stands_alone else of_kind)
-        return " ".join(verdict.sentences)
+        return list(_sections(of_kind[-1], titles)), " ".join(verdict.sentences)
 
     def _sheet(self, name: str) -> Sheet:
         if name not in SHEETS:
@@ -114,6 +130,18 @@ class _Answers:
         if name not in self._sheets:
             self._sheets[name] = SHEETS[name](self._records)
         return self._sheets[name]
+
+
+def _sections(record: Record, titles: Sequence[str]) -> Iterator[Section]:
+    """Sections of a record's own report, wherever they stand in it."""
+    if not titles:
+        return
+    found: list[Any] = list(report_of(kind_of(record).name).documents([record])[0].sections)
+    for section in found:
+        if section.title in titles:
+            yield section
+        else:
+            found += [block for block in section.blocks if isinstance(block, Section)]
 
 
 def _refuse_unknown(sheet: Sheet, question: Question, keys: Sequence[str]) -> None:
@@ -162,7 +190,8 @@ class _View:
             return row.get(expression.value)
         under = row
         if expression.against:
-            wanted = {key: row.get(key) for key in self.sheet.settings} | dict(expression.against)
+            moving = {key for name in expression.against for key in _FOLLOWING.get(name, ())}
+            wanted = {key: row.get(key) for key in self.sheet.settings if key not in moving} | dict(expression.against)
             alike = [other for other in self.sheet.rows if all(other.get(key) == wanted[key] for key in wanted)]
             if not alike:
                 return None
@@ -182,7 +211,7 @@ class _View:
         if not numbers:
             return {"": ", ".join(dict.fromkeys(str(value) for value, _ in found))}
         if figure.take == "a_doubling":
-            return {"": f"{_a_doubling(numbers, figure.along, self._rest(figure.along)):.1f}×"}
+            return {"": _a_doubling(numbers, figure.along, self._rest(figure.along))}
         values = [value for value, _ in numbers]
         if figure.take in ("median", "sum"):
             return {"": show(median(values) if figure.take == "median" else sum(values))}
@@ -201,7 +230,7 @@ class _View:
         return ", ".join(_said(key, row.get(key)) for key in self.keys if row.get(key) is not None)
 
     def blocks(self, question: Question, rows: Sequence[Row]) -> Iterator[Table | Bars]:
-        """The table, and bars of its first column."""
+        """Bars of the column that the answer is about, and the table."""
         keys = [key for key in self.keys if key != question.across]
         words = [key for key in keys if all(isinstance(row.get(key), str) for row in rows)]
         labels = [Column(key=k, header=k.replace("_", " "), quantity=TEXT if k in words else LABEL) for k in keys]
@@ -214,22 +243,28 @@ class _View:
                 at = row.get(question.across)
                 key = f"at {at}"
                 columns[key] = Column(key=key, header=_said(question.across, at), quantity=_quantity(first))
-                line[key] = self.value(row, first) if row.get("status", "ok") == "ok" else "failed"
+                failed = "OOM" if row.get("status") == "out_of_memory" else "failed"
+                line[key] = self.value(row, first) if row.get("status", "ok") == "ok" else failed
             else:
                 for number, each in enumerate(question.columns):
-                    key, header = f"column {number}", each.header or each.value.removesuffix("_s").replace("_", " ")
-                    columns[key] = Column(key=key, header=header, quantity=_quantity(each))
+                    key, quantity = f"column {number}", _quantity(each)
+                    columns[key] = Column(key=key, header=each.header or _words(each.value), quantity=quantity)
                     line[key] = self.value(row, each)
+                    if each.interval:
+                        columns[f"{key} ends"] = Column(key=f"{key} ends", header="95 % interval", quantity=LABEL)
+                        ends = [row.get(f"{each.value.removesuffix('_s')}_{end}_s") for end in ("low", "high")]
+                        known = [quantity.show(end) for end in ends if end is not None]
+                        line[f"{key} ends"] = " to ".join(dict.fromkeys(known)) or None
         lines = list(made.values())[: question.most or None]
         if question.across:
             order = sorted({row.get(question.across) for row in rows}, key=_place)
             shown = [columns[f"at {at}"] for at in order]
         else:
             shown = list(columns.values())
+        yield from _bars(question, keys, lines, shown)
         yield Table(
             name=question.asks, columns=(*labels, *shown), rows=tuple(lines), caption=self._caption(question, rows)
         )
-        yield from _bars(question, keys, lines, shown)
 
     def _caption(self, question: Question, rows: Sequence[Row]) -> str:
         """Settings that all rows share and that are not defaults; then the records."""
@@ -241,6 +276,12 @@ class _View:
         ]
         ids = dict.fromkeys(str(row["id"]) for row in rows if row.get("id"))
         named = f"Record{'s' if len(ids) > 1 else ''} {', '.join(ids)}." if len(ids) <= 3 else f"{len(ids)} records."
+        failed = [row for row in rows if row.get("status", "ok") != "ok"]
+        if failed and all(column.value != "failure" for column in question.columns):
+            why = (
+                f"{self._called(row)} ({reason(str(row['status']), str(row.get('failure') or ''))})" for row in failed
+            )
+            named += f" Failed: {'; '.join(why)}."
         timed = any(column.value.endswith("_s") for column in question.columns)
         if timed and (doubtful := [str(row["id"]) for row in rows if row.get("warnings")]):
             named += (
@@ -263,7 +304,7 @@ _UNSAID = ("kv_heads", "keys", "status", "line", "of", "allocation_bytes")
 def _bars(
     question: Question, keys: Sequence[str], lines: Sequence[Mapping[str, Scalar]], shown: Sequence[Column]
 ) -> Iterator[Bars]:
-    drawn = shown if question.across else shown[:1]
+    drawn = [column for column in shown if question.across or column.key == _drawn_key(question)]
     bars = [
         Bar(
             label=" · ".join([_said(key, line[key]) for key in keys] + ([column.heading] if question.across else [])),
@@ -275,7 +316,17 @@ def _bars(
         if isinstance(value := line.get(column.key), (int, float)) and value > 0
     ]
     if 1 < len(bars) <= _MOST_BARS:
-        yield Bars(bars=tuple(bars), note="" if question.across else f"Bars: {drawn[0].heading}.")
+        names = tuple((number % 8 + 1, "■", column.heading) for number, column in enumerate(drawn))
+        several = len(drawn) > 1
+        yield Bars(bars=tuple(bars), legend=names if several else (), note="" if several else f"Bars: {names[0][2]}.")
+
+
+def _drawn_key(question: Question) -> str:
+    """The column of the first figure in the answer that has one; else the first."""
+    told = [question.figures[name] for name in re.findall(r"\{(\w+)", question.answer) if name in question.figures]
+    columns = [(each.value, each.over, each.against) for each in question.columns]
+    places = [columns.index(key) for each in told if (key := (each.value, each.over, each.against)) in columns]
+    return f"column {places[0] if places else 0}"
 
 
 def _filled(answer: str, figures: Mapping[str, Mapping[str, str]]) -> str:
@@ -291,6 +342,10 @@ def _filled(answer: str, figures: Mapping[str, Mapping[str, str]]) -> str:
 
 def _fits(row: Row, where: Where) -> bool:
     return all(row.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
+
+
+def _words(field: str) -> str:
+    return (f"{field[:-6]}/s" if field.endswith("_per_s") else field.removesuffix("_s")).replace("_", " ")
 
 
 def _quantity(expression: Expression) -> Quantity:
@@ -330,15 +385,18 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str], question: Question) -> li
     return sorted(rows, key=lambda row: [_place(row.get(key)) for key in keys])
 
 
-def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable[[Row], tuple[Scalar, ...]]) -> float:
+def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable[[Row], tuple[Scalar, ...]]) -> str:
+    """Median growth, and of how many series it is if of several."""
     alike: dict[tuple[Scalar, ...], dict[float, float]] = {}
     for value, row in numbers:
         if isinstance(at := row.get(along), (int, float)):
             alike.setdefault(rest(row), {})[float(at)] = value
-    factors = [some[2 * at] / some[at] for some in alike.values() for at in some if 2 * at in some and some[at]]
+    growths = [[some[2 * at] / some[at] for at in some if 2 * at in some and some[at]] for some in alike.values()]
+    factors = [factor for growth in growths for factor in growth]
     if not factors:
         raise _Missing
-    return median(factors)
+    pooled = sum(map(bool, growths))
+    return f"{median(factors):.1f}×{f' (the median of {pooled} series)' if pooled > 1 else ''}"
 
 
 def _anchor(title: str) -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
 from typing import Any
 
+from steplab.costs.data_parallel import Link, buckets_of
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
@@ -12,6 +12,7 @@ from steplab.records.rows import Row, run_row, step_key
 from steplab.records.run import Run
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.report import RecordReport, report_of
+from steplab.stats import summarize
 
 WHOLE = "step"
 """The phase of a profile that stands for all of them."""
@@ -45,8 +46,9 @@ def _of_runs(records: Sequence[Record], rows: Callable[[Run, Row], Iterator[Row]
     return Sheet((*settings, *further), [row for run, known in found for row in rows(run, known)])
 
 
+_OF_PHASE = ("mean", "deviation", "low", "high")
 _SPREAD = (
-    *(f"{phase}_{what}_s" for phase in ("step", "forward", "backward", "optimizer") for what in ("mean", "deviation")),
+    *(f"{phase}_{what}_s" for phase in ("step", "forward", "backward", "optimizer") for what in _OF_PHASE),
     "parameters",
     "residual_stream_bytes",
 )
@@ -57,7 +59,10 @@ def _run_rows(run: Run, known: Row) -> Iterator[Row]:
     for phase in run.timing.back_to_back if run.timing else ():
         if len(phase.best_s) > 1:
             name = phase.phase.replace(" ", "_")
-            spread |= {f"{name}_mean_s": fmean(phase.best_s), f"{name}_deviation_s": stdev(phase.best_s)}
+            found = summarize(phase.best_s)
+            ends = (found.low, found.high) if found.is_interval else (None, None)
+            figures = zip(_OF_PHASE, (found.mean, found.stdev, *ends), strict=True)
+            spread |= {f"{name}_{what}_s": value for what, value in figures}
     if run.model:
         spread["parameters"] = run.model.num_parameters
     if run.spec and (shape := run.spec.model.shape) and run.spec.precision in ("fp32", "tf32", "fp16", "bf16"):
@@ -169,6 +174,24 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
     return rows
 
 
+def _ddp_rows(records: Sequence[Record]) -> Sheet:
+    """Variants, each beside what the fitted model of the overhead says of its bucket size."""
+    sheet = _own_rows("ddp", ("contender", "num_ranks"))(records)
+    runs: dict[str, Any] = {run.id: run for run in records}
+    for row in sheet.rows:
+        run = runs[str(row["id"])]
+        if (model := run.model) is None or run.facts is None:
+            continue
+        row |= {"gradient_bytes": model.gradient_bytes, "link_bytes_per_s": model.bytes_per_s, "call_s": model.call_s}
+        row |= {"best_bucket_mb": round(model.best_bucket_mb, 1), "fit_error": model.worst_fit}
+        if isinstance(size_mb := row["bucket_mb"], (int, float)):
+            link = Link(bytes_per_s=model.bytes_per_s, call_s=model.call_s)
+            buckets = buckets_of(model.gradient_bytes, size_mb * 1e6, run.facts.num_tensors)
+            row["overlapped_model_s"] = link.exposed_s(model.gradient_bytes, buckets, model.backward_s)
+            row["serial_model_s"] = link.serial_s(model.gradient_bytes, buckets)
+    return sheet
+
+
 _SHAPE = ("batch", "heads", "kv_heads", "queries", "keys", "dim", "causal", "dtype", "implementation", "compile")
 
 SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
@@ -183,7 +206,7 @@ SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
     "memory phases": lambda records: _of_runs(records, _peak_rows, "phase"),
     "attention": _own_rows("attention", (*_SHAPE, "status")),
     "comm": _own_rows("comm", ("collective", "backend", "way", "world_size", "dtype", "size_bytes")),
-    "ddp": _own_rows("ddp", ("contender", "num_ranks")),
+    "ddp": _ddp_rows,
     "accumulation": _own_rows("numerics", ("sum",), "accumulation"),
     "audit": _own_rows("numerics", ("precision", "module", "class"), "audit"),
 }

@@ -268,6 +268,8 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("throughput", f"{rate} ({run.tokens_per_step} tokens per step)"))
     elif run.spec is None:
         pairs.append(("throughput", f"{ABSENT} (the loop did not say how many tokens a step has)"))
+    if run.model:
+        pairs.append(("parameters", units.format_count(run.model.num_parameters)))
     if timing.between_s:
         told = "median from the end of a step to the beginning of the next; it is not in the step time"
         pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))

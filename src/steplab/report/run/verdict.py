@@ -102,12 +102,14 @@ def run_cautions(run: Run) -> Iterator[str]:
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
-    if early := _warmup_words(cells, fields):
+    early, told, effects = _warmup_words(cells, fields), trend_words(cells, fields), main_effects(cells)
+    if early and not effects:
         yield early
-    if told := trend_words(cells, fields):
+    if told:
         yield told
-    effects = main_effects(cells)
     yield from map(effect_words, effects)
+    if early and effects:
+        yield early
     yield from _fewer_threads([cell.run for cell in cells])
     if not early and not told and not effects and (taken := _times_words(cells, fields)):
         yield taken
@@ -255,6 +257,22 @@ def facts(cells: Sequence[RunCell]) -> list[Fact]:
     fields = varying(cells)
     first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
     return first + _waiting(cells, fields)
+
+
+def facts_of_one(run: Run) -> Iterator[Fact]:
+    """The figures of a single run that a page shows large."""
+    if run.median_s:
+        yield Fact(figure=units.format_time(run.median_s), text="a step")
+        if run.tokens_per_step:
+            yield Fact(figure=units.format_rate(run.tokens_per_step / run.median_s, ""), text="tokens/s")
+    used = run.utilization("mfu", "causal")
+    if used and used.value is not None and not used.exceeds_peak:
+        peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
+        yield Fact(figure=units.format_share(used.value), text=f"MFU, of a dense {used.dtype} peak of {peak}")
+    if run.peak:
+        total = run.memory.total_bytes if run.memory else None
+        of_total = f", of {units.format_bytes(total)} on the device" if total else ""
+        yield Fact(figure=units.format_bytes(run.peak.peak_allocated_bytes), text=f"peak of allocated memory{of_total}")
 
 
 def _gains(cells: Sequence[RunCell]) -> list[Fact]:
