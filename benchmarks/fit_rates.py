@@ -19,9 +19,7 @@ host ahead, and the interval to errors at sizes outside the fit.
 
 import argparse
 import dataclasses
-import gzip
 import json
-import lzma
 import math
 import re
 import sys
@@ -43,6 +41,7 @@ from benchmarks.rates_of_kernels import (
     streaming_sums,
 )
 from benchmarks.search import STAY, Params, search
+from benchmarks.tables import GOLDEN, RESULTS, read
 
 from steplab.costs.kernel_time import USUAL_ATTENTION
 from steplab.costs.rates import (
@@ -63,7 +62,6 @@ from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun
-from steplab.records.codec import decode
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
@@ -74,7 +72,6 @@ from steplab.specs.step_choices import AFTER, OVERLAPPED
 from steplab.stats import percentile
 from steplab.store.database import Store
 
-ROOT = Path(__file__).parents[1]
 _ALWAYS = "9999"
 """After every record."""
 _LEAST_PRODUCTS = 20
@@ -454,11 +451,9 @@ def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
 
 
 def committed_records() -> Iterator[Record]:
-    for folder in ("tests/golden", "benchmarks/results"):
-        for path in sorted((ROOT / folder).glob("*_h?00_*.jsonl.[gx]z")):
-            content = path.read_bytes()
-            text = gzip.decompress(content) if path.suffix == ".gz" else lzma.decompress(content)
-            yield from map(decode, text.splitlines())
+    for folder in (GOLDEN, RESULTS):
+        for path in sorted(folder.glob("*_h?00_*.jsonl.[gx]z")):
+            yield from read(path, Record)
 
 
 def parsed_hold_out(text: str) -> dict[str, list[str]]:

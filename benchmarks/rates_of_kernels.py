@@ -117,14 +117,9 @@ class KernelSum:
     seconds: float
 
 
-def traced_sums(runs: Sequence[Run], traced: Callable[[StepSpec], Sequence[Operator]]) -> list[KernelSum]:
-    """Sums of eager profiles of any model; `traced` gives a step's operators."""
-    return _eager_sums(runs, traced)
-
-
 def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
     """Sums from eager profiles, single-kernel optimizers, and compilers' kernels."""
-    return [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
+    return [*eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
 
 
 def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | None = None) -> StreamingRates:
@@ -166,9 +161,10 @@ _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
 """Figures common to all kernels, and their starting values."""
 
 
-def _eager_sums(
+def eager_sums(
     runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]] = operators_of
 ) -> list[KernelSum]:
+    """Sums of eager profiles; `operators_of` gives a step's operators."""
     found = []
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile != "off":
@@ -265,19 +261,13 @@ def _reduces(name: str) -> bool:
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AttentionTime:
-    scores: Product
-    seconds: float
-
-
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
     """Rates by implementation and pass, from causal cells in bf16 and fp32 on a busy GPU; among equal cells the newest
     counts, because kernels change.
 
     The smallest takes at most the shortest cell of any implementation, since most were measured only on large ones.
     """
-    times: dict[tuple[str, str, str], dict[AttentionSpec, AttentionTime]] = defaultdict(dict)
+    times: dict[tuple[str, str, str], dict[AttentionSpec, tuple[Product, float]]] = defaultdict(dict)
     shortest_s: dict[str, float] = {}
     for record in sorted(records, key=lambda record: record.created_utc):
         if not isinstance(record, AttentionRun):
@@ -302,7 +292,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
                 is_busy = batch * spec.queries >= _BUSY_ROWS and spec.dim >= _LEAST_WIDTH
                 if is_busy and name and timed.phase in ("forward", "backward"):
                     scores = Product(m=spec.queries, n=spec.queries, k=spec.dim, batch=batch)
-                    times[name, spec.dtype, timed.phase][spec] = AttentionTime(scores, taken_s)
+                    times[name, spec.dtype, timed.phase][spec] = scores, taken_s
     found: dict[str, dict[str, AttentionRates]] = {}
     for (name, dtype, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
@@ -320,7 +310,7 @@ _LEAST_CELLS = 2
 
 
 def _fit_attention(
-    times: Sequence[AttentionTime], gpu: Gpu, name: str, dtype: str, phase: str, shortest_s: float
+    times: Sequence[tuple[Product, float]], gpu: Gpu, name: str, dtype: str, phase: str, shortest_s: float
 ) -> AttentionRates:
     def error(params: Params, start: Params) -> float:
         if params["peak_share"] > 1 or params["fixed_s"] > shortest_s:
@@ -328,7 +318,7 @@ def _fit_attention(
         rates = {rated_attention(name, dtype, gpu.name): {phase: msgspec.convert(params, AttentionRates)}}
         trial, backward = with_rates(gpu, attention=rates), phase == "backward"
         away = sum(abs(math.log(params[figure] / start[figure])) for figure in start)
-        predicted = ((attention_s(name, t.scores, dtype, trial, backward=backward), t.seconds) for t in times)
+        predicted = ((attention_s(name, each, dtype, trial, backward=backward), seconds) for each, seconds in times)
         return relative_error(predicted) + STAY * away
 
     starts = [

@@ -17,14 +17,14 @@ import csv
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
-import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -207,30 +207,30 @@ def in_processes(
 
 
 def _in_a_process(work: Callable[[Task], Result], group: Sequence[Task], limit_s: float) -> list[Result] | Lost:
-    command, given = [sys.executable, "-c", _CHILD], pickle.dumps((work, group))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, work, group))
+    process.start()
+    theirs.close()
+    with ours:
+        try:
+            found: list[Result] | Lost = (
+                ours.recv() if ours.poll(limit_s) else Lost(f"did not end within {limit_s:g} s")
+            )
+        except EOFError:
+            process.join()
+            found = Lost(f"its process ended with exit code {process.exitcode}")
+    process.kill()
+    process.join()
+    return found
+
+
+def _answer(connection: Connection, work: Callable[[Task], Result], group: Sequence[Task]) -> None:
+    os.dup2(2, 1)  # the output is the table alone, whatever a compiler prints
     try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Lost(f"did not end within {limit_s:g} s")
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        ended = f"its process ended with exit code {done.returncode}"
-        return Lost(said[-1] if done.returncode == 1 and said else ended)
-    results: list[Result] = pickle.loads(done.stdout)
-    return results
-
-
-_CHILD = """
-import os, pickle, sys
-out = os.fdopen(os.dup(1), "wb")
-os.dup2(2, 1)
-work, group = pickle.load(sys.stdin.buffer)
-try:
-    out.write(pickle.dumps([work(task) for task in group]))
-except Exception as error:
-    sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
-"""
-"""Code of a process: its output is only the results, whatever a compiler prints."""
+        connection.send([work(task) for task in group])
+    except Exception as error:
+        connection.send(Lost(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"))
 
 
 def tried(
