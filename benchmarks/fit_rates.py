@@ -31,16 +31,18 @@ from typing import Any
 
 import msgspec
 from benchmarks.rates_of_kernels import (
+    STAY,
     KernelSum,
+    Params,
     ProductTime,
     fit_attention,
     fit_products,
     fit_streaming,
     product_times,
     relative_error,
+    search,
     streaming_sums,
 )
-from benchmarks.search import STAY, Params, search
 from benchmarks.tables import GOLDEN, RESULTS, read
 
 from steplab.costs.kernel_time import USUAL_ATTENTION

@@ -29,7 +29,7 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
-from benchmarks.search import STAY, Params, search
+from benchmarks.rates_of_kernels import STAY, Params, search
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.costs.rates import Gpu, gpu_of

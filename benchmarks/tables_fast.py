@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from statistics import median
 
 from benchmarks.tables import RESULTS, read, table
+from benchmarks.tables_attention import MATMUL_FLOPS_PER_S
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.costs.flops import model_flops_per_token
@@ -24,8 +25,6 @@ from steplab.report.kit.document import Table
 from steplab.report.run.columns import list_document
 from steplab.specs.hardware import find_hardware
 
-MATMUL_FLOPS_PER_S = 790e12
-"""Rate of a bf16 matmul of 8192³ on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.28e12
 """Rate of a device copy, read and written (adamw_h200_202611.json)."""
 ADAMW_BYTES = 28
