@@ -29,7 +29,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from examples import eight_b
-from torch import Tensor, nn
+from torch import Tensor
 
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.model.checkpointing import wrap_block
@@ -78,7 +78,7 @@ def load(what: str) -> Any:
     example: Any = importlib.reload(eight_b)
     if what == "peer":
         example.Block.forward = _forward_of_torch(example)
-        example.wrap_block = _recomputed_whole
+        example.wrap_block = lambda *block, **options: wrap_block(*block, **options | {"checkpointing": "full"})
         example.LOSS, example.ATTENTION = "plain", "sdpa_cudnn"
     return example
 
@@ -114,10 +114,6 @@ def _forward_of_torch(example: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
         return x_BTC + block.down(plain_swiglu(block.gate_up(block.norm_2(x_BTC))))
 
     return forward
-
-
-def _recomputed_whole(block: nn.Module, index: int, **options: Any) -> None:
-    wrap_block(block, index, **options | {"checkpointing": "full"})
 
 
 if __name__ == "__main__":

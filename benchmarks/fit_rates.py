@@ -102,8 +102,13 @@ def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, else
 
     Raises UserError for too few records.
     """
-    times = kernel_times(records, hardware)
-    rates = _fit(records, times, hardware, source)
+    times, runs = kernel_times(records, hardware), _runs(records)
+    gpu = fit_kernels(times, hardware, source)
+    cells = phase_cells(runs, gpu)
+    paces = host_paces(cells)
+    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
+    step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
+    rates = with_rates(gpu, host=fit_host(paces, runs), step=step).rates
     spread = _spread(records, times, hardware) | {"elsewhere": elsewhere}
     return msgspec.structs.replace(rates, step=msgspec.structs.replace(rates.step, spread=spread))
 
@@ -126,15 +131,6 @@ def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTim
     if missing := [name for name in USUAL_ATTENTION.values() if name not in attention]:
         raise UserError(f"too few benchmarks of {missing[0]} to fit; make some with `steplab attention --grid peers`")
     return KernelTimes(product_times(runs), streaming_sums(runs), attention)
-
-
-def _fit(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec, source: str) -> GpuRates:
-    gpu, runs = fit_kernels(times, hardware, source), _runs(records)
-    cells = phase_cells(runs, gpu)
-    paces = host_paces(cells)
-    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
-    step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
-    return with_rates(gpu, host=fit_host(paces, runs), step=step).rates
 
 
 def fit_kernels(times: KernelTimes, hardware: HardwareSpec, source: str) -> Gpu:

@@ -17,7 +17,7 @@ linear_cross_entropy.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -224,25 +224,27 @@ def block_ops(options: argparse.Namespace) -> list[Case]:
     def on(call: Callable[..., object], tensors: Sequence[tuple[Any, ...]]) -> Call:
         return partial(call, *(make(*sizes) for make, *sizes in tensors))
 
-    offered: list[tuple[str, int, Callable[..., object], list[tuple[Any, ...]], Any, list[Constants]]] = [
-        ("add_rms_norm backward", 16 * tokens * width, norm_backward,
-         [branch, stream, stream, (wide, width), (wide, tokens)], norm, _NORM_BACKWARD),
-        ("add_rms_norm", 12 * tokens * width, norm_forward, [stream, branch, (wide, width)], norm, _NORM),
-        ("rotary_heads backward", 12 * tokens * width, lambda *grads: ops.rotary_heads_backward(*grads, table),
-         [grad, grad, grad], heads, _ROTARY),
-        ("rotary_heads", 12 * tokens * width, lambda merged: ops.rotary_heads(merged, table, num_heads),
-         [(narrow, BATCH, CONTEXT, 3 * width)], heads, _ROTARY),
-        ("swiglu backward", 10 * tokens * inner, ops.swiglu_backward, [half, joined], gated, _SWIGLU),
-        ("swiglu", 6 * tokens * inner, ops.swiglu, [joined], gated, _SWIGLU),
-    ]  # fmt: skip
+    def op(
+        name: str, moved: int, call: Callable[..., object], tensors: list[Any], module: Any, tiles: list[Constants]
+    ) -> Iterator[Case]:
+        case = Case(name=name, build=partial(on, call, tensors), amount=moved, set_bytes=moved)
+        return in_tiles([case], module, tiles if options.tiles else tiles[:1])
+
+    def turn(merged: Tensor) -> object:
+        return ops.rotary_heads(merged, table, num_heads)
+
+    def turn_back(*grads: Tensor) -> object:
+        return ops.rotary_heads_backward(*grads, table)
+
+    size, weight = 4 * tokens * width, (wide, width)
+    inputs = [branch, stream, stream, weight, (wide, tokens)]
     return [
-        case
-        for name, moved, call, tensors, module, tiles in offered
-        for case in in_tiles(
-            [Case(name=name, build=partial(on, call, tensors), amount=moved, set_bytes=moved)],
-            module,
-            tiles if options.tiles else tiles[:1],
-        )
+        *op("add_rms_norm backward", 4 * size, norm_backward, inputs, norm, _NORM_BACKWARD),
+        *op("add_rms_norm", 3 * size, norm_forward, [stream, branch, weight], norm, _NORM),
+        *op("rotary_heads backward", 3 * size, turn_back, 3 * [grad], heads, _ROTARY),
+        *op("rotary_heads", 3 * size, turn, [(narrow, BATCH, CONTEXT, 3 * width)], heads, _ROTARY),
+        *op("swiglu backward", 10 * tokens * inner, ops.swiglu_backward, [half, joined], gated, _SWIGLU),
+        *op("swiglu", 6 * tokens * inner, ops.swiglu, [joined], gated, _SWIGLU),
     ]
 
 

@@ -110,7 +110,7 @@ def _product(name: str, inputs: str) -> Product | None:
 
 
 def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductRates:
-    own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in _sizes(time.product))]
+    own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in (time.product.n, time.product.k))]
     shapes = {time.product for time in own}
 
     def error(params: Params) -> float:
@@ -122,10 +122,6 @@ def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductR
 
     start = {"fixed_s": 2e-6, "peak_share": 0.8, "ramp_k": 100.0, "bandwidth_share": 0.8, "partial_wave": 0.4}
     return msgspec.convert(search(error, start), ProductRates)
-
-
-def _sizes(product: Product) -> tuple[int, int]:
-    return product.n, product.k
 
 
 # --- streaming operators ------------------------------------------------------------------------------------------
@@ -263,22 +259,16 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
             continue
         operators = operators_of(dataclasses.replace(run.spec, compile="off"))
         kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
+        timed = [op for op in run.profile.ops if op.name.startswith("triton_")]
         for phase in ("forward", "backward"):
             for reduces in (False, True):
                 own = [k for k in kernels if k.fused and k.operator.phase == phase and k.reduces == reduces]
-                measured = sum(
-                    op.device_s
-                    for op in run.profile.ops
-                    if op.name.startswith("triton_") and op.phase == phase and _reduces(op.name) == reduces
-                )
+                alike = (op for op in timed if op.phase == phase and op.name.startswith("triton_poi_") != reduces)
+                measured = sum(op.device_s for op in alike)
                 if own and measured:
                     counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
                     found.append(KernelSum(counted, measured / run.profile.num_steps))
     return found
-
-
-def _reduces(name: str) -> bool:
-    return not name.startswith("triton_poi_")
 
 
 # --- attention ----------------------------------------------------------------------------------------------------

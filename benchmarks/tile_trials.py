@@ -110,14 +110,7 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
         runs = [ColdCall(run=lambda _, launch=launch: launch()) for launch in launchers]  # type: ignore[misc]
         calls_s = [caches.warm_up(run, _WARMUP_S) for run in runs]
         rounds = repeats_within(_MEASURED_S * len(runs), sum(calls_s), least=_LEAST_REPEATS, most=_MOST_REPEATS)
-        device.reserve_marks(2 * rounds * len(runs))
-        marks: list[list[tuple[object, object]]] = [[] for _ in runs]
-        for first in range(rounds):
-            for turn in range(len(runs)):
-                number = (turn + first) % len(runs)
-                marks[number].append(caches.run_ahead(runs[number]))
-        device.synchronize()
-    return [tuple(device.seconds_between(start, end) for start, end in spans) for spans in marks]
+        return caches.in_turns(runs, rounds)
 
 
 def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
