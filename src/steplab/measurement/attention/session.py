@@ -52,7 +52,7 @@ def measure_attention(
         refuse_unserved(dtype, device.torch_device)
     runner = Runner(device, observer)
     if runner.run(task.groups, _Session(study, runner, make).measure):
-        runner.read_clocks()
+        runner.tell_clocks()
 
 
 class _Session:
