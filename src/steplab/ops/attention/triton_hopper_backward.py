@@ -56,8 +56,8 @@ def _tile(i, num_tiles, upwards):
 
 @gluon.jit
 def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q_rest_tiles, do_rest_tiles, b, head,
-          b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, smem, M: gl.constexpr,
-          MAIN: gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
+          b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, smem, M: gl.constexpr, MAIN:
+          gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
     mbarrier.expect(smem.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
     load_tile(k_tiles, [b, kv_head, first_key, 0], smem.kv_arrived, smem.kv.index(0))
     load_tile(v_tiles, [b, kv_head, first_key, 0], smem.kv_arrived, smem.kv.index(1))
@@ -86,8 +86,8 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
 
 @gluon.jit
 def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, smem,
-            CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr,
-            CONSUMER: gl.constexpr, FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
+            CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr, CONSUMER: gl.constexpr,
+            FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
     """Add a consumer's dQ to the sums in memory, in turn."""
     own = smem.dq_of(CONSUMER)
     turn = 0
@@ -120,9 +120,9 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
 @gluon.jit
 def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing, key_tile,
                       num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards, num_queries,
-                      num_keys, scale, scale_log2, smem, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr,
-                      GROUPED: gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
-                      REST: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+                      num_keys, scale, scale_log2, smem, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, GROUPED:
+                      gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
@@ -131,6 +131,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     dv_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
     dk_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     dv_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
+    sums = dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
     mbarrier.wait(smem.kv_arrived, 0)
     TURN_OF_0: gl.constexpr = TURN + 0
     if CONSUMER == 1:
@@ -143,16 +144,17 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
     # Zero: else the compiler derives each tile's addresses from the previous tile's, for which no registers are left.
     first = zero_at_run_time(num_tiles)
+    problem = scale_log2, num_queries, num_keys
+    rounds = start, step, first, first_whole, end_whole, num_tiles
     if M > ROWS:
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_two_turns(
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, smem, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, CONSUMER, FIRST, W,
+        sums = rounds_of_two_turns(
+            sums, smem, problem, first_key, rounds, CAUSAL, IN_A_ROW, M, MAIN, CONSUMER, FIRST, W,
         )  # fmt: skip
     elif num_tiles > 0:
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_a_turn(
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, smem, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
+        sums = rounds_of_a_turn(
+            sums, smem, problem, first_key, rounds, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     if CONSUMER == 0:
         barrier_sync(TURN_OF_0)  # balances the other's last arrival
     # dK and dV replace the keys and values, which dQ of both consumers reads.

@@ -153,12 +153,13 @@ def own(smem, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def weigh(i, s_RM, dp_RM, smem, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
-          CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M:
+          gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """Weights and dS of the i-th tile, packed, once S and then dP exist."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    scale_log2, num_queries, num_keys = problem
     s_RM = warpgroup_mma_wait(NUM_STARTED, [s_RM])
     p_RM = gl.exp2(s_RM * scale_log2 + smem.minus_lse(i).load(OF_QUERIES)[None, :])
     if MASKED:
@@ -184,8 +185,9 @@ def store_ds(i, ds, smem, M: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, smem, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
+def start_dv_dk(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Start P^T dO and dS^T Q of the i-th tile, added to the sums: dK's main columns and rest, and dV's."""
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
     p_RM, ds_RM = unpack(weights, smem.kv.dtype, P), unpack(ds, smem.kv.dtype, P)
     dv_RD, dv_rest_RD = times(p_RM, smem.gradients(i), dv_RD, dv_rest_RD, REST)
@@ -194,8 +196,9 @@ def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, smem, MAIN
 
 
 @gluon.jit
-def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
+def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, sums, REST: gl.constexpr):
     """Wait until at most num_left products, all started after these, are unfinished."""
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
             num_left, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds]
@@ -206,8 +209,8 @@ def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD
 
 
 @gluon.jit
-def start_dq(i, dq_MW, smem, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
-             W: gl.constexpr):  # fmt: skip
+def start_dq(i, dq_MW, smem, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr, W:
+             gl.constexpr):  # fmt: skip
     """Start dS^T times W columns of some keys, added to the sums unless FIRST_KEY is 0; for a tile of 128 queries, 64
     of its rows times all columns."""
     ds_NM = smem.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
