@@ -14,10 +14,9 @@ from torch.profiler import profile
 
 from steplab.errors import UserError
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
-from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.environment import read_clocks, read_environment, samples_of_rank
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around
-from steplab.measurement.runner import samples_of_rank
 from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
 from steplab.parallel.collectives import GroupCollectives
 from steplab.printing import text_of

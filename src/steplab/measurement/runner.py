@@ -6,7 +6,6 @@ one measures the other cells (`processes.cells_launch`).
 """
 
 import gc
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,11 +16,7 @@ from steplab.measurement.machine.device import Device, allocated_bytes, refuse_u
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from
 from steplab.measurement.observer import Observer
-from steplab.records.environment import Environment
 from steplab.records.failure import Failure
-from steplab.records.memory import Memory
-from steplab.records.ranks import RankSamples
-from steplab.records.timing import PhaseSamples
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.step import StepSpec
 from steplab.units import MIB
@@ -110,20 +105,6 @@ def refuse_unserved_step(spec: StepSpec, device: torch.device) -> None:
     """Raise Unsupported if the device would compute in another precision, or lacks a kernel that the step names."""
     refuse_unserved(spec.precision, device)
     refuse_unserved_kernels(spec, device.type)
-
-
-def samples_of_rank(
-    rank: int, environment: Environment, back_to_back: tuple[PhaseSamples, ...], memory: Memory
-) -> RankSamples:
-    """What this rank adds to a record of several."""
-    return RankSamples(
-        rank=rank,
-        host=socket.gethostname(),
-        device_name=environment.device.name,
-        back_to_back=back_to_back,
-        peaks=memory.peaks,
-        host_peak_bytes=memory.host_peak_bytes,
-    )
 
 
 def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None, Failure | None]:

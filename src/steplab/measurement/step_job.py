@@ -18,13 +18,14 @@ from steplab.errors import ERRORS, UNSUPPORTED
 from steplab.measurement.clock import OnStep, Phase, run_back_to_back, run_synchronised, seconds_of
 from steplab.measurement.jobs import StepTask, TurnsTask
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
+from steplab.measurement.machine.environment import samples_of_rank
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
 from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.world import World
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile.profiler import StepProfiler
-from steplab.measurement.runner import Runner, refuse_unserved_step, samples_of_rank
+from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.step import make_step
