@@ -2,23 +2,18 @@
 
     python -m benchmarks.commands store [--records 100000]      # every command on a store of that many records
     python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30]
-    python -m benchmarks.commands trace [--gb 2.0] [--file TRACE.json.gz]
     python -m benchmarks.commands ... --repeats 3
 
 Inputs are built in a temporary folder. Records have 10 measured steps; half are in studies of 100 cells. The snapshot
 holds consecutive training steps in the format of torch.cuda.memory._dump_snapshot; building 1 GB takes 8 GB of memory.
-The trace repeats a file's events with shifted times and ids, by default a CPU step of `small` with Python stacks.
 Reported are medians over repeats, and the largest resident set. `steplab --version` is the floor.
 """
 
 import argparse
 import gc
-import gzip
-import json
 import os
 import pickle
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -144,7 +139,7 @@ SIZES = (512, 3_000, 40_000, 12 * MIB, 16 * MIB, 64 * MIB)
 
 def snapshot_commands(folder: Path, options: argparse.Namespace) -> Commands:
     file, store = folder / "snapshot.pickle", str(folder / "store.db")
-    write_snapshot(file, options.gb or 1.0, options.frames)
+    write_snapshot(file, options.gb, options.frames)
     yield "import-snapshot", ("import-snapshot", str(file), "--store", store)
     yield "report --output page.html", ("report", "--store", store, "--output", str(folder / "page.html"))
 
@@ -201,76 +196,15 @@ def segment(address: int, size: int) -> dict[str, Any]:
     return where | kept | {"blocks": [free]}
 
 
-# --- a trace -------------------------------------------------------------------------------------------------------
-
-_SHIFTED = re.compile(rb'("(?:ts|correlation|External id|id|Ev Idx|Record function id)": ?)(\d+)')
-
-
-def trace_commands(folder: Path, options: argparse.Namespace) -> Commands:
-    file, store = folder / "trace.json", str(folder / "store.db")
-    repeat(options.file or profile_step(folder / "step.json"), file, options.gb or 2.0)
-    yield "import-trace", ("import-trace", str(file), "--store", store)
-
-
-def profile_step(path: Path) -> Path:
-    """A training step of `small` on the CPU under torch.profiler, with shapes and Python stacks."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    from steplab.measurement.machine.device import open_device
-    from steplab.measurement.step.step import make_step
-    from steplab.model.build import build_workload
-    from steplab.specs.resolve import resolve_step
-
-    spec = resolve_step({"model": "small", "context": "128", "precision": "fp32", "device": "cpu"})
-    device = open_device("cpu").torch_device
-    phases = make_step(build_workload(spec, device), spec, device).phases
-    for phase in phases:
-        phase.run()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True) as profiler:
-        for phase in phases:
-            with record_function(phase.name):
-                phase.run()
-    profiler.export_chrome_trace(str(path))
-    return path
-
-
-def repeat(trace: Path, target: Path, gb: float) -> None:
-    """Write a trace of about `gb` GB.
-
-    The text stays as profiled, so it is as long and as hard to split as a real one.
-    """
-    raw = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
-    begin = raw.index(b"[", raw.index(b'"traceEvents"'))
-    events, length = json.JSONDecoder().raw_decode(raw[begin:].decode("latin-1"))
-    head, body, tail = raw[: begin + 1], raw[begin + 1 : begin + length - 1].rstrip(), raw[begin + length - 1 :]
-    timed = [event for event in events if "dur" in event]
-    step_us = int(max(e["ts"] + e["dur"] for e in timed) - min(e["ts"] for e in timed)) + 1
-    highest_id = max(int(event.get("args", {}).get("correlation", 0)) for event in events) + len(events)
-    texts = _SHIFTED.split(body)
-    numbers = [
-        (place, int(texts[place]), step_us if b"ts" in texts[place - 1] else highest_id)
-        for place in range(2, len(texts), 3)
-    ]
-    count = max(1, round(gb * 1e9 / len(body)))
-    with target.open("wb") as file:
-        file.write(head)
-        for number in range(count):
-            for place, value, shift in numbers:
-                texts[place] = str(value + number * shift).encode()
-            file.write((b"," if number else b"") + b"".join(texts))
-        file.write(tail)
-
-
-INPUTS = {"store": store_commands, "snapshot": snapshot_commands, "trace": trace_commands}
+INPUTS = {"store": store_commands, "snapshot": snapshot_commands}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", choices=INPUTS)
     parser.add_argument("--records", type=int, default=100_000, help="number of records")
-    parser.add_argument("--gb", type=float, help="1e9 bytes of the file")
+    parser.add_argument("--gb", type=float, default=1.0, help="1e9 bytes of the file")
     parser.add_argument("--frames", type=int, default=30, help="of a stack; 90 is what stacks='all' records")
-    parser.add_argument("--file", type=Path, help="Kineto trace, plain or gzip")
     parser.add_argument("--repeats", type=int, default=1, help="number of runs of each command")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

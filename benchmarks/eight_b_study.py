@@ -31,7 +31,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from examples import eight_b
-from torch import Tensor, nn
+from torch import Tensor
 
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.model.checkpointing import wrap_block
@@ -84,7 +84,7 @@ def load(what: str) -> Any:
         example.BLOCK = partial(_by_torchao, example.Block)
     if what == "peer":
         example.Block.forward = _forward_of_torch(example)
-        example.wrap_block = _recomputed_whole
+        example.wrap_block = lambda *block, **options: wrap_block(*block, **options | {"checkpointing": "full"})
         example.LOSS, example.ATTENTION = "plain", "sdpa_cudnn"
     return example
 
@@ -122,14 +122,10 @@ def _forward_of_torch(example: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
     return forward
 
 
-def _by_torchao(block: Callable[[], nn.Module]) -> Any:
+def _by_torchao(block: Callable[[], Any]) -> Any:
     from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
 
     return convert_to_float8_training(block())
-
-
-def _recomputed_whole(block: nn.Module, index: int, **options: Any) -> None:
-    wrap_block(block, index, **options | {"checkpointing": "full"})
 
 
 if __name__ == "__main__":

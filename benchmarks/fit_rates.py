@@ -19,9 +19,7 @@ host ahead, and the interval to errors at sizes outside the fit.
 
 import argparse
 import dataclasses
-import gzip
 import json
-import lzma
 import math
 import re
 import sys
@@ -33,16 +31,19 @@ from typing import Any
 
 import msgspec
 from benchmarks.rates_of_kernels import (
+    STAY,
     KernelSum,
+    Params,
     ProductTime,
     fit_attention,
     fit_products,
     fit_streaming,
     product_times,
     relative_error,
+    search,
     streaming_sums,
 )
-from benchmarks.search import STAY, Params, search
+from benchmarks.tables import GOLDEN, RESULTS, read
 
 from steplab.costs.kernel_time import USUAL_ATTENTION
 from steplab.costs.rates import (
@@ -63,7 +64,6 @@ from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun
-from steplab.records.codec import decode
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
@@ -74,7 +74,6 @@ from steplab.specs.step_choices import AFTER, OVERLAPPED
 from steplab.stats import percentile
 from steplab.store.database import Store
 
-ROOT = Path(__file__).parents[1]
 _ALWAYS = "9999"
 """After every record."""
 _LEAST_PRODUCTS = 20
@@ -103,8 +102,13 @@ def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, else
 
     Raises UserError for too few records.
     """
-    times = kernel_times(records, hardware)
-    rates = _fit(records, times, hardware, source)
+    times, runs = kernel_times(records, hardware), _runs(records)
+    gpu = fit_kernels(times, hardware, source)
+    cells = phase_cells(runs, gpu)
+    paces = host_paces(cells)
+    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
+    step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
+    rates = with_rates(gpu, host=fit_host(paces, runs), step=step).rates
     spread = _spread(records, times, hardware) | {"elsewhere": elsewhere}
     return msgspec.structs.replace(rates, step=msgspec.structs.replace(rates.step, spread=spread))
 
@@ -127,15 +131,6 @@ def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTim
     if missing := [name for name in USUAL_ATTENTION.values() if name not in attention]:
         raise UserError(f"too few benchmarks of {missing[0]} to fit; make some with `steplab attention --grid peers`")
     return KernelTimes(product_times(runs), streaming_sums(runs), attention)
-
-
-def _fit(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec, source: str) -> GpuRates:
-    gpu, runs = fit_kernels(times, hardware, source), _runs(records)
-    cells = phase_cells(runs, gpu)
-    paces = host_paces(cells)
-    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
-    step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
-    return with_rates(gpu, host=fit_host(paces, runs), step=step).rates
 
 
 def fit_kernels(times: KernelTimes, hardware: HardwareSpec, source: str) -> Gpu:
@@ -454,11 +449,9 @@ def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
 
 
 def committed_records() -> Iterator[Record]:
-    for folder in ("tests/golden", "benchmarks/results"):
-        for path in sorted((ROOT / folder).glob("*_h?00_*.jsonl.[gx]z")):
-            content = path.read_bytes()
-            text = gzip.decompress(content) if path.suffix == ".gz" else lzma.decompress(content)
-            yield from map(decode, text.splitlines())
+    for folder in (GOLDEN, RESULTS):
+        for path in sorted(folder.glob("*_h?00_*.jsonl.[gx]z")):
+            yield from read(path, Record)
 
 
 def parsed_hold_out(text: str) -> dict[str, list[str]]:

@@ -10,7 +10,6 @@ GPU.
 """
 
 import argparse
-import gzip
 import json
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from benchmarks.rates_of_kernels import fit_streaming, traced_sums
+from benchmarks.rates_of_kernels import eager_sums, fit_streaming
+from benchmarks.tables import read
 
 from steplab.costs.rates import gpu_named, with_rates
 from steplab.fake_step.step import operators_of_fake
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.run import Run
 
 SIZES = {"S": (1024, 8, 16, 8, 1024), "M": (2048, 6, 16, 4, 2048), "L": (3072, 4, 24, 2, 4096)}
@@ -86,8 +85,9 @@ def held_out(path: Path) -> None:
     """Errors of predicted times of one process, with traced kernels' rates fitted to other families' or sizes'
     profiles.
     """
-    runs = [run for run in map(decode, gzip.decompress(path.read_bytes()).splitlines()) if isinstance(run, Run)]
-    steps = [(run, run.spec) for run in runs if run.spec and run.median_s and run.spec.layout.world_size == 1]
+    steps = [
+        (run, run.spec) for run in read(path, Run) if run.spec and run.median_s and run.spec.layout.world_size == 1
+    ]
     operators = {spec.as_predicted: operators_of_fake(spec.as_predicted) for _, spec in steps}
     gpu = gpu_named("H200 SXM")
     shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not name.startswith(TRACED)}
@@ -98,7 +98,7 @@ def held_out(path: Path) -> None:
         family, _, size = spec.model.label.removeprefix("hf:").rpartition("-")
         for left_out in (f"hf:{family}-", f"-{size}"):
             others = [each for each, other in steps if left_out not in other.model.label]
-            rates = fit_streaming(traced_sums(others, lambda each: operators[each.as_predicted]), gpu, own)
+            rates = fit_streaming(eager_sums(others, lambda each: operators[each.as_predicted]), gpu, own)
             found = predict_step_time(spec, with_rates(gpu, streaming=rates), operators[spec.as_predicted])
             errors["eager" if spec.compile == "off" else "compiled"].append(found.central_s / (run.median_s or 1) - 1)
             told.append(f"without {left_out:10}{errors['eager' if spec.compile == 'off' else 'compiled'][-1]:+7.1%}")

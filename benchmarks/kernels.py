@@ -17,7 +17,7 @@ linear_cross_entropy.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from benchmarks import fp8
-from benchmarks.timing import Call, Case, Constants, in_tiles, measure
+from benchmarks.timing import Call, Case, Constants, given, in_tiles, measure
 from torch import Tensor
 from torch.nn import functional
 
+from steplab.measurement.machine.device import open_device
 from steplab.ops import cross_entropy_chunks, triton_places
 from steplab.ops import rms_norm as norm
 from steplab.ops import rotary_heads as heads
@@ -57,23 +58,26 @@ def adamw(options: argparse.Namespace) -> list[Case]:
 
     def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         size = count // options.tensors
-        made = [torch.randn(size, device="cuda", dtype=dtype).requires_grad_() for _ in range(options.tensors)]
+        made = [torch.randn(size, dtype=dtype).requires_grad_() for _ in range(options.tensors)]
         for parameter in made:
-            parameter.grad = torch.randn(size, device="cuda", dtype=dtype)
+            parameter.grad = torch.randn(size, dtype=dtype)
         return made
 
     def with_masters() -> Call:
         weights = parameters(torch.bfloat16)
         return OneKernelAdamW(weights, masters={weight: weight.detach().float() for weight in weights}, **settings).step
 
+    def by_torch(**how: Any) -> Call:
+        return torch.optim.AdamW(parameters(), **settings, **how).step
+
     def copy() -> Call:
-        source = torch.empty(int(moved / 8), device="cuda")
+        source = torch.empty(int(moved / 8))
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
     ours = [
-        Case(name="one kernel", make=lambda: OneKernelAdamW(parameters(), **settings).step, amount=moved),
-        Case(name="one kernel, bf16 weights with fp32 masters", make=with_masters, amount=moved),
+        Case(name="one kernel", build=lambda: OneKernelAdamW(parameters(), **settings).step, amount=moved),
+        Case(name="one kernel, bf16 weights with fp32 masters", build=with_masters, amount=moved),
     ]
     if options.tiles:
         tiles: list[Constants] = [
@@ -82,14 +86,10 @@ def adamw(options: argparse.Namespace) -> list[Case]:
         ]
         return list(in_tiles(ours, triton_places, tiles))
     peers = [
-        Case(
-            name=f"torch {name}",
-            make=lambda name=name: torch.optim.AdamW(parameters(), **{**settings, name: True}).step,  # type: ignore[misc]
-            amount=moved,
-        )
+        Case(name=f"torch {name}", build=partial(by_torch, **{name: True}), amount=moved)
         for name in ("fused", "foreach")
     ]
-    return [*ours, *peers, Case(name="copy of as many bytes", make=copy, amount=moved)]
+    return [*ours, *peers, Case(name="copy of as many bytes", build=copy, amount=moved)]
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def attention(options: argparse.Namespace) -> list[Case]:
     functions: dict[str, Callable[..., Tensor]] = {"copy": lambda q, k, v: q * k * v}
     for name in ("flash_triton", "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "sdpa"):
         functions[name] = partial(any_attention, implementation=name, causal=True)
-    *leaves, do = (torch.randn(4, 12, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    *leaves, do = (torch.randn(4, 12, 512, 64, dtype=torch.bfloat16) for _ in range(4))
     for leaf in leaves:
         leaf.requires_grad_()
 
@@ -110,8 +110,8 @@ def attention(options: argparse.Namespace) -> list[Case]:
         output = function(*leaves)
         return lambda: torch.autograd.grad(output, leaves, do, retain_graph=True)
 
-    forwards = [Case(name=name, make=lambda f=f: partial(f, *leaves)) for name, f in functions.items()]  # type: ignore[misc]
-    return [*forwards, *(Case(name=f"{name} backward", make=partial(backward, f)) for name, f in functions.items())]
+    forwards = [Case(name=name, build=given(partial(f, *leaves))) for name, f in functions.items()]
+    return [*forwards, *(Case(name=f"{name} backward", build=partial(backward, f)) for name, f in functions.items())]
 
 
 # --- the output head with its loss --------------------------------------------------------------------------------
@@ -175,32 +175,30 @@ def cross_entropy(options: argparse.Namespace) -> list[Case]:
         rows = chunk_tokens(tokens, entries, dtype.itemsize)
 
         def kernel() -> Call:
-            logits = torch.randn(rows, padded_entries(entries), device="cuda").to(dtype)[:, :entries]
-            targets = torch.randint(entries, (rows,), device="cuda")
-            losses, scale = torch.empty(rows, device="cuda"), torch.ones(rows, device="cuda")
+            logits = torch.randn(rows, padded_entries(entries)).to(dtype)[:, :entries]
+            targets = torch.randint(entries, (rows,))
+            losses, scale = torch.empty(rows), torch.ones(rows)
             return lambda: cross_entropy_chunks.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
 
         sizes = [(2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16), (16384, 32)]
-        case = Case(name="softmax, loss and gradient", make=kernel, amount=2 * rows * entries * dtype.itemsize)
+        case = Case(name="softmax, loss and gradient", build=kernel, amount=2 * rows * entries * dtype.itemsize)
         tiles: list[Constants] = [{"BLOCK": block, "NUM_WARPS": warps} for block, warps in sizes]
         return list(in_tiles([case], cross_entropy_chunks, tiles))
-    hidden = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
-    weight = torch.randn(entries, width, device="cuda", dtype=dtype).mul_(width**-0.5).requires_grad_()
-    targets = torch.randint(entries, (tokens,), device="cuda")
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+    weight = torch.randn(entries, width, dtype=dtype).mul_(width**-0.5).requires_grad_()
+    targets = torch.randint(entries, (tokens,))
 
-    def made(name: str) -> Callable[[], Call]:
-        def make() -> Call:
-            loss = LOSSES[name]()
+    def passes(make: Callable[[], Loss]) -> Call:
+        loss = make()
 
-            def run() -> None:
-                hidden.grad = weight.grad = None
-                loss(hidden, weight, targets).backward()
+        def run() -> None:
+            hidden.grad = weight.grad = None
+            loss(hidden, weight, targets).backward()
 
-            return run
+        return run
 
-        return make
-
-    return [Case(name=name, make=made(name), amount=6 * tokens * width * entries, unit="FLOP") for name in LOSSES]
+    flops = 6 * tokens * width * entries
+    return [Case(name=name, build=partial(passes, make), amount=flops, unit="FLOP") for name, make in LOSSES.items()]
 
 
 # --- between the products of a block ------------------------------------------------------------------------------
@@ -212,98 +210,57 @@ def block_ops(options: argparse.Namespace) -> list[Case]:
     """
     shape, tokens, ops = MODEL_SIZES[options.model], BATCH * CONTEXT, torch.ops.steplab
     width, inner, num_heads = shape.d_model, shape.d_ff, shape.num_heads
-    table = torch.randn(2, CONTEXT, shape.head_dim // 2, device="cuda")
+    table = torch.randn(2, CONTEXT, shape.head_dim // 2)
+    narrow, wide = partial(torch.randn, dtype=torch.bfloat16), torch.randn
+    branch, stream, joined = (narrow, tokens, width), (wide, tokens, width), (narrow, tokens, 2 * inner)
+    grad, half = (narrow, BATCH, CONTEXT, num_heads, shape.head_dim), (narrow, tokens, inner)
 
-    def made(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*sizes, dtype=dtype, device="cuda")
+    def norm_backward(g: Tensor, of_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor) -> object:
+        return ops.add_rms_norm_backward(g, of_sum, total, weight, rstd, torch.float32, torch.bfloat16)
 
-    def wide(*sizes: int) -> Tensor:
-        return made(*sizes, dtype=torch.float32)
+    def norm_forward(x: Tensor, added: Tensor, weight: Tensor) -> object:
+        return ops.add_rms_norm(x, added, weight, 1e-5, torch.bfloat16)
 
-    def on(call: Callable[..., object], *tensors: Callable[[], object]) -> Callable[[], Call]:
-        def make() -> Call:
-            given = [tensor() for tensor in tensors]
-            return lambda: call(*given)
+    def on(call: Callable[..., object], tensors: Sequence[tuple[Any, ...]]) -> Call:
+        return partial(call, *(make(*sizes) for make, *sizes in tensors))
 
-        return make
+    def op(
+        name: str, moved: int, call: Callable[..., object], tensors: list[Any], module: Any, tiles: list[Constants]
+    ) -> Iterator[Case]:
+        case = Case(name=name, build=partial(on, call, tensors), amount=moved, set_bytes=moved)
+        return in_tiles([case], module, tiles if options.tiles else tiles[:1])
 
-    def branch() -> Tensor:
-        return made(tokens, width)
+    def turn(merged: Tensor) -> object:
+        return ops.rotary_heads(merged, table, num_heads)
 
-    def stream() -> Tensor:
-        return wide(tokens, width)
+    def turn_back(*grads: Tensor) -> object:
+        return ops.rotary_heads_backward(*grads, table)
 
-    def joined() -> Tensor:
-        return made(tokens, 2 * inner)
-
-    def grad() -> Tensor:
-        return made(BATCH, CONTEXT, num_heads, shape.head_dim)
-
-    offered: list[tuple[str, int, Callable[[], Call], Any, list[Constants]]] = [
-        (
-            "add_rms_norm backward",
-            16 * tokens * width,
-            on(
-                lambda g, of_sum, total, weight, rstd: ops.add_rms_norm_backward(
-                    g, of_sum, total, weight, rstd, torch.float32, torch.bfloat16
-                ),
-                *(branch, stream, stream, lambda: wide(width), lambda: wide(tokens)),
-            ),
-            norm,
-            [
-                {"NUM_PROGRAMS": 132 * programs, "BACKWARD_WARPS": warps}
-                for programs, warps in [(4, 8), (4, 4), (8, 4), (8, 8), (2, 16), (2, 8), (3, 8), (4, 16)]
-            ],
-        ),
-        (
-            "add_rms_norm",
-            12 * tokens * width,
-            on(
-                lambda x, added, weight: ops.add_rms_norm(x, added, weight, 1e-5, torch.bfloat16),
-                *(stream, branch, lambda: wide(width)),
-            ),
-            norm,
-            [{"FORWARD_WARPS": warps} for warps in (8, 4, 2)],
-        ),
-        (
-            "rotary_heads backward",
-            12 * tokens * width,
-            on(lambda *grads: ops.rotary_heads_backward(*grads, table), grad, grad, grad),
-            heads,
-            [{"ELEMENTS": size, "NUM_WARPS": warps} for size, warps in [(1024, 4), (512, 2), (2048, 8), (2048, 4)]],
-        ),
-        (
-            "rotary_heads",
-            12 * tokens * width,
-            on(lambda merged: ops.rotary_heads(merged, table, num_heads), lambda: made(BATCH, CONTEXT, 3 * width)),
-            heads,
-            [{"ELEMENTS": size, "NUM_WARPS": warps} for size, warps in [(1024, 4), (512, 2), (2048, 8), (2048, 4)]],
-        ),
-        (
-            "swiglu backward",
-            10 * tokens * inner,
-            on(ops.swiglu_backward, lambda: made(tokens, inner), joined),
-            gated,
-            _SWIGLU,
-        ),
-        ("swiglu", 6 * tokens * inner, on(ops.swiglu, joined), gated, _SWIGLU),
-    ]
+    size, weight = 4 * tokens * width, (wide, width)
+    inputs = [branch, stream, stream, weight, (wide, tokens)]
     return [
-        case
-        for name, num_bytes, make, module, tiles in offered
-        for case in in_tiles(
-            [Case(name=name, make=make, amount=num_bytes, set_bytes=num_bytes)],
-            module,
-            tiles if options.tiles else tiles[:1],
-        )
+        *op("add_rms_norm backward", 4 * size, norm_backward, inputs, norm, _NORM_BACKWARD),
+        *op("add_rms_norm", 3 * size, norm_forward, [stream, branch, weight], norm, _NORM),
+        *op("rotary_heads backward", 3 * size, turn_back, 3 * [grad], heads, _ROTARY),
+        *op("rotary_heads", 3 * size, turn, [(narrow, BATCH, CONTEXT, 3 * width)], heads, _ROTARY),
+        *op("swiglu backward", 10 * tokens * inner, ops.swiglu_backward, [half, joined], gated, _SWIGLU),
+        *op("swiglu", 6 * tokens * inner, ops.swiglu, [joined], gated, _SWIGLU),
     ]
 
 
+_NORM_BACKWARD: list[Constants] = [
+    {"NUM_PROGRAMS": 132 * programs, "BACKWARD_WARPS": warps}
+    for programs, warps in [(4, 8), (4, 4), (8, 4), (8, 8), (2, 16), (2, 8), (3, 8), (4, 16)]
+]
+"""The first are in use, as in the other lists."""
+_NORM: list[Constants] = [{"FORWARD_WARPS": warps} for warps in (8, 4, 2)]
+_ROTARY: list[Constants] = [
+    {"ELEMENTS": size, "NUM_WARPS": warps} for size, warps in [(1024, 4), (512, 2), (2048, 8), (2048, 4)]
+]
 _SWIGLU: list[Constants] = [
     {"ROWS": rows, "COLUMNS": columns, "NUM_WARPS": warps}
     for rows, columns, warps in [(2, 512, 4), (4, 256, 4), (1, 1024, 4), (2, 1024, 4), (4, 512, 4)]
 ]
-"""The first are in use, as in the other lists."""
 
 
 # --- matrix products ----------------------------------------------------------------------------------------------
@@ -327,18 +284,14 @@ def products(options: argparse.Namespace) -> list[Case]:
         "gradient of the weight": lambda x, weight, gradient: gradient.t() @ x,
     }
 
-    def made(inputs: int, outputs: int, kind: str) -> Callable[[], Call]:
-        def make() -> Call:
-            sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
-            operands = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes]
-            return lambda: kinds[kind](*operands)
-
-        return make
+    def product(inputs: int, outputs: int, kind: str) -> Call:
+        sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+        return partial(kinds[kind], *(torch.randn(*size, dtype=torch.bfloat16) for size in sizes))
 
     return [
         Case(
             name=f"{layer} ({inputs} x {outputs}), {kind}",
-            make=made(inputs, outputs, kind),
+            build=partial(product, inputs, outputs, kind),
             amount=2 * tokens * inputs * outputs,
             unit="FLOP",
             set_bytes=2 * (tokens * inputs + inputs * outputs + tokens * outputs),
@@ -373,10 +326,15 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--device", default="cuda", help="cpu: to try the cases that run on one")
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = measure(KERNELS[options.kernels](options), options.repeats)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "options": vars(options)}
+    device = open_device(options.device)
+    with device.torch_device:
+        cases = KERNELS[options.kernels](options)
+    rows = measure(cases, device, options.repeats)
+    name = torch.cuda.get_device_name() if device.asynchronous else options.device
+    about = {"device": name, "torch": torch.__version__, "options": vars(options)}
     if options.output:
         options.output.write_text(json.dumps(about | {"rows": rows}, indent=1, default=str), encoding="utf-8")
     print(f"{about['device']}, torch {about['torch']}, medians of {options.repeats} turns\n")
@@ -388,11 +346,11 @@ def main() -> None:
         print(
             f"| {row['name']} {constants} | {median(samples) * 1e6:.1f} | {min(samples) * 1e6:.1f} to "
             f"{max(samples) * 1e6:.1f} | {rate} | {median(row['python_s']) * 1e6:.1f} "
-            f"| {row['beyond_bytes'] / 2**20:.0f} |"
+            f"| {(row['beyond_bytes'] or 0) / 2**20:.0f} |"
         )
     for row in rows:
-        if "left_out" in row:
-            print(f"left out: {row['name']}: {row['left_out']}")
+        for word in {"left_out", "check"} & row.keys():
+            print(f"{word.replace('_', ' ')}: {row['name']}: {row[word]}")
 
 
 if __name__ == "__main__":

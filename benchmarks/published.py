@@ -29,7 +29,7 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
-from benchmarks.search import STAY, Params, search
+from benchmarks.rates_of_kernels import STAY, Params, search
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.costs.rates import Gpu, gpu_of
@@ -326,10 +326,7 @@ APART = 0.05
 _MANY_ROWS = 20
 """From this many rows on, products, attention and streaming have separate factors."""
 _KINDS = ("product_factor", "attention_factor", "streaming_factor")
-_NETWORK = {
-    True: {"network_bytes_per_s": 50e9, "exposed": 0.1},
-    False: {"network_bytes_per_s": 50e9, "hop_s": 1e-5},
-}
+_NETWORK = {True: {"network_bytes_per_s": 50e9, "exposed": 0.1}, False: {"network_bytes_per_s": 50e9, "hop_s": 1e-5}}
 """Network figures by "many rows", starting at a 400 Gbit/s card per GPU. Few rows: no hidden communication."""
 
 Loaded = tuple[PublicRow, PublicLoad, float]

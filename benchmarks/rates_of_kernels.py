@@ -15,7 +15,6 @@ from functools import partial
 from statistics import median
 
 import msgspec
-from benchmarks.search import STAY, Params, search
 
 from steplab.costs.kernel_time import Product, attention_s, product_s, rated_attention, streaming_s
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
@@ -38,6 +37,30 @@ multiplies first.
 """
 _LARGEST_SHARE = 1.5
 """Largest fitted share of the bandwidth: the cache is faster than memory."""
+
+
+Params = dict[str, float]
+_FIRST_STEP, _LAST_STEP = 0.3, 0.004
+"""Relative size of the search's first and last changes."""
+STAY = 0.001
+"""Error saving that justifies moving a figure by a factor of e from its start, so that figures without evidence stay,
+such as throttling of steps at full clock.
+"""
+
+
+def search(error: Callable[[Params], float], start: Params) -> Params:
+    """Positive figures with the least error near `start`: coordinate changes by shrinking factors."""
+    best, least, step = dict(start), error(start), _FIRST_STEP
+    while step > _LAST_STEP:
+        improved = False
+        for name in start:
+            for factor in (math.exp(step), math.exp(-step)):
+                tried = best | {name: best[name] * factor}
+                if (found := error(tried)) < least - 1e-9:
+                    best, least, improved = tried, found, True
+        if not improved:
+            step /= 2
+    return best
 
 
 def relative_error(pairs: Iterable[tuple[float, float]]) -> float:
@@ -87,7 +110,7 @@ def _product(name: str, inputs: str) -> Product | None:
 
 
 def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductRates:
-    own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in _sizes(time.product))]
+    own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in (time.product.n, time.product.k))]
     shapes = {time.product for time in own}
 
     def error(params: Params) -> float:
@@ -99,10 +122,6 @@ def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductR
 
     start = {"fixed_s": 2e-6, "peak_share": 0.8, "ramp_k": 100.0, "bandwidth_share": 0.8, "partial_wave": 0.4}
     return msgspec.convert(search(error, start), ProductRates)
-
-
-def _sizes(product: Product) -> tuple[int, int]:
-    return product.n, product.k
 
 
 # --- streaming operators ------------------------------------------------------------------------------------------
@@ -117,14 +136,9 @@ class KernelSum:
     seconds: float
 
 
-def traced_sums(runs: Sequence[Run], traced: Callable[[StepSpec], Sequence[Operator]]) -> list[KernelSum]:
-    """Sums of eager profiles of any model; `traced` gives a step's operators."""
-    return _eager_sums(runs, traced)
-
-
 def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
     """Sums from eager profiles, single-kernel optimizers, and compilers' kernels."""
-    return [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
+    return [*eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
 
 
 def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | None = None) -> StreamingRates:
@@ -166,9 +180,10 @@ _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
 """Figures common to all kernels, and their starting values."""
 
 
-def _eager_sums(
+def eager_sums(
     runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]] = operators_of
 ) -> list[KernelSum]:
+    """Sums of eager profiles; `operators_of` gives a step's operators."""
     found = []
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile != "off":
@@ -244,31 +259,19 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
             continue
         operators = operators_of(dataclasses.replace(run.spec, compile="off"))
         kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
+        timed = [op for op in run.profile.ops if op.name.startswith("triton_")]
         for phase in ("forward", "backward"):
             for reduces in (False, True):
                 own = [k for k in kernels if k.fused and k.operator.phase == phase and k.reduces == reduces]
-                measured = sum(
-                    op.device_s
-                    for op in run.profile.ops
-                    if op.name.startswith("triton_") and op.phase == phase and _reduces(op.name) == reduces
-                )
+                alike = (op for op in timed if op.phase == phase and op.name.startswith("triton_poi_") != reduces)
+                measured = sum(op.device_s for op in alike)
                 if own and measured:
                     counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
                     found.append(KernelSum(counted, measured / run.profile.num_steps))
     return found
 
 
-def _reduces(name: str) -> bool:
-    return not name.startswith("triton_poi_")
-
-
 # --- attention ----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AttentionTime:
-    scores: Product
-    seconds: float
 
 
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
@@ -277,7 +280,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
 
     The smallest takes at most the shortest cell of any implementation, since most were measured only on large ones.
     """
-    times: dict[tuple[str, str, str], dict[AttentionSpec, AttentionTime]] = defaultdict(dict)
+    times: dict[tuple[str, str, str], dict[AttentionSpec, tuple[Product, float]]] = defaultdict(dict)
     shortest_s: dict[str, float] = {}
     for record in sorted(records, key=lambda record: record.created_utc):
         if not isinstance(record, AttentionRun):
@@ -302,7 +305,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
                 is_busy = batch * spec.queries >= _BUSY_ROWS and spec.dim >= _LEAST_WIDTH
                 if is_busy and name and timed.phase in ("forward", "backward"):
                     scores = Product(m=spec.queries, n=spec.queries, k=spec.dim, batch=batch)
-                    times[name, spec.dtype, timed.phase][spec] = AttentionTime(scores, taken_s)
+                    times[name, spec.dtype, timed.phase][spec] = scores, taken_s
     found: dict[str, dict[str, AttentionRates]] = {}
     for (name, dtype, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
@@ -320,7 +323,7 @@ _LEAST_CELLS = 2
 
 
 def _fit_attention(
-    times: Sequence[AttentionTime], gpu: Gpu, name: str, dtype: str, phase: str, shortest_s: float
+    times: Sequence[tuple[Product, float]], gpu: Gpu, name: str, dtype: str, phase: str, shortest_s: float
 ) -> AttentionRates:
     def error(params: Params, start: Params) -> float:
         if params["peak_share"] > 1 or params["fixed_s"] > shortest_s:
@@ -328,7 +331,7 @@ def _fit_attention(
         rates = {rated_attention(name, dtype, gpu.name): {phase: msgspec.convert(params, AttentionRates)}}
         trial, backward = with_rates(gpu, attention=rates), phase == "backward"
         away = sum(abs(math.log(params[figure] / start[figure])) for figure in start)
-        predicted = ((attention_s(name, t.scores, dtype, trial, backward=backward), t.seconds) for t in times)
+        predicted = ((attention_s(name, each, dtype, trial, backward=backward), seconds) for each, seconds in times)
         return relative_error(predicted) + STAY * away
 
     starts = [

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from statistics import median
 
 from benchmarks.tables import RESULTS, read, table
+from benchmarks.tables_attention import MATMUL_FLOPS_PER_S
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.costs.flops import model_flops_per_token
@@ -24,8 +25,6 @@ from steplab.report.kit.document import Table
 from steplab.report.run.columns import list_document
 from steplab.specs.hardware import find_hardware
 
-MATMUL_FLOPS_PER_S = 790e12
-"""Rate of a bf16 matmul of 8192³ on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.28e12
 """Rate of a device copy, read and written (adamw_h200_202611.json)."""
 ADAMW_BYTES = 28
@@ -152,10 +151,16 @@ def shares(runs: Sequence[Run]) -> Table:
     for run in runs:
         assert run.spec is not None
         assert run.model is not None
-        spec, model = run.spec, run.model
-        lasted_s = _lasted_s(run)
+        assert run.profile is not None
+        spec, model, profile = run.spec, run.model, run.profile
+        lasted_s = defaultdict[str, float](float)
+        for kernel in profile.kernels:
+            part = "attention" if kernel.name in OWN_ATTENTION else kernel.category
+            lasted_s[part] += kernel.total_s / profile.num_steps
         products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
         all_s = sum(lasted_s.values())
+        at_once_s = all_s - profile.busy_s / profile.num_steps
+        idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / profile.num_steps
         rest_s = all_s - products_s - attention_s - adamw_s
         flops = spec.tokens_of_all * _flops_per_token(run, 0)
         moved = ADAMW_BYTES * model.num_parameters
@@ -164,7 +169,7 @@ def shares(runs: Sequence[Run]) -> Table:
                 *(spec.model.name, str(spec.context), spec.precision, spec.block_ops, spec.compile, spec.cuda_graph),
                 *(_ms(run.median_s), _ms(products_s), _tera(flops, products_s, 0), _ms(flops / MATMUL_FLOPS_PER_S)),
                 *(_ms(adamw_s), _tera(moved, adamw_s, 2), _ms(moved / COPY_BYTES_PER_S)),
-                *(_ms(attention_s), _ms(rest_s), _ms(all_s - _busy_s(run)), _ms(_idle_s(run)), run.id),
+                *(_ms(attention_s), _ms(rest_s), _ms(at_once_s), _ms(idle_s), run.id),
             )
         )
     own = ("model", "context", "precision", "block ops", "compile", "graph")
@@ -273,22 +278,3 @@ def eight_b() -> Iterator[Table]:
         "which a bf16 product of 8192³ reaches; fp8 products are faster."
     )
     yield table(headers, rows, ("UTC", "what"), caption)
-
-
-def _lasted_s(run: Run) -> dict[str, float]:
-    assert run.profile is not None
-    lasted = defaultdict[str, float](float)
-    for kernel in run.profile.kernels:
-        part = "attention" if kernel.name in OWN_ATTENTION else kernel.category
-        lasted[part] += kernel.total_s / run.profile.num_steps
-    return lasted
-
-
-def _busy_s(run: Run) -> float:
-    assert run.profile is not None
-    return run.profile.busy_s / run.profile.num_steps
-
-
-def _idle_s(run: Run) -> float:
-    assert run.profile is not None
-    return sum(phase.idle_s + phase.host_bound_s for phase in run.profile.phases) / run.profile.num_steps

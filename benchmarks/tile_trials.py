@@ -6,6 +6,7 @@ Runs in `tune_attention`'s processes, a function per kind of task; tasks of a pr
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,20 +52,10 @@ class TimeTask:
     shape: AttentionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
+class _Problem(NamedTuple):
     inputs: Inputs
     o: Tensor
     lse: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Solved:
-    """A small problem with the tiled reference's results, and plain attention's errors against float64."""
-
-    problem: _Problem
-    gradients: tuple[Tensor, Tensor, Tensor]
-    reference: Reference
 
 
 def check(task: CheckTask) -> str:
@@ -87,21 +78,20 @@ def _opened(name: str) -> Device:
 
 
 def _wrong(task: CheckTask) -> str:
-    solved = _solved(task.device, task.shape)
-    run = launcher(task.tiles, task.shape, solved.problem)
+    problem, (dq, dk, dv), reference = _solved(task.device, task.shape)
+    run, o = launcher(task.tiles, task.shape, problem), problem.o
     first = [result.clone() for result in run()]
     if not all(torch.equal(again, result) for again, result in zip(run(), first, strict=True)):
         return "a second run gives other bits"
-    o, lse, (dq, dk, dv) = solved.problem.o, solved.problem.lse, solved.gradients
     if task.tiles.kernel == "forward":
         o, own_lse = first
-        if not float((own_lse - lse).abs().max()) <= MOST_LSE_ERROR[task.tiles.bits]:
+        if not float((own_lse - problem.lse).abs().max()) <= MOST_LSE_ERROR[task.tiles.bits]:
             return "the log-sum-exp is wrong"
     elif task.tiles.kernel == "backward_kv":
         dk, dv = first
     else:
         (dq,) = first
-    for error in solved.reference.errors(o, (dq, dk, dv)):
+    for error in reference.errors(o, (dq, dk, dv)):
         if error.tensor in _MADE[task.tiles.kernel]:
             assert error.plain_relative is not None
             if error.relative is None:
@@ -120,14 +110,7 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
         runs = [ColdCall(run=lambda _, launch=launch: launch()) for launch in launchers]  # type: ignore[misc]
         calls_s = [caches.warm_up(run, _WARMUP_S) for run in runs]
         rounds = repeats_within(_MEASURED_S * len(runs), sum(calls_s), least=_LEAST_REPEATS, most=_MOST_REPEATS)
-        device.reserve_marks(2 * rounds * len(runs))
-        marks: list[list[tuple[object, object]]] = [[] for _ in runs]
-        for first in range(rounds):
-            for turn in range(len(runs)):
-                number = (turn + first) % len(runs)
-                marks[number].append(caches.run_ahead(runs[number]))
-        device.synchronize()
-    return [tuple(device.seconds_between(start, end) for start, end in spans) for spans in marks]
+        return caches.in_turns(runs, rounds)
 
 
 def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
@@ -151,7 +134,9 @@ def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[
 
 
 @cache
-def _solved(device: str, shape: AttentionSpec) -> _Solved:
+def _solved(device: str, shape: AttentionSpec) -> tuple[_Problem, tuple[Tensor, Tensor, Tensor], Reference]:
+    """A small problem with the tiled reference's results, its gradients, and plain attention's errors against
+    float64."""
     inputs = make_inputs(shape, open_device(device), seed=0)
     scale = float(shape.dim**-0.5)
     o, lse = reference_forward(inputs.q, inputs.k, inputs.v, causal=shape.causal, scale=scale)
@@ -159,7 +144,7 @@ def _solved(device: str, shape: AttentionSpec) -> _Solved:
     reference = Reference(shape, inputs)
     with torch.enable_grad():
         reference.look_at_plain(shape, inputs)
-    return _Solved(_Problem(inputs, o, lse), gradients, reference)
+    return _Problem(inputs, o, lse), gradients, reference
 
 
 @lru_cache(maxsize=1)

@@ -17,23 +17,24 @@ import csv
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
-import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from benchmarks.tile_trials import CheckTask, TimeTask, check, time_candidates
 
 from steplab.ops.attention.implementations import implementation
-from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant, hopper_kernels_on, read_table
+from steplab.ops.attention.triton_tuning import Kernel, Tiles, hopper_kernels_on, read_table
 from steplab.specs.attention import AttentionSpec
 
 TABLE = Path(__file__).parents[1] / "src" / "steplab" / "ops" / "attention" / "triton_tiles.toml"
@@ -65,6 +66,8 @@ _PRODUCTS = {"forward": 2, "backward_kv": 4, "backward_q": 3}
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Key = TypeVar("Key")
+Row = Callable[..., Tiles]
+"""Makes a row of the table from what distinguishes candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,32 +118,20 @@ def candidates(gpu: str, box: int, *, bits: int = 16, hopper: bool, portable: bo
     `hopper`: the GPU runs Hopper kernels, which take only 16-bit numbers. `portable`: try portable kernels even then. A
     candidate may exceed the GPU's shared memory.
     """
+    row = partial(Tiles, gpu=gpu, bits=bits, box=box)
     if bits == 32:
-        sizes = [*_of_32_bits(box)]
-    else:
-        # Up to 128 columns the Hopper backward kernel has one size, set by its registers.
-        served = ({"forward"} if box >= WIDEST else set(KERNELS)) if hopper else set()
-        sizes = [*_of_hopper(box)] if hopper else []
-        sizes += [size for size in _portable(box) if portable or size.kernel not in served]
-    return tuple(Tiles(gpu=gpu, bits=bits, box=box, **size._asdict()) for size in sizes)
+        return tuple(_of_32_bits(row, box))
+    # Up to 128 columns the Hopper backward kernel has one size, set by its registers.
+    served = ({"forward"} if box >= WIDEST else set(KERNELS)) if hopper else set()
+    others = (tiles for tiles in _portable(row, box) if portable or tiles.kernel not in served)
+    return (*(_of_hopper(row, box) if hopper else ()), *others)
 
 
-class _Size(NamedTuple):
-    """Settings that distinguish candidates."""
-
-    kernel: Kernel
-    variant: Variant
-    queries: int
-    keys: int
-    stages: int
-    warps: int = 4
-
-
-def _of_hopper(box: int) -> Iterator[_Size]:
+def _of_hopper(row: Row, box: int) -> Iterator[Tiles]:
     for queries in (128, 192) if box <= 64 else (128,):  # three warp groups have registers only for narrow sums
         for stages in (2, 3, 4):
             for keys in (64, 128):
-                yield _Size("forward", "hopper", queries, keys, stages)
+                yield row(kernel="forward", variant="hopper", queries=queries, keys=keys, stages=stages)
 
 
 _FORWARD = ((64, 64, 2, 4), (64, 64, 3, 4), (128, 64, 2, 4), (128, 64, 3, 4), (64, 128, 2, 4), (128, 128, 2, 8))
@@ -154,11 +145,12 @@ _WIDE_BACKWARD = ((32, 32, 1, 4), (32, 64, 1, 8), (64, 32, 1, 8), (64, 64, 1, 8)
 """Queries, keys, stages and warps of each candidate."""
 
 
-def _portable(box: int) -> Iterator[_Size]:
+def _portable(row: Row, box: int) -> Iterator[Tiles]:
     wide = box >= WIDEST
     for kernel in KERNELS:
         sizes = (_WIDE_FORWARD if wide else _FORWARD) if kernel == "forward" else _WIDE_BACKWARD if wide else _BACKWARD
-        yield from (_Size(kernel, "portable", *size) for size in sizes)
+        for queries, keys, stages, warps in sizes:
+            yield row(kernel=kernel, variant="portable", queries=queries, keys=keys, stages=stages, warps=warps)
 
 
 _FORWARD_32 = (
@@ -181,11 +173,11 @@ compiling takes tens of seconds and sums spill to memory.
 """
 
 
-def _of_32_bits(box: int) -> Iterator[_Size]:
+def _of_32_bits(row: Row, box: int) -> Iterator[Tiles]:
     for kernel in KERNELS:
         for queries, keys, warps in _SIZES_32[kernel]:
             if queries * keys * box <= _MOST_OF_A_THREAD[kernel] * 32 * warps:
-                yield _Size(kernel, "portable", queries, keys, 1, warps)
+                yield row(kernel=kernel, variant="portable", queries=queries, keys=keys, stages=1, warps=warps)
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
@@ -207,30 +199,30 @@ def in_processes(
 
 
 def _in_a_process(work: Callable[[Task], Result], group: Sequence[Task], limit_s: float) -> list[Result] | Lost:
-    command, given = [sys.executable, "-c", _CHILD], pickle.dumps((work, group))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, work, group))
+    process.start()
+    theirs.close()
+    with ours:
+        try:
+            found: list[Result] | Lost = (
+                ours.recv() if ours.poll(limit_s) else Lost(f"did not end within {limit_s:g} s")
+            )
+        except EOFError:
+            process.join()
+            found = Lost(f"its process ended with exit code {process.exitcode}")
+    process.kill()
+    process.join()
+    return found
+
+
+def _answer(connection: Connection, work: Callable[[Task], Result], group: Sequence[Task]) -> None:
+    os.dup2(2, 1)  # the output is the table alone, whatever a compiler prints
     try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Lost(f"did not end within {limit_s:g} s")
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        ended = f"its process ended with exit code {done.returncode}"
-        return Lost(said[-1] if done.returncode == 1 and said else ended)
-    results: list[Result] = pickle.loads(done.stdout)
-    return results
-
-
-_CHILD = """
-import os, pickle, sys
-out = os.fdopen(os.dup(1), "wb")
-os.dup2(2, 1)
-work, group = pickle.load(sys.stdin.buffer)
-try:
-    out.write(pickle.dumps([work(task) for task in group]))
-except Exception as error:
-    sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
-"""
-"""Code of a process: its output is only the results, whatever a compiler prints."""
+        connection.send([work(task) for task in group])
+    except Exception as error:
+        connection.send(Lost(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"))
 
 
 def tried(

@@ -48,11 +48,11 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
         "gl": language,
         "mbarrier": ANYTHING,
         "fence_async_shared": ANYTHING,
-        "barrier": ANYTHING,
+        "new_mbarrier": ANYTHING,
         "allocate_parts": lambda *given: (ANYTHING, ANYTHING),
         "_barriers": ANYTHING,
         "_task": triton_hopper_backward._task.fn,
-        "Room": ANYTHING,
+        "SharedStorage": ANYTHING,
     }
     fakes |= {"KEYS": KEYS, "PART": 32, "ROWS": 64, "NUM_CONSUMERS": 2, "ZERO": 0, "ONE": 1}
     with patch.multiple(module, **{name: fake for name, fake in fakes.items() if hasattr(module, name)}):
@@ -154,8 +154,8 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
                 tma=SimpleNamespace(store_wait=ANYTHING),
                 store_tile=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(True),
                 _tile=triton_hopper_backward._tile.fn,
-                wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
-                hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
+                wait_turn=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
+                release_turn=lambda at: turns.__setitem__(at, turns[at] + 1),
                 written=ANYTHING,
                 add_tile=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
             ),
@@ -179,7 +179,7 @@ def test_a_turn_that_another_warp_has_ended_is_not_waited_for() -> None:
 
     counts = iter([3, 5])
     with patch.multiple(triton_hopper_turns, gl=MagicMock(), _now=lambda turn_ptr: next(counts)):
-        triton_hopper_turns.wait_for.fn(4, 0)
+        triton_hopper_turns.wait_turn.fn(4, 0)
     assert list(counts) == []
 
 

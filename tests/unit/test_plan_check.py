@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.fit_rates import as_toml, borrowers, committed_records, fit_step, loaded, records_to_fit, source_of
-from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error
-from benchmarks.search import search
+from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error, search
 from tests.documents import chapter_says
 
 from steplab.cli.app import main

@@ -32,6 +32,8 @@ from steplab.units import MIB
 
 OnStep = Callable[[int], None]
 Samples = tuple[PhaseSamples, ...]
+Marks = tuple[Any, Any]
+"""The marks around a call."""
 
 LONGEST_HOLD_S = 0.5
 """The longest hold before a step; Python fills the launch queue in less."""
@@ -316,7 +318,7 @@ class ColdCaches:
         call.num_flushes = self._enough_flushes(call)
         return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
 
-    def run_ahead(self, call: ColdCall) -> tuple[object, object]:
+    def run_ahead(self, call: ColdCall) -> Marks:
         """Call once; returns the marks around it. If the device reached it before all of it was launched, call again
         behind more flushes; at the most flushes count it as one that may have waited."""
         while True:
@@ -327,6 +329,34 @@ class ColdCaches:
                 call.num_waits += 1
                 return span
             call.num_flushes = min(2 * call.num_flushes, MOST_FLUSHES)
+
+    def in_turns(
+        self,
+        calls: Sequence[ColdCall],
+        rounds: int,
+        attempt: Callable[[int], Marks | None] | None = None,
+        on_round: OnStep = lambda number: None,
+    ) -> list[tuple[float, ...]]:
+        """Seconds of each call, in turns; each round begins with another one.
+
+        `attempt` runs a call, by its place, instead of `run_ahead`; if it returns None, the call is left out from then
+        on.
+        """
+        spans: list[list[Marks]] = [[] for _ in calls]
+        left = list(range(len(calls)))
+        self._device.reserve_marks(2 * rounds * len(calls))
+        for number in range(rounds):
+            first = number % len(left) if left else 0
+            for place in left[first:] + left[:first]:
+                span = attempt(place) if attempt else self.run_ahead(calls[place])
+                if span is None:
+                    left.remove(place)
+                    spans[place].clear()
+                else:
+                    spans[place].append(span)
+            on_round(number)
+        self._device.synchronize()
+        return [tuple(self._device.seconds_between(*span) for span in each) for each in spans]
 
     def _enough_flushes(self, call: ColdCall) -> int:
         """The number of flushes that keep the device busy for longer than Python takes to launch the call."""
@@ -341,7 +371,7 @@ class ColdCaches:
         self._device.synchronize()
         return max(1, min(math.ceil(_MARGIN * min(issued_s) / self._flush_s), MOST_FLUSHES))
 
-    def _run(self, call: ColdCall) -> tuple[object, object]:
+    def _run(self, call: ColdCall) -> Marks:
         given = call.prepare()
         if self._flush is not None:
             for _ in range(call.num_flushes):

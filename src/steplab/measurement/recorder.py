@@ -1,6 +1,5 @@
 """Times the steps of a user's own training loop, in one process or in each of several."""
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch.profiler import profile
 
 from steplab.errors import UserError
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
-from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.environment import read_clocks, read_environment, samples_of_rank
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
@@ -284,14 +283,7 @@ class Recorder:
             return (), (f"ranks: this is the first rank alone, because {why}",)
         counts = self._ranks.host_gather(len(measured))
         fewest = min(counts)
-        own = RankSamples(
-            rank=self._ranks.rank,
-            host=socket.gethostname(),
-            device_name=self._environment.device.name,
-            back_to_back=self._samples(measured[:fewest]),
-            peaks=memory.peaks,
-            host_peak_bytes=memory.host_peak_bytes,
-        )
+        own = samples_of_rank(self._ranks.rank, self._environment, self._samples(measured[:fewest]), memory)
         gathered = tuple(self._ranks.host_gather(own))
         if fewest == max(counts):
             return gathered, ()

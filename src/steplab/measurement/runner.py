@@ -1,4 +1,4 @@
-"""The one way through the cells of a benchmark, in one process or on each of several ranks.
+"""What every measurement does in its process: a step, an audit, and the cells of a benchmark on each of its ranks.
 
 Importing torch and compiling take longer than most cells, so one process measures many. No cell may affect the next:
 memory held by a failure is freed, and the rest is compared with before. A process that cannot go on ends, and another
@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from steplab.measurement.machine.device import Device, allocated_bytes
+import torch
+
+from steplab.measurement.machine.device import Device, allocated_bytes, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from
 from steplab.measurement.observer import Observer
 from steplab.records.failure import Failure
+from steplab.specs.attention_kernels import refuse_unserved_kernels
+from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
 T = TypeVar("T")
@@ -27,10 +31,12 @@ class Broken(Exception):
 
 
 class Runner:
-    """The device of a benchmark's cells, and the observer that hears of them."""
+    """The device of a measurement, and the observer that hears of it."""
 
     def __init__(self, device: Device, observer: Observer) -> None:
         self.device, self.observer = device, observer
+        self.stage = "build"
+        """The stage under way."""
         self.environment = read_environment(device.torch_device)
         observer.on_environment(self.environment)
         self.idle_bytes = allocated_bytes(device)
@@ -47,10 +53,15 @@ class Runner:
         return True
 
     def read_clocks(self) -> None:
-        """Report the clocks, which are those of work if the device is at work."""
-        self.observer.on_environment(read_clocks(self.environment, self.device.torch_device))
+        """Note the clocks, which are those of work if the device is at work."""
+        self.environment = read_clocks(self.environment, self.device.torch_device)
+
+    def tell_clocks(self) -> None:
+        self.read_clocks()
+        self.observer.on_environment(self.environment)
 
     def begin(self, stage: str, num_steps: int = 0) -> None:
+        self.stage = stage
         self.observer.on_stage(stage, num_steps)
 
     def tell(self, number: int, cell: Any) -> None:
@@ -88,6 +99,12 @@ class Runner:
             raise Broken from error
         if stays:
             raise Broken
+
+
+def refuse_unserved_step(spec: StepSpec, device: torch.device) -> None:
+    """Raise Unsupported if the device would compute in another precision, or lacks a kernel that the step names."""
+    refuse_unserved(spec.precision, device)
+    refuse_unserved_kernels(spec, device.type)
 
 
 def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None, Failure | None]:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
 from steplab.measurement.clock import OnStep, Phase, run_back_to_back, run_synchronised, seconds_of
 from steplab.measurement.jobs import StepTask, TurnsTask
-from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
-from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
+from steplab.measurement.machine.environment import samples_of_rank
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
 from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.nvml import Meter
@@ -26,6 +26,7 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile.profiler import StepProfiler
+from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.step import make_step
@@ -34,14 +35,12 @@ from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.ops.attention.plain import Span
 from steplab.records.codec import new_head
-from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import AllocatorState, Memory, PeakMemory
 from steplab.records.ranks import RankSamples
 from steplab.records.run import NOT_FINITE, ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
 from steplab.records.turns import Turn, Turns
-from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec, refuse_unserved_graph
 from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
@@ -120,26 +119,23 @@ def measure_here(
     UserError or Unsupported for a request that cannot be served at all.
     """
     device = world.device if world else open_device(spec.device)
-    refuse_unserved(spec.precision, device.torch_device)
-    refuse_unserved_kernels(spec, device.torch_device.type)
+    refuse_unserved_step(spec, device.torch_device)
     if spec.cuda_graph == "step":
         refuse_unserved_graph(device.torch_device.type)
-    environment = read_environment(device.torch_device)
-    observer.on_environment(environment)
+    runner = Runner(device, observer)
     watcher = watch(spec, device) if watch else None
-    cell = _Cell(spec, device, environment, observer, world)
+    cell = _Cell(spec, runner, world)
     if device.torch_device.type != "cuda" and (lack := lack_of_host_memory(_least_state_bytes(spec))):
         return cell.record(failure=lack)
     try:
         return cell.take_turns(turns) if turns else cell.measure(watcher)
     except ERRORS as error:
-        if not isinstance(error, UNSUPPORTED) or cell.stage == "build":
+        if not isinstance(error, UNSUPPORTED) or runner.stage == "build":
             raise
         # An operator that refuses its inputs only when the step runs is a result, like any other failure.
-        return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
+        return cell.record(failure=Failure(kind="error", message=str(error), phase=runner.stage))
     except (Exception, SystemExit) as error:  # the model's code may call sys.exit, as argparse does
-        failure = failure_from(error, cell.stage, spec, device)
-        return cell.record(failure=failure)
+        return cell.record(failure=failure_from(error, runner.stage, spec, device))
 
 
 def _least_state_bytes(spec: StepSpec) -> int:
@@ -179,12 +175,9 @@ class _Warm:
 
 
 class _Cell:
-    def __init__(
-        self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
-    ) -> None:
-        self.spec, self.device, self.environment, self.observer = spec, device, environment, observer
-        self.world = world
-        self.stage = "build"
+    def __init__(self, spec: StepSpec, runner: Runner, world: World | None) -> None:
+        self.spec, self.runner, self.world = spec, runner, world
+        self.device, self.observer = runner.device, runner.observer
         self.model: ModelFacts | None = None
         self.tokens_per_step: int | None = spec.tokens_of_all
         self.notes: list[str] = []
@@ -195,7 +188,7 @@ class _Cell:
         gradients = spec.pass_name != "forward"
         if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
             self.notes.append(remark)
-        self.begin("build", 0)
+        self.runner.begin("build", 0)
         marked = {"span": watcher.span} if watcher else {}
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
@@ -206,15 +199,18 @@ class _Cell:
         step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
         first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
         self.meet()
-        others, suspension, meter = OtherProcesses(), Suspension(), Meter(self.environment.device.uuid)
-        self.begin("warmup", spec.warmup)
+        others, suspension = OtherProcesses(), Suspension()
+        meter = Meter(self.runner.environment.device.uuid)
+        self.runner.begin("warmup", spec.warmup)
         states = [device.allocator_state()]
 
         def on_warmup_step(iteration: int) -> None:
             states.append(device.allocator_state())
             on_step(iteration)
 
-        samples, _ = run_back_to_back(step.phases, device, spec.warmup, on_warmup_step, before_drain=self.read_clocks)
+        samples, _ = run_back_to_back(
+            step.phases, device, spec.warmup, on_warmup_step, before_drain=self.runner.read_clocks
+        )
         if not device.asynchronous:
             self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
         return _Warm(
@@ -231,23 +227,21 @@ class _Cell:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         warm = self.warm_up(watcher)
         phases = warm.step.phases
-        self.begin("measure", spec.steps)
+        self.runner.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were those of an idle GPU.
-        before_drain = (lambda: None) if spec.warmup else self.read_clocks
+        before_drain = (lambda: None) if spec.warmup else self.runner.read_clocks
         warm.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         energy = warm.meter.stop(spec.steps)
         step_peak = self.peak(warm.step)
         # The other ranks would be counted as other processes.
         other_cpus = warm.others.mean_cpus() if self.world is None else None
-        self.environment = dataclasses.replace(
-            self.environment, other_cpus=other_cpus, suspended_s=warm.suspension.seconds()
-        )
+        self.note_surroundings(other_cpus=other_cpus, suspended_s=warm.suspension.seconds())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
-            self.begin("phases", spec.steps)
+            self.runner.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
             if isinstance(warm.step, GraphedStep):
                 phase_peaks = tuple(warm.step.phase_peaks.values())
@@ -274,7 +268,7 @@ class _Cell:
         on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
         if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
             return ()
-        self.begin("one thread", 0)
+        self.runner.begin("one thread", 0)
         torch.set_num_threads(1)
         try:
             if seconds_of(partial(_run, phases), self.device) >= median(step.best_s):
@@ -295,15 +289,14 @@ class _Cell:
         warm = self.warm_up()
         lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
         # Other processes of the session have the device open, and are no disturbance.
-        own = dataclasses.replace(self.environment.device, other_processes=None)
-        self.environment = dataclasses.replace(self.environment, device=own)
+        self.note_surroundings(device=dataclasses.replace(self.runner.environment.device, other_processes=None))
         found: list[tuple[PhaseSamples, ...]] = []
         taken: list[Turn] = []
         run = self.record()
         device.reset_peak()
         device.free_unused()
         for turn in iter(self.observer.next_turn, None):
-            self.begin("measure", lead_in + turn.steps)
+            self.runner.begin("measure", lead_in + turn.steps)
             samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
             self.check_weights(warm.step)
             device.free_unused()
@@ -312,7 +305,7 @@ class _Cell:
             assert step is not None
             taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
             peak = self.peak(warm.step)
-            self.environment = dataclasses.replace(self.environment, suspended_s=warm.suspension.seconds())
+            self.note_surroundings(suspended_s=warm.suspension.seconds())
             timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
             run = dataclasses.replace(
                 self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),
@@ -320,6 +313,9 @@ class _Cell:
             )
             self.observer.on_measured(run)
         return run
+
+    def note_surroundings(self, **found: Any) -> None:
+        self.runner.environment = dataclasses.replace(self.runner.environment, **found)
 
     def peak(self, step: Step) -> PeakMemory | None:
         """The peak memory of the steps since the last reset, or of a replayed one while it was recorded."""
@@ -329,21 +325,14 @@ class _Cell:
         return Memory(
             peaks=peaks,
             during_warmup=warm.states,
-            total_bytes=self.environment.device.memory_bytes,
+            total_bytes=self.runner.environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )
 
     def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
         if self.world is None:
             return ()
-        own = RankSamples(
-            rank=self.world.rank,
-            host=self.world.host,
-            device_name=self.environment.device.name,
-            back_to_back=timing.back_to_back,
-            peaks=memory.peaks,
-            host_peak_bytes=memory.host_peak_bytes,
-        )
+        own = samples_of_rank(self.world.rank, self.runner.environment, timing.back_to_back, memory)
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
@@ -351,17 +340,10 @@ class _Cell:
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
-    def begin(self, stage: str, num_steps: int) -> None:
-        self.stage = stage
-        self.observer.on_stage(stage, num_steps)
-
     def compile(self, step: Step) -> float:
         """Seconds of the step that compiles, or of recording the replayed one; it is no step time."""
-        self.begin("compile", 1)
+        self.runner.begin("compile", 1)
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
-
-    def read_clocks(self) -> None:
-        self.environment = read_clocks(self.environment, self.device.torch_device)
 
     def check_weights(self, step: Step) -> None:
         """Say once if training has made weights infinite or NaN. A GPU draws less power on such numbers, and may run at
@@ -399,13 +381,15 @@ class _Cell:
 
     def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
         self.observer.on_measured(run)
-        self.begin(watcher.stage, watcher.num_steps)
+        self.runner.begin(watcher.stage, watcher.num_steps)
         try:
-            notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
+            notes = watcher.record(
+                step, self.observer.on_step, on_export=lambda: self.runner.begin(watcher.export_stage, 0)
+            )
         except Exception as error:  # out of memory or any other error must not cost what was measured
             if self.world is not None:
                 raise
-            notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
+            notes = (f"{watcher.stage}: {failure_from(error, self.runner.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)
 
     def record(
@@ -420,7 +404,7 @@ class _Cell:
             **new_head(),
             spec=self.spec,
             tokens_per_step=self.tokens_per_step,
-            environment=self.environment,
+            environment=self.runner.environment,
             model=self.model,
             timing=timing,
             memory=memory,

@@ -22,7 +22,7 @@ from steplab.measurement.attention.variant import (
     try_both,
     try_forward,
 )
-from steplab.measurement.clock import ColdCaches, repeats_within
+from steplab.measurement.clock import ColdCaches, Marks, repeats_within
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import open_device, refuse_unserved
 from steplab.measurement.machine.failures import failure_of
@@ -52,7 +52,7 @@ def measure_attention(
         refuse_unserved(dtype, device.torch_device)
     runner = Runner(device, observer)
     if runner.run(task.groups, _Session(study, runner, make).measure):
-        runner.read_clocks()
+        runner.tell_clocks()
 
 
 class _Session:
@@ -169,20 +169,17 @@ class _Session:
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
             variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
-        marks: dict[int, list[tuple[object, object]]] = {variant.index: [] for variant in variants}
-        self.device.reserve_marks(2 * repeats * len(variants))
-        for repeat in range(repeats):
-            first = repeat % len(variants) if variants else 0
-            for variant in variants[first:] + variants[:first]:
-                run = partial(self._caches.run_ahead, calls[variant.index])
-                if span := self._attempt(name, variant, variants, run, in_turns=True):
-                    marks[variant.index].append(span)
-            self.observer.on_step(repeat)
-        self.device.synchronize()
-        for variant in variants:
-            spans = marks[variant.index]
-            variant.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
-            variant.note_waiting(name, calls[variant.index].num_waits, len(spans))
+        taking, turns = list(variants), [calls[variant.index] for variant in variants]
+
+        def attempt(place: int) -> Marks | None:
+            run = partial(self._caches.run_ahead, turns[place])
+            return self._attempt(name, taking[place], variants, run, in_turns=True)
+
+        timed = self._caches.in_turns(turns, repeats, attempt, self.observer.on_step)
+        for variant, call, seconds in zip(taking, turns, timed, strict=True):
+            if variant in variants:
+                variant.samples[name] = list(seconds)
+                variant.note_waiting(name, call.num_waits, len(seconds))
 
     def _attempt(
         self,

@@ -55,7 +55,7 @@ def measure_comm(
     ranks = tuple(world.collectives.host_gather(mine))
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
     if runner.run([[index] for index in task.numbers], _Session(study, world, runner, make).measure):
-        runner.read_clocks()
+        runner.tell_clocks()
 
 
 def _refuse(spec: CommSpec, world: World) -> None:

@@ -16,14 +16,12 @@ from steplab.measurement.clock import Samples
 from steplab.measurement.ddp.measured import MeasuredVariant
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import refuse_unserved
 from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.runner import Runner
+from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
 from steplab.records.timing import joined
-from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import format_bytes
 
@@ -42,8 +40,7 @@ def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | No
     """
     assert world is not None  # the study has at least two processes
     study, device = task.study, world.device.torch_device
-    refuse_unserved(study.step.precision, device)
-    refuse_unserved_kernels(study.step, device.type)
+    refuse_unserved_step(study.step, device)
     traces = Path(task.traces) if task.traces and study.profiled_steps else None
     session = _Session(study, world, Runner(world.device, observer), traces)
     session.measure_baseline(reported=0 in task.numbers)
@@ -113,7 +110,7 @@ class _Session:
         """Report the clocks, read while the device is at work."""
         step.run()
         step.run()
-        self.runner.read_clocks()
+        self.runner.tell_clocks()
 
     def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
         after = self._baseline_by_itself()

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import socket
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from steplab.git import git
 from steplab.measurement.machine import nvml
 from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.memory import Memory
+from steplab.records.ranks import RankSamples
+from steplab.records.timing import PhaseSamples
 from steplab.records.validation import cleaned
 
 VARIABLES = (
@@ -147,3 +151,17 @@ def _git_commit() -> str | None:
         return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def samples_of_rank(
+    rank: int, environment: Environment, back_to_back: tuple[PhaseSamples, ...], memory: Memory
+) -> RankSamples:
+    """What this rank adds to a record of several."""
+    return RankSamples(
+        rank=rank,
+        host=socket.gethostname(),
+        device_name=environment.device.name,
+        back_to_back=back_to_back,
+        peaks=memory.peaks,
+        host_peak_bytes=memory.host_peak_bytes,
+    )

@@ -12,22 +12,20 @@ import torch
 
 from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
-from steplab.measurement.machine.device import Device, open_device, refuse_unserved
-from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.device import open_device
 from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.modes import rule_of
 from steplab.measurement.precision.watch import NumericsWatch
+from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.codec import new_head
-from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
-from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
@@ -49,32 +47,23 @@ def audit_step(task: AuditTask, observer: Observer, world: World | None = None) 
         raise Unsupported(f"an audit of layout {spec.layout}", "an audit runs in one process", "leave --layout out")
     device = open_device(spec.device if spec else task.device)
     if spec is not None:
-        refuse_unserved(spec.precision, device.torch_device)
-        refuse_unserved_kernels(spec, device.torch_device.type)
-    environment = read_environment(device.torch_device)
-    observer.on_environment(environment)
-    observer.on_stage("sums", 0)
-    record = _record(spec, environment, device)
+        refuse_unserved_step(spec, device.torch_device)
+    runner = Runner(device, observer)
+    runner.begin("sums")
+    runner.read_clocks()
+    sums = accumulate(device.torch_device)
+    record = Numerics(**new_head(), spec=spec, environment=runner.environment, accumulations=sums)
     if spec is None:
         return record
-    audited = _AuditedStep(spec, device, observer)
+    audited = _AuditedStep(spec, runner)
     try:
         audit = audited.run()
     except ERRORS:
         raise
     except Exception as error:  # a failure of the model or of its memory
-        failure = failure_from(error, audited.stage, spec, device)
+        failure = failure_from(error, runner.stage, spec, device)
         return dataclasses.replace(record, failure=failure, notes=tuple(audited.notes))
     return dataclasses.replace(record, audit=audit, notes=tuple(audited.notes))
-
-
-def _record(spec: StepSpec | None, environment: Environment, device: Device) -> Numerics:
-    return Numerics(
-        **new_head(),
-        spec=spec,
-        environment=read_clocks(environment, device.torch_device),
-        accumulations=accumulate(device.torch_device),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +74,8 @@ class _Pass:
 
 
 class _AuditedStep:
-    def __init__(self, spec: StepSpec, device: Device, observer: Observer) -> None:
-        self.spec, self.device, self.observer = spec, device, observer
-        self.stage = "build"
+    def __init__(self, spec: StepSpec, runner: Runner) -> None:
+        self.spec, self.device, self.begin = spec, runner.device, runner.begin
         self.notes: list[str] = []
 
     def run(self) -> Audit:
@@ -96,11 +84,11 @@ class _AuditedStep:
             self.notes.append("compile: the audit ran the step eagerly; a compiled one may leave out some casts")
         if spec.micro_steps > 1:
             self.notes.append(f"accumulation: the audit ran one of the {spec.micro_steps} micro-steps")
-        self._begin("build")
+        self.begin("build")
         workload = self._with_one_batch(build_workload(spec, self.device.torch_device))
-        self._begin("reference")
+        self.begin("reference")
         reference = self._reference(workload)
-        self._begin("audit")
+        self.begin("audit")
         step = self._step(workload, spec)
         seen = self._pass(step, 1.0, reference)
         for name in seen.watch.left_out:
@@ -117,13 +105,9 @@ class _AuditedStep:
             kept_on_cuda=self._kept_on_cuda(seen.watch),
         )
         if spec.precision == "fp16" and reference and spec.pass_name != "forward":
-            self._begin("scaling")
+            self.begin("scaling")
             audit = dataclasses.replace(audit, loss_scaling=self._loss_scaling(step, reference, seen))
         return audit
-
-    def _begin(self, stage: str) -> None:
-        self.stage = stage
-        self.observer.on_stage(stage, 0)
 
     def _with_one_batch(self, workload: Workload) -> Workload:
         if workload.module is None or workload.make_batch is None:

@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steplab.errors import ERRORS, own_error
 from steplab.measurement.jobs import JOBS
@@ -22,11 +23,6 @@ from steplab.measurement.machine.torchrun import ProcessPlace, place_in
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.wire import BadMessage, Request, Whereabouts, Wire, decoded
 from steplab.records.turns import Turn
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import MutableMapping
-from pathlib import Path
 
 Send = Callable[[Any, Any], None]
 """Takes the kind of a message and its value."""

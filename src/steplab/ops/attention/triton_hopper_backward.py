@@ -24,7 +24,7 @@ from .triton_hopper_gradients import (
     KEYS,
     PART,
     TURN,
-    Room,
+    SharedStorage,
     zero_at_run_time,
 )
 from .triton_hopper_tiles import (
@@ -32,15 +32,15 @@ from .triton_hopper_tiles import (
     ROWS,
     add_tile,
     allocate_parts,
-    barrier,
-    bring,
-    let_pass,
+    barrier_arrive,
+    barrier_sync,
+    load_parts,
     load_tile,
-    meet,
-    put,
+    new_mbarrier,
+    store_parts,
     store_tile,
 )
-from .triton_hopper_turns import hand_on, rounds_of_a_turn, rounds_of_two_turns, wait_for, written
+from .triton_hopper_turns import release_turn, rounds_of_a_turn, rounds_of_two_turns, wait_turn, written
 
 ZERO = gl.constexpr(0)
 ONE = gl.constexpr(1)
@@ -56,40 +56,40 @@ def _tile(i, num_tiles, upwards):
 
 @gluon.jit
 def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q_rest_tiles, do_rest_tiles, b, head,
-          b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr,
-          MAIN: gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
-    mbarrier.expect(room.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-    load_tile(k_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(0))
-    load_tile(v_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(1))
+          b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, smem, M: gl.constexpr, MAIN:
+          gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
+    mbarrier.expect(smem.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+    load_tile(k_tiles, [b, kv_head, first_key, 0], smem.kv_arrived, smem.kv.index(0))
+    load_tile(v_tiles, [b, kv_head, first_key, 0], smem.kv_arrived, smem.kv.index(1))
     for which in range(IN_A_ROW):
         for t in range(num_tiles):
             i = which * num_tiles + t
             query = first_query + _tile(t, num_tiles, upwards) * M
             number = (b_head + which) * num_padded + query
-            slot = i % room.num_slots
-            mbarrier.wait(room.empty.index(slot), ((i // room.num_slots) & 1) ^ 1)
-            arrived = room.full.index(slot)
+            slot = i % smem.num_slots
+            mbarrier.wait(smem.empty.index(slot), ((i // smem.num_slots) & 1) ^ 1)
+            arrived = smem.full.index(slot)
             num_bytes: gl.constexpr = q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes
             if REST > 0:
                 mbarrier.expect(arrived, 2 * (num_bytes + q_rest_tiles.block_type.nbytes))
             else:
                 mbarrier.expect(arrived, 2 * num_bytes)
-            bring(q_tiles, q_rest_tiles, b, head + which, query, arrived, room.queries(i), MAIN, REST)
-            bring(do_tiles, do_rest_tiles, b, head + which, query, arrived, room.gradients(i), MAIN, REST)
+            load_parts(q_tiles, q_rest_tiles, b, head + which, query, arrived, smem.queries(i), MAIN, REST)
+            load_parts(do_tiles, do_rest_tiles, b, head + which, query, arrived, smem.gradients(i), MAIN, REST)
             if M == ROWS:  # numbers have two slots, and were read before the tile's dS
                 before_last = i - 2
                 for c in gl.static_range(NUM_CONSUMERS):
-                    mbarrier.wait(room.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
-            load_tile(minus_lse_tiles, [number], arrived, room.minus_lse(i))
-            load_tile(minus_d_tiles, [number], arrived, room.minus_d(i))
+                    mbarrier.wait(smem.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
+            load_tile(minus_lse_tiles, [number], arrived, smem.minus_lse(i))
+            load_tile(minus_d_tiles, [number], arrived, smem.minus_d(i))
 
 
 @gluon.jit
-def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, room,
-            CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr,
-            CONSUMER: gl.constexpr, FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
+def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, smem,
+            CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr, CONSUMER: gl.constexpr,
+            FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
     """Add a consumer's dQ to the sums in memory, in turn."""
-    own = room.dq_of(CONSUMER)
+    own = smem.dq_of(CONSUMER)
     turn = 0
     for which in range(IN_A_ROW):
         of_head = b_head + which
@@ -102,27 +102,27 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
                 if CAUSAL:  # upwards, programs start with the last keys
                     last = gl.minimum(query // KEYS, num_key_tiles - 1)
                     turn = gl.where(upwards, last - key_tile, key_tile)
-                wait_for(turn, turn_ptr)
+                wait_turn(turn, turn_ptr)
             row = (of_head * num_padded + query) * (PARTS * ROWS // M)
-            mbarrier.wait(room.dq_full.index(CONSUMER), i & 1)
+            mbarrier.wait(smem.dq_full.index(CONSUMER), i & 1)
             for part in gl.static_range(FIRST_PART, END_PART):
                 if turn == 0:
                     store_tile(sums_tiles, [row + part * ROWS, 0], own.index(part - FIRST_PART))
                 else:
                     add_tile(sums_tiles, [row + part * ROWS, 0], own.index(part - FIRST_PART))
             tma.store_wait(0)
-            mbarrier.arrive(room.dq_empty.index(CONSUMER))
+            mbarrier.arrive(smem.dq_empty.index(CONSUMER))
             if (t == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
                 written()
-                hand_on(turn_ptr)
+                release_turn(turn_ptr)
 
 
 @gluon.jit
 def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing, key_tile,
                       num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards, num_queries,
-                      num_keys, scale, scale_log2, room, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr,
-                      GROUPED: gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
-                      REST: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+                      num_keys, scale, scale_log2, smem, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, GROUPED:
+                      gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
@@ -131,10 +131,11 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     dv_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
     dk_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     dv_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
-    mbarrier.wait(room.kv_arrived, 0)
+    sums = dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+    mbarrier.wait(smem.kv_arrived, 0)
     TURN_OF_0: gl.constexpr = TURN + 0
     if CONSUMER == 1:
-        let_pass(TURN_OF_0)
+        barrier_arrive(TURN_OF_0)
     # Tiles are masked at the diagonal and at the end of the queries, and visited from either.
     num_ended = num_tiles - gl.maximum(num_masked, num_whole)
     start = gl.where(upwards, first_query, first_query + (num_tiles - 1) * M)
@@ -143,20 +144,21 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
     # Zero: else the compiler derives each tile's addresses from the previous tile's, for which no registers are left.
     first = zero_at_run_time(num_tiles)
+    problem = scale_log2, num_queries, num_keys
+    rounds = start, step, first, first_whole, end_whole, num_tiles
     if M > ROWS:
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_two_turns(
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, CONSUMER, FIRST, W,
+        sums = rounds_of_two_turns(
+            sums, smem, problem, first_key, rounds, CAUSAL, IN_A_ROW, M, MAIN, CONSUMER, FIRST, W,
         )  # fmt: skip
     elif num_tiles > 0:
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_a_turn(
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
+        sums = rounds_of_a_turn(
+            sums, smem, problem, first_key, rounds, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     if CONSUMER == 0:
-        meet(TURN_OF_0)  # balances the other's last arrival
+        barrier_sync(TURN_OF_0)  # balances the other's last arrival
     # dK and dV replace the keys and values, which dQ of both consumers reads.
-    meet(BOTH_ARE_DONE)
+    barrier_sync(BOTH_ARE_DONE)
     member, num_members = 0, sharing // IN_A_ROW
     if GROUPED:
         member = head % sharing // IN_A_ROW
@@ -164,7 +166,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         number = (b_kv_head * num_key_tiles + key_tile) * NUM_CONSUMERS + CONSUMER
         at = shared_ptr + number.to(gl.int64) * (2 * SIZE)
         is_first, is_last = member == 0, member == num_members - 1
-        wait_for(member * 4, members_ptr + number)
+        wait_turn(member * 4, members_ptr + number)
         # All are loaded before any is stored, so that the loads overlap.
         dk_RD += _from_those_before(at, is_first, MAIN, G)
         dv_RD += _from_those_before(at + SIZE, is_first, MAIN, G)
@@ -176,12 +178,12 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         if REST > 0:
             _for_the_next(at + ROWS * MAIN, dk_rest_RD, is_last)
             _for_the_next(at + SIZE + ROWS * MAIN, dv_rest_RD, is_last)
-        hand_on(members_ptr + number)  # by each of four warps
+        release_turn(members_ptr + number)  # by each of four warps
     if member == num_members - 1:
-        k_own = room.kv.index(0).slice(CONSUMER * ROWS, ROWS, dim=0)
-        v_own = room.kv.index(1).slice(CONSUMER * ROWS, ROWS, dim=0)
-        put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
-        put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
+        k_own = smem.kv.index(0).slice(CONSUMER * ROWS, ROWS, dim=0)
+        v_own = smem.kv.index(1).slice(CONSUMER * ROWS, ROWS, dim=0)
+        store_parts(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
+        store_parts(v_own, dv_RD, dv_rest_RD, MAIN, REST)
         store_tile(dk_tiles, [b, kv_head, first_key, 0], k_own)
         store_tile(dv_tiles, [b, kv_head, first_key, 0], v_own)
         tma.store_wait(0)
@@ -284,7 +286,7 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
         num_masked = num_tiles
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BOX], k_tiles.dtype)
     kv = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, BOX], kv_layout)
-    kv_arrived = barrier()
+    kv_arrived = new_mbarrier()
     mains, rests = allocate_parts(k_tiles.dtype, 2 * NUM_SLOTS, M, MAIN, REST)
     number_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = gl.allocate_shared_memory(gl.float32, [4, M], number_layout)
@@ -302,24 +304,24 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
         ds_full = _barriers(2 * NUM_CONSUMERS, 1)
     dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
-    room = Room(
+    smem = SharedStorage(
         kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_0, dq_1, dq_full, dq_empty, NUM_SLOTS
     )
     fence_async_shared()
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
-                             num_queries, num_keys, scale, scale_log2, room, ZERO, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
+                             num_queries, num_keys, scale, scale_log2, smem, ZERO, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
                              REST, ZERO, W_0)),
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
-                             num_queries, num_keys, scale, scale_log2, room, ONE, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
+                             num_queries, num_keys, scale, scale_log2, smem, ONE, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
                              REST, W_0, W_1)),
         (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q_rest_tiles, do_rest_tiles, b,
-                 head, b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, room, M, MAIN, REST,
+                 head, b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, smem, M, MAIN, REST,
                  IN_A_ROW)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
-                   room, CAUSAL, M, IN_A_ROW, PARTS, ZERO, ZERO, PARTS_0)),
+                   smem, CAUSAL, M, IN_A_ROW, PARTS, ZERO, ZERO, PARTS_0)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
-                   room, CAUSAL, M, IN_A_ROW, PARTS, ONE, PARTS_0, PARTS)),
+                   smem, CAUSAL, M, IN_A_ROW, PARTS, ONE, PARTS_0, PARTS)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

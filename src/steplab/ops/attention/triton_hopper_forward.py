@@ -31,17 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
-    bring,
+    barrier_arrive,
+    barrier_sync,
     in_parts,
     in_registers,
-    let_pass,
+    load_parts,
     load_tile,
-    meet,
     named_ring,
     pack,
-    put,
     ring,
     scores,
+    store_parts,
     store_tile,
     times,
     unpack,
@@ -71,13 +71,13 @@ def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.co
 
 
 @gluon.jit
-def _bring_next(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
+def _load_next(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
     """Load the i-th tile, of keys or of values, once there is room for it."""
     if REST > 0:
-        arrived = to.room(i, main_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
+        arrived = to.acquire(i, main_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
     else:
-        arrived = to.room(i, main_tiles.block_type.nbytes)
-    bring(main_tiles, rest_tiles, b, head, first_key, arrived, to.slot(i), MAIN, REST)
+        arrived = to.acquire(i, main_tiles.block_type.nbytes)
+    load_parts(main_tiles, rest_tiles, b, head, first_key, arrived, to.slot(i), MAIN, REST)
 
 
 @gluon.jit
@@ -92,16 +92,16 @@ def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_
         num_tiles = _num_tiles(first_query, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)
         for c in gl.static_range(NUM_CONSUMERS):
             n = number * NUM_CONSUMERS + c
-            q_arrived = q_ring.room(n, q_tiles.block_type.nbytes)
+            q_arrived = q_ring.acquire(n, q_tiles.block_type.nbytes)
             load_tile(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
         for t in range(num_tiles):
             first_key = (num_tiles - 1 - t) * N
-            _bring_next(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
-            _bring_next(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
+            _load_next(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
+            _load_next(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
             i += 1
     for slot in range(gl.minimum(i, k_ring.num_slots)):  # completes the arrivals of all barriers
-        k_ring.wait(slot)
-        v_ring.wait(slot)
+        k_ring.wait_released(slot)
+        v_ring.wait_released(slot)
 
 
 @gluon.jit
@@ -239,12 +239,12 @@ def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_lo
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
     DTYPE: gl.constexpr = k_ring.mains.dtype
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
-    k_parts = k_ring.take(i)
-    meet(CONSUMER)
+    k_parts = k_ring.wait(i)
+    barrier_sync(CONSUMER)
     s_RN = scores(queries, k_parts, S, REST)
     p_RN = unpack(p, DTYPE, gl.DotOperandLayout(0, O, 2))
-    o_RD, rest_RD = times(p_RN, v_ring.take(i - 1), o_RD, rest_RD, REST)
-    let_pass(NEXT)
+    o_RD, rest_RD = times(p_RN, v_ring.wait(i - 1), o_RD, rest_RD, REST)
+    barrier_arrive(NEXT)
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
     k_ring.release(i)
     e_RN, largest, sums, shrink = _softmax(
@@ -283,7 +283,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
     FIRST: gl.constexpr = 0
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     if CONSUMER == LAST:
-        let_pass(FIRST)
+        barrier_arrive(FIRST)
     first_tile = 0
     row = tasks_ptr + gl.program_id(0) * row_length
     next_head, next_query = gl.load(row + 1), gl.load(row + 2)
@@ -293,12 +293,12 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         num_tiles = _num_tiles(first_query, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)
         first_query += CONSUMER * ROWS
         own = number * NUM_CONSUMERS + CONSUMER
-        queries = _for_scores(q_ring.take(own), N, MAIN, REST)
+        queries = _for_scores(q_ring.wait(own), N, MAIN, REST)
         hidden = _num_hidden(first_query, num_tiles, num_keys, CAUSAL, N)
         for t in range(hidden):
-            k_ring.take(first_tile + t)
+            k_ring.wait(first_tile + t)
             k_ring.release(first_tile + t)
-        s_RN = scores(queries, k_ring.take(first_tile + hidden), S, REST)
+        s_RN = scores(queries, k_ring.wait(first_tile + hidden), S, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
         largest, sums = _nothing_yet(S, N, BY_THREADS)
@@ -311,10 +311,10 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
         rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
         for t in range(hidden):
-            v_ring.take(first_tile + t)
+            v_ring.wait(first_tile + t)
             v_ring.release(first_tile + t)
-            meet(CONSUMER)  # a turn that it does not need
-            let_pass(NEXT)
+            barrier_sync(CONSUMER)  # a turn that it does not need
+            barrier_arrive(NEXT)
         for t in range(hidden + 1, num_tiles):
             o_RD, rest_RD, p, largest, sums = _round(
                 first_tile + t, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_log2, first_query,
@@ -324,7 +324,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             q_ring.release(own)
         first_tile += num_tiles
         p_RN = unpack(p, o_own.dtype, gl.DotOperandLayout(0, O, 2))
-        o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, REST)
+        o_RD, rest_RD = times(p_RN, v_ring.wait(first_tile - 1), o_RD, rest_RD, REST)
         if BY_THREADS:
             largest, sums = _of_rows(largest, sums, gl.SliceLayout(1, S))
         part_R = 1 / gl.where(sums == 0, 1.0, sums)
@@ -338,7 +338,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             tma.store_wait(0)  # of the task before
         else:
             o_tile = q_ring.slot(own)  # the consumer has finished with its queries
-        put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
+        store_parts(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
         store_tile(o_tiles, at, o_tile)
         positions = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -350,7 +350,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             q_ring.release(own)
     tma.store_wait(0)
     if CONSUMER == FIRST:
-        meet(FIRST)  # balances the last consumer's extra arrival
+        barrier_sync(FIRST)  # balances the last consumer's extra arrival
 
 
 @gluon.jit(do_not_specialize=["row_length", "num_heads", "sharing", "num_queries", "num_keys"])

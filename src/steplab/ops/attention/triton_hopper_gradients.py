@@ -47,7 +47,7 @@ DS = gl.constexpr(4)
 
 
 @aggregate
-class Room:
+class SharedStorage:
     """Memory and barriers that the warps of a program share."""
 
     kv: gl.shared_memory_descriptor
@@ -147,20 +147,21 @@ def zero_at_run_time(i):
 
 
 @gluon.jit
-def own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
+def own(smem, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
     """The consumer's keys (0) or values (1)."""
-    return room.kv.index(zero + WHICH).slice(CONSUMER * ROWS, ROWS, dim=0)
+    return smem.kv.index(zero + WHICH).slice(CONSUMER * ROWS, ROWS, dim=0)
 
 
 @gluon.jit
-def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
-          CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M:
+          gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """Weights and dS of the i-th tile, packed, once S and then dP exist."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    scale_log2, num_queries, num_keys = problem
     s_RM = warpgroup_mma_wait(NUM_STARTED, [s_RM])
-    p_RM = gl.exp2(s_RM * scale_log2 + room.minus_lse(i).load(OF_QUERIES)[None, :])
+    p_RM = gl.exp2(s_RM * scale_log2 + smem.minus_lse(i).load(OF_QUERIES)[None, :])
     if MASKED:
         keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         queries = first_query + gl.arange(0, M, OF_QUERIES)
@@ -170,32 +171,34 @@ def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries,
             end = gl.minimum(queries + 1, num_keys)
         p_RM = where_before(p_RM, keys[:, None], gl.where(queries < num_queries, end, 0)[None, :], 0.0)
     dp_RM = warpgroup_mma_wait(0, [dp_RM])
-    ds = pack(p_RM * (dp_RM + room.minus_d(i).load(OF_QUERIES)[None, :]), room.kv.dtype)
-    return pack(p_RM, room.kv.dtype), ds
+    ds = pack(p_RM * (dp_RM + smem.minus_d(i).load(OF_QUERIES)[None, :]), smem.kv.dtype)
+    return pack(p_RM, smem.kv.dtype), ds
 
 
 @gluon.jit
-def store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
+def store_ds(i, ds, smem, M: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dS where both consumers read it. The tensor cores read shared memory by another path than stores write it
     (PTX: the async proxy), so a fence must be between store and product, on either side of the barrier. The multiplying
     consumer makes it after the barrier, so that the announcement does not wait for it."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    room.ds_parts.index(i % 2).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, room.kv.dtype, S))
+    smem.ds_parts.index(i % 2).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, smem.kv.dtype, S))
 
 
 @gluon.jit
-def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
+def start_dv_dk(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Start P^T dO and dS^T Q of the i-th tile, added to the sums: dK's main columns and rest, and dV's."""
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
-    p_RM, ds_RM = unpack(weights, room.kv.dtype, P), unpack(ds, room.kv.dtype, P)
-    dv_RD, dv_rest_RD = times(p_RM, room.gradients(i), dv_RD, dv_rest_RD, REST)
-    dk_RD, dk_rest_RD = times(ds_RM, room.queries(i), dk_RD, dk_rest_RD, REST)
+    p_RM, ds_RM = unpack(weights, smem.kv.dtype, P), unpack(ds, smem.kv.dtype, P)
+    dv_RD, dv_rest_RD = times(p_RM, smem.gradients(i), dv_RD, dv_rest_RD, REST)
+    dk_RD, dk_rest_RD = times(ds_RM, smem.queries(i), dk_RD, dk_rest_RD, REST)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 
 @gluon.jit
-def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
+def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, sums, REST: gl.constexpr):
     """Wait until at most num_left products, all started after these, are unfinished."""
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
             num_left, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds]
@@ -206,12 +209,12 @@ def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD
 
 
 @gluon.jit
-def start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
-             W: gl.constexpr):  # fmt: skip
+def start_dq(i, dq_MW, smem, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr, W:
+             gl.constexpr):  # fmt: skip
     """Start dS^T times W columns of some keys, added to the sums unless FIRST_KEY is 0; for a tile of 128 queries, 64
     of its rows times all columns."""
-    ds_NM = room.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
-    k_ND = room.kv.index(zero).slice(FIRST_KEY, NUM_KEYS, dim=0)
+    ds_NM = smem.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
+    k_ND = smem.kv.index(zero).slice(FIRST_KEY, NUM_KEYS, dim=0)
     if ds_NM.shape[1] > ROWS:
         ds_NM = ds_NM.slice(FIRST, ROWS, dim=1)
     else:
@@ -237,17 +240,17 @@ def _in_panels(width):
 
 
 @gluon.jit
-def put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+def store_dq(i, dq_MW, smem, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dQ of the i-th tile where the copy engine reads it, once the earlier content has been added."""
-    mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
-    own = room.dq_of(CONSUMER)
+    mbarrier.wait(smem.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
+    own = smem.dq_of(CONSUMER)
     NUM_COLUMNS: gl.constexpr = own.shape[0] * PART
     layout: gl.constexpr = _in_panels(NUM_COLUMNS)
     reinterpret(own, gl.float32, [ROWS, NUM_COLUMNS], layout).slice(0, W, dim=1).store(dq_MW)
 
 
 @gluon.jit
-def tell_dq(i, room, CONSUMER: gl.constexpr):
+def commit_dq(i, smem, CONSUMER: gl.constexpr):
     """Announce dQ of the i-th tile; a tile before the first announces nothing."""
     fence_async_shared()
-    mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)
+    mbarrier.arrive(smem.dq_full.index(CONSUMER), pred=i >= 0)

@@ -69,7 +69,7 @@ class Ring:
         return self.tiles.index(i % self.num_slots)
 
     @gluon.jit
-    def take(self, i):
+    def wait(self, i):
         """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.tiles.index(i % self.num_slots)
@@ -80,7 +80,7 @@ class Ring:
         mbarrier.arrive(self.empty.index(i % self.num_slots), pred=pred)
 
     @gluon.jit
-    def room(self, i, num_bytes):
+    def acquire(self, i, num_bytes):
         """The barrier that announces the i-th tile, once there is room for its bytes."""
         mbarrier.wait(self.empty.index(i % self.num_slots), ((i // self.num_slots) & 1) ^ 1)
         arrived = self.full.index(i % self.num_slots)
@@ -117,29 +117,29 @@ class NamedRing:
         return self.mains.index(i % self.num_slots), self.rests.index(i % self.num_slots)
 
     @gluon.jit
-    def take(self, i):
+    def wait(self, i):
         """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.slot(i)
 
     @gluon.jit
     def release(self, i):
-        """A consumer has finished with the i-th tile, after `take`."""
-        let_pass(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
+        """A consumer has finished with the i-th tile, after `wait`."""
+        barrier_arrive(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
     @gluon.jit
-    def room(self, i, num_bytes):
+    def acquire(self, i, num_bytes):
         """The barrier that announces the i-th tile, once there is room for its bytes."""
         if i >= self.num_slots:
-            self.wait(i)
+            self.wait_released(i)
         arrived = self.full.index(i % self.num_slots)
         mbarrier.expect(arrived, num_bytes)
         return arrived
 
     @gluon.jit
-    def wait(self, i):
+    def wait_released(self, i):
         """The loading warp waits until all consumers have finished with the slot of the i-th tile."""
-        meet(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
+        barrier_sync(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
 
 @gluon.jit
@@ -155,7 +155,7 @@ def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, m
 
 
 @gluon.jit
-def bring(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
+def load_parts(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
     """Have the copy engine load both parts of a tile, from this row of a head on."""
     load_tile(main_tiles, [b, head, row, 0], arrived, parts[0])
     if REST > 0:
@@ -200,7 +200,7 @@ def ring(
 
 
 @gluon.jit
-def barrier():
+def new_mbarrier():
     """A barrier that one arrival of bytes completes."""
     made = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(made, count=1)
@@ -258,7 +258,7 @@ def times(a_RC, b, main_RD, rest_RD, REST: gl.constexpr):
 
 
 @gluon.jit
-def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
+def store_parts(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
     """Put both parts into shared memory, visible to the copy engine."""
     main, rest = in_parts(tile_RD, MAIN, REST)
     main.store(main_RD.to(tile_RD.dtype))
@@ -327,14 +327,14 @@ def _at_barrier(what, num_threads):
 
 
 @gluon.jit
-def meet(name, num_threads: gl.constexpr = 256):
+def barrier_sync(name, num_threads: gl.constexpr = 256):
     """Wait at a named barrier for another group of four warps, or for num_threads threads, the caller's included."""
     text: gl.constexpr = _at_barrier("sync", num_threads)
     _instruction(text, gl.to_tensor(FIRST_NAME + name))
 
 
 @gluon.jit
-def let_pass(name, num_threads: gl.constexpr = 256):
+def barrier_arrive(name, num_threads: gl.constexpr = 256):
     """Arrive at a named barrier without waiting."""
     text: gl.constexpr = _at_barrier("arrive", num_threads)
     _instruction(text, gl.to_tensor(FIRST_NAME + name))

@@ -25,17 +25,17 @@ from .triton_hopper_gradients import (
     DS,
     KEYS,
     TURN,
+    commit_dq,
     own,
-    put_dq,
     start_dq,
     start_dv_dk,
+    store_dq,
     store_ds,
-    tell_dq,
     wait_for_dv_dk,
     weigh,
     zero_at_run_time,
 )
-from .triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, scores
+from .triton_hopper_tiles import ROWS, barrier_arrive, barrier_sync, in_parts, in_registers, scores
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def _now(turn_ptr):
 
 
 @gluon.jit
-def wait_for(turn, turn_ptr):
+def wait_turn(turn, turn_ptr):
     """Wait until this turn or a later one: of several waiting warps, one may end its turn before another looks."""
     now = _now(turn_ptr)
     while now < turn:
@@ -73,7 +73,7 @@ def written():
 
 
 @gluon.jit
-def hand_on(turn_ptr):
+def release_turn(turn_ptr):
     """Pass the turn on; one thread of each warp does so, for the warp's stores."""
     gl.inline_asm_elementwise(
         """{
@@ -104,22 +104,22 @@ def _is_held(which, rest):
 
 
 @gluon.jit
-def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+def _held(smem, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
           CONSUMER: gl.constexpr):  # fmt: skip
     """The consumer's keys (0) or values (1), if it holds them; else nothing."""
     held = zero, zero
     if _is_held(WHICH, REST):
-        held = in_registers(own(room, zero, WHICH, CONSUMER), M, MAIN, REST)
+        held = in_registers(own(smem, zero, WHICH, CONSUMER), M, MAIN, REST)
     return held
 
 
 @gluon.jit
-def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+def _scores(held, tile, smem, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
             CONSUMER: gl.constexpr):  # fmt: skip
     """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     if not _is_held(WHICH, REST):
-        held = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
+        held = in_parts(own(smem, zero, WHICH, CONSUMER), MAIN, REST)
     return scores(held, tile, S, REST)
 
 
@@ -127,49 +127,44 @@ def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: 
 
 
 @gluon.jit
-def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_part_of_dq(i, smem, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Start the consumer's part of dQ of the i-th tile, once the other's dS exists. Before the first tile the result is
-    arbitrary, and `tell_dq` does not announce it."""
-    mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
+    arbitrary, and `commit_dq` does not announce it."""
+    mbarrier.wait(smem.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
     fence_async_shared()
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
-    return start_dq(i, dq_MW, room, zero, 0, KEYS, FIRST, W)
+    return start_dq(i, dq_MW, smem, zero, 0, KEYS, FIRST, W)
 
 
 @gluon.jit
-def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                    MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr,
-                    CONSUMER: gl.constexpr):  # fmt: skip
+def _weigh_for_both(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+                    M: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
     """As `weigh`, with dS stored for the other consumer too."""
-    weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                        CAUSAL, M, REST)  # fmt: skip
-    store_ds(i, ds, room, M, CONSUMER)
-    mbarrier.arrive(room.ds_of(i, CONSUMER))
+    weights, ds = weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED, CAUSAL, M, REST)
+    store_ds(i, ds, smem, M, CONSUMER)
+    mbarrier.arrive(smem.ds_of(i, CONSUMER))
     return weights, ds
 
 
 @gluon.jit
-def _first_weights(i, k_held, v_held, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                  CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                  CONSUMER: gl.constexpr):  # fmt: skip
+def _first_weights(i, k_held, v_held, smem, problem, first_key, first_query, CAUSAL: gl.constexpr, M: gl.constexpr,
+                   MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
     """The first turn: only S and dP."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    room.wait(i)
-    meet(OWN_TURN)
-    s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
-    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
-    let_pass(NEXT_TURN)
-    return _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, True,
-                           CAUSAL, M, REST, CONSUMER)  # fmt: skip
+    smem.wait(i)
+    barrier_sync(OWN_TURN)
+    s_RM = _scores(k_held, smem.queries(i), smem, zero, 0, M, MAIN, REST, CONSUMER)
+    dp_RM = _scores(v_held, smem.gradients(i), smem, zero, 1, M, MAIN, REST, CONSUMER)
+    barrier_arrive(NEXT_TURN)
+    return _weigh_for_both(i, s_RM, dp_RM, smem, problem, first_key, first_query, True, CAUSAL, M, REST, CONSUMER)
 
 
 @gluon.jit
-def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-                    first_query, num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
-                    MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-                    W: gl.constexpr):  # fmt: skip
+def _round_of_a_turn(i, k_held, v_held, weights, ds, sums, smem, problem, first_key, first_query, MASKED: gl.constexpr,
+                     CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                     CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """All products of the previous tile, with its weights and dS, then S and dP of the i-th tile. S takes the registers
     of P and dS, and dP the registers of dQ: each starts when these are free. dQ is stored during other products, and
     announced, with a fence that waits for all stores, after the turn."""
@@ -177,162 +172,152 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, d
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
     of_dq = i - 2 + CONSUMER  # the first consumer is a round late
-    room.wait(i)
-    meet(OWN_TURN)
+    smem.wait(i)
+    barrier_sync(OWN_TURN)
     if REST > 0:  # dQ is stored during dV and dK, which read little shared memory
-        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
-            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-        )
+        dq_MW = _start_part_of_dq(of_dq, smem, zero, FIRST, W, CONSUMER)
+        sums = start_dv_dk(i - 1, weights, ds, sums, smem, MAIN, REST)
         dq_MW = warpgroup_mma_wait(4, [dq_MW])  # dV and dK are two products each
-        put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(
-            0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
-        )
-        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+        store_dq(of_dq, dq_MW, smem, FIRST, W, CONSUMER)
+        sums = wait_for_dv_dk(0, weights, ds, sums, REST)
+        s_RM = _scores(k_held, smem.queries(i), smem, zero, 0, M, MAIN, REST, CONSUMER)
     else:  # dQ is stored during S
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
-            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-        )
-        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(
-            1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
-        )
-        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+        sums = start_dv_dk(i - 1, weights, ds, sums, smem, MAIN, REST)
+        dq_MW = _start_part_of_dq(of_dq, smem, zero, FIRST, W, CONSUMER)
+        sums = wait_for_dv_dk(1, weights, ds, sums, REST)
+        s_RM = _scores(k_held, smem.queries(i), smem, zero, 0, M, MAIN, REST, CONSUMER)
         dq_MW = warpgroup_mma_wait(1, [dq_MW])
-        put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
-    let_pass(NEXT_TURN)
-    tell_dq(of_dq, room, CONSUMER)
-    room.release(i - 1)
-    weights, ds = _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                                  MASKED, CAUSAL, M, REST, CONSUMER)  # fmt: skip
-    return weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+        store_dq(of_dq, dq_MW, smem, FIRST, W, CONSUMER)
+    dp_RM = _scores(v_held, smem.gradients(i), smem, zero, 1, M, MAIN, REST, CONSUMER)
+    barrier_arrive(NEXT_TURN)
+    commit_dq(of_dq, smem, CONSUMER)
+    smem.release(i - 1)
+    weights, ds = _weigh_for_both(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED, CAUSAL, M, REST,
+                                  CONSUMER)  # fmt: skip
+    return weights, ds, sums
 
 
 @gluon.jit
-def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr,
-                  CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def _last_products(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
+                   FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """The last turn: all products of the last tile, and the remaining part of dQ."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    meet(OWN_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
-        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-    )
+    barrier_sync(OWN_TURN)
+    sums = start_dv_dk(i, weights, ds, sums, smem, MAIN, REST)
     of_dq = i - 1 + CONSUMER
-    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-    let_pass(NEXT_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
+    dq_MW = _start_part_of_dq(of_dq, smem, zero, FIRST, W, CONSUMER)
+    barrier_arrive(NEXT_TURN)
+    sums = wait_for_dv_dk(1, weights, ds, sums, REST)
     dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-    tell_dq(of_dq, room, CONSUMER)
+    store_dq(of_dq, dq_MW, smem, FIRST, W, CONSUMER)
+    commit_dq(of_dq, smem, CONSUMER)
     if CONSUMER == 0:
-        dq_MW = _start_part_of_dq(i, room, zero, FIRST, W, CONSUMER)
+        dq_MW = _start_part_of_dq(i, smem, zero, FIRST, W, CONSUMER)
         dq_MW = warpgroup_mma_wait(0, [dq_MW])
-        put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
-        tell_dq(i, room, CONSUMER)
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+        store_dq(i, dq_MW, smem, FIRST, W, CONSUMER)
+        commit_dq(i, smem, CONSUMER)
+    return sums
 
 
 @gluon.jit
-def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
+def rounds_of_a_turn(sums, smem, problem, first_key, rounds, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
                      M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds of each head from the first tile on, unmasked from first_whole to end_whole: the keys' gradients."""
-    k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
-    v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
-    weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
-                                 CAUSAL, M, MAIN, REST, CONSUMER)  # fmt: skip
+    """All rounds of each head from the first tile on, unmasked from first_whole to end_whole: the keys' gradients.
+
+    `problem` is the factor of scores, the number of queries and that of keys; `rounds` the first query, the step to the
+    next tile's, the first tile, first_whole, end_whole and the number of tiles.
+    """
+    start, step, first, first_whole, end_whole, num_tiles = rounds
+    k_held = _held(smem, first, 0, M, MAIN, REST, CONSUMER)
+    v_held = _held(smem, first, 1, M, MAIN, REST, CONSUMER)
+    weights, ds = _first_weights(first, k_held, v_held, smem, problem, first_key, start, CAUSAL, M, MAIN, REST,
+                                 CONSUMER)  # fmt: skip
     for which in range(IN_A_ROW):
         of_head = first + which * num_tiles
         begin = gl.where(which == 0, 1, 0)
         for t in range(begin, first_whole):
-            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
-                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            weights, ds, sums = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, sums, smem, problem, first_key, start + t * step, True,
+                CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
             )  # fmt: skip
         for t in range(gl.maximum(first_whole, begin), end_whole):
-            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
-                first_key, start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            weights, ds, sums = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, sums, smem, problem, first_key, start + t * step, False,
+                CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
             )  # fmt: skip
         for t in range(gl.maximum(end_whole, begin), num_tiles):
-            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
-                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            weights, ds, sums = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, sums, smem, problem, first_key, start + t * step, True,
+                CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
             )  # fmt: skip
-    return _last_products(first + IN_A_ROW * num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room,
-                          MAIN, REST, CONSUMER, FIRST, W)  # fmt: skip
+    return _last_products(first + IN_A_ROW * num_tiles - 1, weights, ds, sums, smem, MAIN, REST, CONSUMER, FIRST, W)
 
 
 @gluon.jit
-def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query, num_queries,
-                       num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
-                       CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def _round_of_two_turns(i, sums, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+                        M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+                        W: gl.constexpr):  # fmt: skip
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
     OWN_DS: gl.constexpr = DS + CONSUMER
     OTHERS_DS: gl.constexpr = DS + 1 - CONSUMER
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    room.wait(i)
-    meet(OWN_TURN)
-    s_RM = scores(in_parts(own(room, zero, 0, CONSUMER), MAIN, 0), room.queries(i), S, 0)
-    dp_RM = scores(in_parts(own(room, zero, 1, CONSUMER), MAIN, 0), room.gradients(i), S, 0)
-    let_pass(NEXT_TURN)
-    weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                        CAUSAL, M, 0)  # fmt: skip
+    smem.wait(i)
+    barrier_sync(OWN_TURN)
+    s_RM = scores(in_parts(own(smem, zero, 0, CONSUMER), MAIN, 0), smem.queries(i), S, 0)
+    dp_RM = scores(in_parts(own(smem, zero, 1, CONSUMER), MAIN, 0), smem.gradients(i), S, 0)
+    barrier_arrive(NEXT_TURN)
+    weights, ds = weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED, CAUSAL, M, 0)
     # The first has to wait for the second's dS in its turn, and can store its own then: 1 to 2 % faster.
     if CONSUMER == 1:
-        store_ds(i, ds, room, M, CONSUMER)
-        let_pass(OTHERS_DS)
-    meet(OWN_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
-        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, 0
-    )
+        store_ds(i, ds, smem, M, CONSUMER)
+        barrier_arrive(OTHERS_DS)
+    barrier_sync(OWN_TURN)
+    sums = start_dv_dk(i, weights, ds, sums, smem, MAIN, 0)
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
     DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
     if CONSUMER == 0:  # its own keys first, while it waits for the other's dS
-        store_ds(i, ds, room, M, CONSUMER)
-        let_pass(OTHERS_DS)
+        store_ds(i, ds, smem, M, CONSUMER)
+        barrier_arrive(OTHERS_DS)
         fence_async_shared()  # the compiler adds the barrier of the four warps; each stored a part
-        dq_MW = start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
-    meet(OWN_DS)
+        dq_MW = start_dq(i, dq_MW, smem, zero, 0, ROWS, FIRST, W)
+    barrier_sync(OWN_DS)
     fence_async_shared()
-    dq_MW = start_dq(i, dq_MW, room, zero, DONE, KEYS - DONE, FIRST, W)
-    let_pass(NEXT_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, 0)
+    dq_MW = start_dq(i, dq_MW, smem, zero, DONE, KEYS - DONE, FIRST, W)
+    barrier_arrive(NEXT_TURN)
+    sums = wait_for_dv_dk(0, weights, ds, sums, 0)
     dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
-    tell_dq(i, room, CONSUMER)
-    room.release(i)
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+    store_dq(i, dq_MW, smem, FIRST, W, CONSUMER)
+    commit_dq(i, smem, CONSUMER)
+    smem.release(i)
+    return sums
 
 
 @gluon.jit
-def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first,
-                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr,
-                        IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr,
-                        FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def rounds_of_two_turns(sums, smem, problem, first_key, rounds, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
+                        M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+                        W: gl.constexpr):  # fmt: skip
     """The same as rounds_of_a_turn, for this kernel."""
+    start, step, first, first_whole, end_whole, num_tiles = rounds
     for which in range(IN_A_ROW):
         of_head = first + which * num_tiles
         for t in range(first_whole):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            sums = _round_of_two_turns(
+                of_head + t, sums, smem, problem, first_key, start + t * step, True, CAUSAL, M, MAIN, CONSUMER, FIRST,
+                W,
             )  # fmt: skip
         for t in range(first_whole, end_whole):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-                num_queries, num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            sums = _round_of_two_turns(
+                of_head + t, sums, smem, problem, first_key, start + t * step, False, CAUSAL, M, MAIN, CONSUMER, FIRST,
+                W,
             )  # fmt: skip
         for t in range(end_whole, num_tiles):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            sums = _round_of_two_turns(
+                of_head + t, sums, smem, problem, first_key, start + t * step, True, CAUSAL, M, MAIN, CONSUMER, FIRST,
+                W,
             )  # fmt: skip
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+    return sums
