@@ -48,7 +48,6 @@ def traced_steps(on_progress: OnProgress, trace: Path) -> object:
 def memory(
     on_progress: OnProgress, snapshot: Path, marks: Path | None = None, *, unwatched_peak_bytes: int | None
 ) -> object:
-    """The MemoryProfile of a snapshot."""
     from steplab.reading.snapshots.digest import digest
     from steplab.reading.snapshots.marks import check_same_history, read_marks
     from steplab.reading.snapshots.reading import read_snapshot

@@ -7,8 +7,6 @@ NO_MEMORY = 77
 
 
 class Request(Struct):
-    """A request. Paths follow as arguments, since JSON cannot hold names that are not UTF-8."""
-
     what: str
     """Name of a function in `child`."""
     options: dict[str, str | int | None]
@@ -22,8 +20,6 @@ class Told(Struct, tag=True):
 
 
 class Read(Struct, tag=True):
-    """The result, of the function's type."""
-
     result: Raw
 
 

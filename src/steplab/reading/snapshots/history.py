@@ -62,8 +62,6 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Memory held from the device at the end."""
-
     address: Integers
     size_bytes: Integers
     is_expandable: Flags
@@ -101,14 +99,12 @@ class AllocatorSettings:
     expandable_segments: bool = False
     """True if segments grow by mapping pages."""
     roundup_divisions: tuple[int, ...] = ()
-    """Steps per power of two from 1 MiB on, to which sizes round up; 0: no rounding."""
+    """Steps per power of two from 1 MiB on; sizes round up to them. 0: no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
     devices: tuple[DeviceHistory, ...]
-    """Devices with memory, by index."""
     stacks: tuple[tuple[Frame, ...], ...]
     """Different stacks, innermost frame first."""
     settings: AllocatorSettings = field(default=AllocatorSettings())
-    """Settings at the snapshot."""

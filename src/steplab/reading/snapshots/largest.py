@@ -14,7 +14,6 @@ from steplab.records.module_names import without_numbers
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
 _Alike = tuple[int, int, Origin]
-"""Requested size, category, and origin without layer numbers."""
 _MOST_KINDS = 50_000
 """Most kinds distinguished by size, stack and module; a step has hundreds."""
 

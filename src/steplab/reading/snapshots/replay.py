@@ -4,8 +4,8 @@ Releases pair with allocations. Memory counts as allocated from `alloc` to `free
 `free_completed`, later only if another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without
 requests, completions count.
 
-Older memory shows at its other end: held after the last event, or released without an allocation. A ring buffer that
-lost its oldest events is read alike.
+Older memory shows at its other end: held after the last event, or released without an allocation. The same holds for a
+ring buffer that lost its oldest events.
 
 Block sizes round up to 512 B. Blocks of the small pool, or of a growing segment, are cut to size. In the large pool
 only a rest over 1 MiB is cut off; otherwise the piece keeps it. Its size depends on the segment's division, so large
@@ -50,7 +50,7 @@ OVERSIZE_BYTES = 20 * MIB
 
 
 def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
-    """Sizes to which the allocator rounds requests before searching a block."""
+    """Sizes after the allocator's rounding, before it searches a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
         return rounded
@@ -80,12 +80,10 @@ class LargePool:
         self._searches_left = 10_000
 
     def add_segment(self, start: int, size_bytes: int) -> None:
-        """Add a free segment."""
         self._borders.add(start)
         self._set_free(start, start + size_bytes)
 
     def remove_segment(self, start: int) -> None:
-        """Return a free segment to the device."""
         if start in self._free:
             self._take_free(start)
         self._borders.discard(start)
@@ -118,7 +116,6 @@ class LargePool:
         return end - start
 
     def release(self, start: int) -> None:
-        """Free a block and merge it with free neighbours."""
         if start not in self._used:
             return
         end, _ = self._used.pop(start)
@@ -130,7 +127,7 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Make a free block begin at `start`, as it must: the piece before it has another size than assumed."""
+        """Make a free block begin at `start`: the piece before it has another size than assumed."""
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -187,8 +184,6 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired(Pieces):
-    """Pieces from events."""
-
     block: Integers
     """Index among the blocks held at the end; NONE: released."""
 
@@ -224,7 +219,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
         stack=np.concatenate((blocks.stack[kept], np.full(len(lost), NONE, dtype=np.int32), events.stack[rows[made]])),
         block=np.concatenate((kept, np.full(len(lost), NONE), survivors)),
     )
-    # A completion without its request belongs to memory that no longer counted at the start.
+    # A completion without its request frees memory that did not count at the start.
     completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
     waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
     return pieces, Awaited(
@@ -234,7 +229,6 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
 
 
 def _by_address(events: Events) -> Integers:
-    """Indices of allocating and releasing events, by address, then time."""
     relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
     order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
     return order
@@ -245,7 +239,6 @@ def _sizes(events: Events, *rows: Integers) -> list[Integers]:
 
 
 def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
-    """Index of the allocated block at each address; NONE without one."""
     allocated = np.flatnonzero(blocks.state == ALLOCATED)
     if not len(allocated):
         return np.full(len(addresses), NONE)
@@ -257,14 +250,10 @@ def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes(Pieces):
-    """Pieces with their blocks."""
-
     block_bytes: Integers
     """Block bytes; their sum over live blocks is the allocator's `allocated_bytes`."""
     num_events: int
-    """Events in the history."""
     notes: tuple[str, ...] = field(default=())
-    """Uncertainties, in words."""
 
 
 def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:

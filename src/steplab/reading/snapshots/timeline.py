@@ -99,7 +99,6 @@ class Residents:
 MOST_POINTS = 500
 """Most points of a thinned timeline: more than a chart's columns, few enough for a small record."""
 _KEPT_BESIDE = 40
-"""Points reserved for peaks and phase starts."""
 
 
 def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:

@@ -145,7 +145,6 @@ def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, fir
 
 
 def unseen_launches(trace: Trace) -> Column:
-    """Indices of CUDA graph launches without work in the trace, in order."""
     launches = trace.named(trace.calls.name, _GRAPHS.search)
     return np.flatnonzero(launches & ~np.isin(np.arange(len(trace.calls)), launching_calls(trace)))
 

@@ -116,7 +116,6 @@ def _unknown(trace: Trace) -> Iterator[str]:
 
 
 def _unseen(trace: Trace, host: Host) -> Iterator[str]:
-    """Doubts if launches and work cannot be matched."""
     launches = trace.named(trace.calls.name, _LAUNCHES.match).any()
     if launches and ((trace.work.correlation <= 0).all() or (trace.calls.correlation <= 0).all()):
         yield "all correlation ids are 0: kernels have no known launch, operator or range"
@@ -268,7 +267,6 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
 
 
 def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str, int, int, int]]:
-    """Stretches of consecutive kernels of one range, by phase."""
     for first, stop in stretches(shown.path, shown.phase):
         path = host.paths[shown.path[first]]
         if path:
@@ -277,7 +275,6 @@ def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str,
 
 
 def _groups(*keys: Column) -> Iterator[Column]:
-    """Indices of rows that agree in all keys, group by group, each in its order."""
     order = np.lexsort(keys[::-1])
     for first, stop in stretches(*(key[order] for key in keys)):
         yield order[first:stop]

@@ -68,7 +68,6 @@ class Document:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read of the document."""
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
@@ -110,7 +109,6 @@ class Document:
         return self.damage is None
 
     def _key(self) -> str | None:
-        """Consume the key that begins here, with its colon; None without one."""
         window = self._window
         found = _KEY.match(window.data, window.start, window.end)
         while not found and not window.exhausted:

@@ -53,6 +53,5 @@ def called(text: str) -> Call | None:
 
 
 def without_call(text: str) -> str:
-    """A range's name without emit_nvtx's op_id."""
     found = _CALLED.fullmatch(text) if ", " in text else None
     return found["name"] if found else text

@@ -44,15 +44,11 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events(Rows):
-    """Events of one kind, outer before inner."""
-
     duration_ns: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork(Events):
-    """Kernels, copies and fills."""
-
     device: Column
     stream: Column
     correlation: Column
@@ -100,9 +96,7 @@ class Inputs:
     tensor.
     """
     scalars: tuple[str, ...] = ()
-    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention, whose cost depends on
-    one; else empty.
-    """
+    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,17 +116,13 @@ class Trace:
     """Content of one file."""
 
     source: str
-    """kineto or nsys."""
     names: tuple[str, ...]
-    """Texts by name number."""
     inputs: tuple[Inputs, ...]
-    """Different sets of operator inputs."""
     work: DeviceWork
     calls: HostCalls
     ops: Ops
     ranges: Ranges
     processes: tuple[int, ...]
-    """Process number of each thread."""
     device_name: str | None = None
     """Name of the GPU with the most work; None: not in the file."""
     notes: tuple[str, ...] = field(default=())
@@ -142,9 +132,8 @@ class Trace:
     lists_gpu: bool = False
     """True if the file lists a GPU, even without work."""
     steps: re.Pattern[str] = STEP
-    """Matches names of steps."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Timed events by category that no reader knows."""
+    """Timed events by category unknown to the reader."""
 
     rank: int | None = None
     """Rank of the process; None: unknown."""
@@ -173,18 +162,14 @@ class Trace:
         return replace(self, ops=self.ops.where(~moved), ranges=ranges)
 
     def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
-        """Mask of a name column's entries with a matching name."""
         return np.isin(column, [number for number, name in enumerate(self.names) if is_meant(name)])
 
 
 Key = TypeVar("Key", bound=Hashable)
 Values = int | Sequence[int] | NDArray[Any]
-"""One event's value, or one per event."""
 
 
 class Numbering(dict[Key, int]):
-    """Numbers keys from 0 in order of first lookup."""
-
     def __missing__(self, key: Key) -> int:
         number = self[key] = len(self)
         return number
@@ -199,10 +184,8 @@ class TraceBuilder:
         """GPU names by the device numbers of work."""
         self.notes: list[str] = []
         self.damage: list[str] = []
-        """Notes on early ends and damage."""
         self.lists_gpu = False
         self.unknown: Mapping[str, int] = {}
-        """Timed events by category that is not read."""
         self.rank: int | None = None
         self.host = ""
         self.base_ns = 0
@@ -210,7 +193,6 @@ class TraceBuilder:
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[tuple[Hashable, Hashable]]()
-        """Thread numbers by process and thread in the file."""
         kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
         self._tables = {kind: _Table(kind) for kind in kinds}
 
@@ -267,6 +249,5 @@ class _Table:
 
 
 def _num_repeated(correlation: Column) -> int:
-    """Number of positive ids that repeat."""
     ids = np.sort(correlation[correlation > 0])
     return len(np.unique(ids[1:][ids[1:] == ids[:-1]]))
