@@ -1,9 +1,9 @@
 """Changes of level in a series of figures.
 
-The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), used for
-performance by MongoDB (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the
-largest energy distance between both parts, if a permutation test rules out chance, and repeats in each part. Distances
-are of logarithms, so changes are ratios.
+The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), as in MongoDB
+(Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the largest energy distance
+between both parts, if a permutation test rules out chance, and repeats in each part. Distances are of logarithms, so
+changes are ratios.
 """
 
 import itertools

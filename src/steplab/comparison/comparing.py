@@ -29,8 +29,6 @@ _Samples = list[tuple[str, tuple[float, ...]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cell:
-    """Matching measurements of one side."""
-
     key: Row
     label: str
     records: list[Record] = field(default_factory=list)
@@ -47,16 +45,13 @@ class _Cell:
 
     @property
     def runs(self) -> list[Run]:
-        """Runs, newest last."""
         return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
 
     @property
     def figures(self) -> tuple[MeasuredFigure, ...]:
-        """Figures of the first success."""
         return self.good[0].figures if self.good else ()
 
     def newest(self, what: Callable[[Run], _T | None]) -> _T | None:
-        """Newest non-None what(run)."""
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
 
     def samples(self, first: MeasuredFigure) -> _Samples:
@@ -105,7 +100,6 @@ class _Pair:
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
-"""Cells of one side by the fields that must match the other side."""
 
 
 def compare(
@@ -122,8 +116,8 @@ def compare(
     Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
-    Raises Inconclusive, with the fields, if no cells match; UserError for kinds that are not comparable, and for an
-    allowed field that neither side has or that would mix cells of one side.
+    Raises Inconclusive, with the fields, if no cells match. Raises UserError for kinds that are not comparable, and for
+    an allowed field that is absent or would mix cells of one side.
     """
     cells_a, cells_b = _cells(a, records_a, allow), _cells(b, records_b, allow)
     _refuse_unknown(allow, [cell.key for cell in (*cells_a.values(), *cells_b.values())])
@@ -207,7 +201,6 @@ def _may_alarm(figure: MeasuredFigure) -> bool:
 
 
 def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
-    """Figures of both cells."""
     for first in pair.a.figures:
         of_a, of_b = (cell.samples(first) for _, cell in pair.sides)
         if not of_b:
@@ -262,7 +255,7 @@ def _one_per_step(runs: Sequence[Run], samples: Sequence[tuple[float, ...]]) -> 
 
 
 def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
-    """Median; for rates made of step times, the value at the median step."""
+    """For rates made of step times, the value at the median step."""
     samples = [sample for block in blocks for sample in block]
     if figure.group == "speed" and all(samples):
         return 1 / median(1 / sample for sample in samples)

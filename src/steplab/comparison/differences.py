@@ -43,7 +43,6 @@ def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelCha
 
 
 def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
-    """Kernels of each part, per step."""
     calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for kernel in profile.kernels:
         part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
@@ -85,7 +84,6 @@ def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tup
 
 
 def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]:
-    """Allocations alive at the peak, by category, module and shape."""
     found: dict[_Group, list[Allocation]] = defaultdict(list)
     for made in allocations:
         if made.at_peak:

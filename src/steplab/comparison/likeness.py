@@ -31,7 +31,6 @@ def conditions(record: Record) -> Row:
 
 
 def whole_key(record: Record, cell: MeasuredCell) -> Row:
-    """All fields in which two cells must agree."""
     attention = cell.key.get("attention", cell.key.get("implementation"))
     kernels = _flash_triton(record.environment) if attention in ("flash_triton", "auto") else {}
     return conditions(record) | kernels | cell.key

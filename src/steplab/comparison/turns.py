@@ -119,7 +119,6 @@ _Placed = tuple[tuple[int, tuple[float, ...]], ...]
 
 
 def _beside(earlier: _Placed, later: _Placed) -> _Placed:
-    """The earlier run's blocks next to the later run's, which follow it in a round."""
     first, last = later[0][0], later[-1][0]
     start = max(place for place, _ in earlier if place < first)
     end = min((place for place, _ in earlier if place > last), default=last)

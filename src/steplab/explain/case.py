@@ -34,7 +34,7 @@ class Case:
 
     @property
     def spec(self) -> StepSpec | None:
-        """The spec; None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
+        """None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
         spec = self.run.spec
         whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
         return None if whole_step else spec
@@ -62,7 +62,7 @@ class Case:
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Seconds per step in which the device worked, in all phases or in these."""
+        """Seconds per step of device work, in all phases or in these."""
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def is_eager(self) -> bool:
-        """True unless the record shows that the model was compiled: a user's own may have compiled itself."""
+        """True unless the record shows compilation: a user's model may have compiled itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
         return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)

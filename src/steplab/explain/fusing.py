@@ -24,8 +24,6 @@ _PRODUCTS = ("matmul", "attention")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusing:
-    """Effects of compiling the model on a step; all figures are per step."""
-
     shares: CompiledShares
     """Remaining shares: from the dry run if there was one, else the largest of recorded steps."""
     fusable_s: float

@@ -16,7 +16,7 @@ CONSIDERABLE = 0.15
 PASSES = 2
 """Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
 _LIKE = "fused reduction"
-"""The compiled kernel whose rate is assumed for it."""
+"""Compiled kernel of the same rate."""
 
 
 def loss_share(case: Case) -> Finding | None:
@@ -62,7 +62,7 @@ def loss_share(case: Case) -> Finding | None:
 
 
 def _built_in(case: Case) -> StepSpec | None:
-    """The spec of a model whose loss steplab computes, in one process or in a layout that leaves it whole."""
+    """The spec of a built-in model with an undivided loss."""
     spec = case.spec
     if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
         return None

@@ -90,7 +90,7 @@ def _by_range(profile: Profile) -> _Seen | None:
 
 
 def _by_shape(profile: Profile) -> _Seen | None:
-    """Operators over [heads, S, S], if a softmax runs over such a tensor: no activation has that many rows."""
+    """Operators over [heads, S, S], if a softmax runs over it: activations have fewer rows."""
     square = next((s for s in softmax_inputs(profile) if _is_square(s)), None)
     if square is None:
         return None

@@ -21,7 +21,6 @@ from steplab.records.run import Run
 from steplab.specs.step import FIELDS
 
 _PROJECT = "steplab"
-"""Default experiment or project, if the tracker's variables name none."""
 _SETTINGS = {*(field.column for field in FIELDS.values()), "processes", "num_ranks"}
 """Columns chosen before measuring, some of them numbers."""
 _UNUSUAL = re.compile(r"[^\w.-]+")
@@ -159,5 +158,4 @@ def _is_figure(key: str, value: Scalar) -> bool:
 
 
 def _plain(key: str) -> str:
-    """The name in characters that trackers and file names accept."""
     return _UNUSUAL.sub("_", key)

@@ -47,7 +47,6 @@ class Runner:
         return True
 
     def read_clocks(self) -> None:
-        """Report the clocks, which are those of work if the device is at work."""
         self.observer.on_environment(read_clocks(self.environment, self.device.torch_device))
 
     def begin(self, stage: str, num_steps: int = 0) -> None:
@@ -57,7 +56,6 @@ class Runner:
         self.observer.on_cell(number, cell)
 
     def settle(self) -> None:
-        """Memory held now counts as the idle device's."""
         self.idle_bytes = allocated_bytes(self.device)
 
     def free(self) -> int | None:

@@ -19,7 +19,7 @@ from steplab.ops.attention.peers import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
-"""The values of StepSpec's attention that transformers supports: its own code, or torch's kernels."""
+"""Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all known types."""
@@ -84,7 +84,6 @@ _NAMES_OF_TASKS = {
     "masked": "MASKED_LM",
     "image": "IMAGE_CLASSIFICATION",
 }
-"""The same in the names of transformers' tables."""
 
 
 def _task_of(config: Any, name: str) -> str:
@@ -139,7 +138,6 @@ def _num_active(model: nn.Module, config: Any) -> int | None:
 
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Names of the number of experts of a token, in configurations."""
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:
@@ -163,7 +161,7 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
 
 
 class WithSdpaBackend(nn.Module):
-    """A model whose scaled_dot_product_attention calls use one kernel only."""
+    """Its scaled_dot_product_attention calls use one kernel only."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         super().__init__()

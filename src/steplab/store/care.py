@@ -77,7 +77,6 @@ def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
 
 @contextmanager
 def _damage_in(damage: dict[str, None]) -> Iterator[None]:
-    """Add the error that ends reading at a lost page."""
     try:
         yield
     except sqlite3.DatabaseError as error:

@@ -97,7 +97,7 @@ def is_ours(connection: sqlite3.Connection) -> bool:
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
-    """Anything that no migration made, in words; None without it.
+    """Foreign tables and indexes, in words; else None.
 
     Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
     added by `.recover` (lost_and_found) are never read.

@@ -40,7 +40,7 @@ class MeasuredVariant:
         self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
         self.peak: PeakMemory | None = None
-        """Of the warm-up steps."""
+        """Peak memory of the warm-up steps."""
         self._begin("build", 0)
         self.step = VariantStep(study.step, variant, world)
         self._look("initialised")

@@ -1,8 +1,7 @@
-"""Remedies for errors of GPUs, NCCL and gloo, which name only the call that failed.
+"""Remedies for errors of GPUs, NCCL and gloo.
 
 CUDA's texts come from cudaGetErrorString, and torch adds three lines of advice; NCCL's and gloo's come from torch's
-process groups. "Xid" is the number under which NVIDIA's driver logs a fault of a GPU:
-https://docs.nvidia.com/deploy/xid-errors/.
+process groups. "Xid" is the NVIDIA driver's number for a GPU fault: https://docs.nvidia.com/deploy/xid-errors/.
 """
 
 import re

@@ -25,7 +25,7 @@ class OtherProcesses:
 
 
 class Suspension:
-    """Counts suspended time, from its creation. The samples' clock stops meanwhile and does not show it."""
+    """Counts suspended time, from its creation. The samples' clock stops and does not show it."""
 
     def __init__(self) -> None:
         self._before_s = _suspended_s()
@@ -42,7 +42,7 @@ def _suspended_s() -> float | None:
 
 
 def _suspension_clocks() -> tuple[int, int] | None:
-    """A clock that counts suspension and one that does not, on Linux and macOS."""
+    """Clocks with and without suspension, on Linux and macOS."""
     for counting, not_counting in (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW")):
         if hasattr(time, counting) and hasattr(time, not_counting):
             return getattr(time, counting), getattr(time, not_counting)

@@ -48,7 +48,7 @@ class World:
 def meeting_place(around: Torchrun) -> Store:
     """The key-value store that all processes of torchrun reach; each collective call gets its own keys.
 
-    Raises UserError if this process has to serve the store and cannot.
+    Raises UserError if this process cannot serve the store.
     """
     store = _store_of(around)
     arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
@@ -136,7 +136,7 @@ def _open_share(place: ProcessPlace, device: str) -> Device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return open_device("cpu")
     if not torch.cuda.is_available():
-        return open_device("cuda")  # says why there is none
+        return open_device("cuda")  # raises with the reason
     refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
     return open_device(f"cuda:{place.local_rank}")
 

@@ -36,7 +36,7 @@ class PythonLines(TorchFunctionMode):
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def stack(self, ranges: tuple[str, ...]) -> tuple[Frame, ...]:
-        """Of the innermost range that names one; else empty."""
+        """Stack of the innermost range that names one; else empty."""
         for name in reversed(ranges):
             if name.startswith(self._prefix):
                 return list(self._numbers)[int(name.removeprefix(self._prefix))]

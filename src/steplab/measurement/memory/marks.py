@@ -88,11 +88,10 @@ class StepMarks:
                 yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
 
     def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
-        """The memory saved for backward: by autograd's nodes, and then whatever else of the forward pass is still
-        allocated.
+        """Memory saved for backward: by autograd's nodes, then other memory kept from the forward pass by checkpointing
+        or the model.
 
-        The latter is what checkpointing or the model itself keeps: a block's input counts under the block, anything
-        else under the module that made it.
+        There a block's input counts under the block, anything else under its producing module.
         """
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()

@@ -127,7 +127,7 @@ class MemoryRecorder:
         )
 
     def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        """All marks if both sources have the same allocations; else those from one source."""
+        """All marks if both sources have the same allocations; else from one source."""
         counted = testimony.counted
         if testimony.snapshot is not None:
             trace = testimony.snapshot["device_traces"][counted.device_index]

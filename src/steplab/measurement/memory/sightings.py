@@ -1,7 +1,7 @@
 """Records the memory owned by a step's objects as it runs, and autograd's saved tensors.
 
-Nothing is kept alive, wrapped or replaced, so the step runs as without it. Saved tensors are read from autograd's graph
-after the forward pass. A node belongs to a module if its number lies between the module's beginning and end.
+It keeps no tensor alive and wraps or replaces none, so the step runs unchanged. Saved tensors are read from autograd's
+graph after the forward pass. A node belongs to a module if its number lies between the module's beginning and end.
 """
 
 from collections.abc import Callable, Iterable, Iterator

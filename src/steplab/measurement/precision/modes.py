@@ -44,7 +44,7 @@ new_full new_ones new_zeros ones_like permute repeat requires_grad_ reshape resh
 swapaxes t tile to_dense transpose tril triu unbind unflatten unsqueeze view view_as zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
-"""Operators in low precision under autocast, and those with inputs promoted to one type."""
+"""Operators in low precision under autocast, and operators with inputs promoted to one type."""
 MOVES = frozenset(_MOVES.split())
 """They move elements and keep the type."""
 

@@ -127,15 +127,13 @@ class NumericsWatch:
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """Record a step of `model`; `low` is the type of the precision under audit.
-
-        `reference` is the record of the fp32 run, to compare with; without one this is the reference itself, and keeps
-        what a comparison needs.
+        """`low` is the audited type. `reference` is the record of the fp32 run; without one this is the reference, and
+        keeps data for comparisons.
         """
         self.exponents = Exponents()
         """Exponents of `all_gradients`; only of a reference."""
         self.all_gradients = Tally()
-        """Of parameters, and of outputs of modules without submodules."""
+        """Gradients of parameters, and of outputs of modules without submodules."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
         modules, self.left_out = modules_for_hooks(model)
@@ -163,7 +161,7 @@ class NumericsWatch:
             yield
 
     def gradients(self) -> None:
-        """Of the parameters, after the backward pass."""
+        """Gradients of parameters, after the backward pass."""
         counted: set[nn.Parameter] = set()  # a tied parameter has several modules
         for name, seen in self._seen.items():
             for parameter in seen.module.parameters(recurse=False):
