@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 ALIGNMENT_BYTES = 16
 MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""Largest bucket as a share of all gradients from its first one on, and the share of the given size that it may always
-have."""
+"""Largest bucket as a share of all gradients from its first on, and its least share of the given size."""
 
 
 def grouped(
@@ -28,10 +27,9 @@ def grouped(
 ) -> list[list[int]]:
     """Groups of gradients by index, from sizes in order of readiness; each gradient is in one group.
 
-    A group's gradients are of one kind, if `kinds` are given; groups are in the order in which they become complete. A
-    group of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the size does
-    not decide how much is sent after it: if sending takes up to half as long as the pass, a bucket of half of the rest
-    has been sent before the next one is complete.
+    A group's gradients are of one kind, if `kinds` are given; groups are in the order of completion. A group of several
+    has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after it. If sending takes
+    up to half as long as the pass, a bucket of half the rest has been sent before the next is complete.
     """
     sizes = [aligned_bytes(size) for size in sizes_bytes]
     rest = sum(sizes)
@@ -154,24 +152,16 @@ NUM_COUNTERS, COUNTER_BYTES = 2, 64
 
 
 class Overlap(NamedTuple):
-    """The overlap of a rank's part of a chunk with a gradient, in bytes."""
-
     gradient: int
-    """The gradient's number in the bucket."""
+    """Number in the bucket."""
     in_gradient: int
-    """The beginning of the overlap in the gradient."""
     in_part: int
-    """The beginning of the overlap in the part."""
     num_bytes: int
 
 
 class Division(NamedTuple):
-    """The division of a bucket; the same on all ranks."""
-
     sizes_bytes: Sequence[int]
-    """Bytes of each of the bucket's gradients."""
     order: Sequence[int]
-    """Numbers of the gradients in the bucket's memory order."""
     chunks: Sequence[Sequence[int]]
     """The borders of each chunk's parts, in bytes from the beginning of the bucket: the begin of each rank's part, and
     the end of the last."""
@@ -222,19 +212,16 @@ def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None)
 
 
 class Places(NamedTuple):
-    """The places of a module's buckets in the memory that ranks share; the same on all ranks."""
-
     starts: Sequence[Sequence[int]]
     """For each rank, the bytes from the beginning of its memory to its kept part of each bucket."""
     rings_start: int
-    """Bytes before the rings, in which gradients of the other ranks land."""
+    """Bytes before the rings, the landing places of other ranks' gradients."""
     ring_bytes: int
     num_bytes: int
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """The places of the buckets with these divisions among `size` ranks. A ring is a rank's part of the window. If
-    parts are uneven, it has room for three of the largest as well."""
+    """A ring is a rank's part of the window. If parts are uneven, it has room for three of the largest as well."""
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)
     ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))
