@@ -16,7 +16,7 @@ from steplab.units import format_percent, format_rate
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
-    """The fastest matmul and copy measured, beside the data sheet, and which of the two MFU is relative to."""
+    """The fastest matmul and copy against the data sheet, and MFU's reference."""
     name = ceilings.environment.device.name
     hardware = find_hardware(name)
     rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]
@@ -43,7 +43,7 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
 
 
 def _attention_kernels(env: Environment) -> Iterator[str]:
-    """The kernels that flash_triton has on a GPU, and the remedy where a Hopper GPU has not its own."""
+    """flash_triton's kernels on a GPU, and the remedy if a Hopper GPU lacks its own."""
     if env.device.kind != "cuda" or env.device.compute_capability is None:
         return
     if env.triton is None:
@@ -76,7 +76,7 @@ def _table(ceilings: Ceilings) -> Table:
 
 
 _RATE = Quantity(str)
-"""A rate as text with its unit, which differs from row to row."""
+"""Text with its unit, which differs by row."""
 
 
 def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:

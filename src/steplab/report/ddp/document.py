@@ -17,7 +17,6 @@ from steplab.report.report import RecordReport
 
 
 def asked(run: DdpRun) -> str:
-    """The step: model, context, batch per rank, micro-steps, precision, compile."""
     step = run.study.step
     parts = [step.model.label, f"context {step.context}", f"batch {step.batch} per rank", step.precision]
     parts += [f"{step.micro_steps} micro-steps"] if step.micro_steps > 1 else []
@@ -26,7 +25,7 @@ def asked(run: DdpRun) -> str:
 
 
 def ranks_words(run: DdpRun) -> str:
-    """2 ranks, NVIDIA H200, nccl; the hosts where there are several."""
+    """2 ranks, NVIDIA H200, nccl; hosts if several."""
     facts = run.facts
     if facts is None:
         return units.counted(run.study.processes, "rank")
@@ -37,7 +36,6 @@ def ranks_words(run: DdpRun) -> str:
 
 
 def facts(run: DdpRun) -> Iterator[str]:
-    """The size of the gradients, and how the host was ahead of the devices."""
     if found := run.facts:
         yield (
             f"{units.format_count(found.num_parameters)} parameters in {found.num_tensors} tensors: "
@@ -58,7 +56,6 @@ def facts(run: DdpRun) -> Iterator[str]:
 
 
 def model_words(run: DdpRun) -> Iterator[str]:
-    """The model of the overhead, and its best bucket size."""
     model = run.model
     if model is None:
         return
@@ -72,7 +69,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
 
 
 def notes_of(run: DdpRun) -> list[str]:
-    """Notes on the study and its variants, each text once, with the variants that it is about."""
+    """Each text once, with its variants."""
     found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
     return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]
 
@@ -82,7 +79,7 @@ _WORDS = {"optimizer": "optimizer state"}
 
 
 def exposed_bars(run: DdpRun) -> Bars | None:
-    """Exposed communication of each variant, the least first; the shortest step and torch DDP's best stand out."""
+    """The least first; the shortest step and torch DDP's best stand out."""
     timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
     if not timed:
         return None
@@ -116,7 +113,7 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
 
 
 def memory_bars(run: DdpRun) -> Bars | None:
-    """Memory of the rank that holds most after the first update, by category, with a mark for the formulas."""
+    """The rank with most memory after the first update, by category, with a mark for the formulas."""
     held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
     if not held:
         return None
@@ -161,11 +158,9 @@ def _bytes(memory: StateMemory, kind: str) -> int:
 _STEADY = 1.05
 """Largest ratio between turns of the same step on an undisturbed machine."""
 _MOSTLY = 0.5
-"""Hidden share of communication below which most of it is exposed."""
 
 
 def ddp_verdict(run: DdpRun) -> Verdict:
-    """The variant with the shortest step against torch DDP, and how much of its communication is hidden."""
     return Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
 
 
@@ -195,7 +190,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
 
 
 def _saves(cell: DdpCell) -> bool:
-    """True if a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
+    """True if a step is surely shorter than without communication: each rank may update fewer parameters."""
     ratio = figures.step_ratio(cell)
     return ratio is not None and ratio.decision == "lower"
 
@@ -307,11 +302,9 @@ TERMS = (
         "stage 1) and by peer copies eP/N of the gradients (stage 2), and FSDP2 the N-th part of all three (stage 3).",
     ),
 )
-"""Terms of this section, and what they mean."""
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
-    """The result of one variant, for a line of progress."""
     if cell.failure:
         return f"{cell.contender.label}: {why_failed(cell.failure)}"
     step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)

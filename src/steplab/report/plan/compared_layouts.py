@@ -1,4 +1,4 @@
-"""Alternatives of a job side by side: numbers of GPUs, kinds of GPU, networks and steps, each with its best layout."""
+"""A job's alternatives: numbers and kinds of GPU, networks and steps, each with its best layout."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from steplab.specs.study import in_common, labels
 
 
 def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
-    """One row for each alternative: its best layout, with time and memory, or why there is none."""
+    """One row per alternative: its best layout with time and memory, or the reason that it has none."""
     names = _names(plans)
     table = _table(plans, names)
     return Document(

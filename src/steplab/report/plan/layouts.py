@@ -1,4 +1,4 @@
-"""The report of a job's layouts: those that fit, with memory and time, and why the others do not."""
+"""The report of a job's layouts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
 
 _FIRST = 12
-"""Layouts that a terminal shows."""
 _PARTS = (
     ("compute_s", "computation", 1),
     ("waiting_s", "waiting for the host", 7),
@@ -21,13 +20,12 @@ _PARTS = (
     ("exposed_s", "exposed communication", 2),
     ("bubble_s", "pipeline fills and drains", 8),
 )
-"""Components of a step's time: field, words, number of the colour."""
+"""Field, words, number of the colour."""
 _MEMORY = (("allocated", 1), ("reserved besides", 3), ("room to be sure", 5))
-"""Components of a GPU's memory: words, number of the colour."""
+"""Words, number of the colour."""
 
 
 def layouts_document(plan: LayoutPlan) -> Document:
-    """All that is predicted of the layouts of a job; for programs the rows of `layout_rows`."""
     fitting = [each for each in plan.candidates if each.time]
     return Document(
         title=f"Layouts on {units.counted(plan.gpus, 'GPU')}, {plan.gpu}",
@@ -87,8 +85,7 @@ def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
 
 
 def _faster_but_tight(fitting: list[LayoutCandidate]) -> str | None:
-    """The sentence about the fastest of those that are too tight to promise, where it is faster than the best that is
-    known to fit."""
+    """The fastest of those too tight to promise, if faster than the best that fits."""
     best = fitting[0]
     tight = [(each.time.seconds, each.options) for each in fitting if each.time and each.verdict != "fits"]
     if best.verdict != "fits" or best.time is None or not tight or min(tight)[0] >= best.time.seconds:
@@ -102,11 +99,11 @@ _SLOW = (
     ("attention", "plain", "--attention sdpa"),
     ("compile", "off", "--compile block"),
 )
-"""Values of a step that are defaults and not what is trained with at scale: field, value, and the option instead."""
+"""Defaults unusual at scale: field, value, and the option instead."""
 
 
 def network_words(plan: LayoutPlan) -> str:
-    """Assumed bandwidth of messages between nodes, and its source."""
+    """With its source."""
     reached = units.format_rate(plan.network_bytes_per_s or 0.0, "B/s")
     stated = plan.network_stated_bytes_per_s
     if stated is None:
@@ -123,12 +120,12 @@ def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
 
 
 def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
-    """Days that so many tokens take with steps of this length."""
+    """Days for these tokens with steps of this length."""
     return tokens / plan.tokens_per_step * step_s / 86_400
 
 
 def _may_recompute(plan: LayoutPlan) -> bool:
-    """True if recomputation was left out, and some layouts do not fit without it."""
+    """True if some layouts need recomputation, which was left out."""
     return plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates)
 
 
@@ -153,7 +150,7 @@ def _nothing_found(plan: LayoutPlan) -> str:
 
 
 def _batch_that_divides(plan: LayoutPlan) -> str:
-    """The nearest batches that divide evenly over the GPUs, unless this one does."""
+    """Unless this one divides evenly over the GPUs."""
     over = plan.global_batch % plan.gpus
     if not over:
         return ""
@@ -163,7 +160,6 @@ def _batch_that_divides(plan: LayoutPlan) -> str:
 
 
 def time_words(time: LayoutTime) -> str:
-    """A predicted time with its interval."""
     show = units.format_time
     return f"{show(time.seconds)} ({show(time.low_s)} to {show(time.high_s)} with a probability of 90 %)"
 
@@ -228,7 +224,7 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
 
 
 def layout_rows(plan: LayoutPlan) -> list[Row]:
-    """One row for each layout, those that fit first, the fastest first; the others have a `reason`."""
+    """One row per layout, fitting ones first, by time; the others have a `reason`."""
     return even([_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)])
 
 
@@ -313,7 +309,6 @@ _VERDICTS = {
     "does not fit": ("does not fit", "do not fit"),
     "not possible": ("is not possible", "are not possible"),
 }
-"""Verdicts on layouts without a time, in singular and plural."""
 
 
 def _failing(others: list[LayoutCandidate]) -> Table:
