@@ -38,7 +38,7 @@ _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and t
 _NARROWEST = 20
 """Fewest columns that help is drawn for: rich never finishes `--help` in one or two."""
 _MISSPELT = 0.8
-"""Likeness from which an option of another command counts as a misspelling of this command's, as --gpu and --gpus."""
+"""Least likeness of another command's option to count as a misspelling of this command's, as --gpu and --gpus."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,

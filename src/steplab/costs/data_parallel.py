@@ -71,9 +71,10 @@ class Link:
 
 
 def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
-    """The link whose `alone_s` of `num_bytes` in these numbers of calls is closest to the measurements. Least squares
-    of relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls,
-    or if the best fit has no positive bandwidth and o."""
+    """The link with `alone_s` of `num_bytes` in these numbers of calls closest to the measurements. Least squares of
+    relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls, or
+    if the best fit has no positive bandwidth and o.
+    """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
     # Each row divided by its measurement: (n / t) o + (1 / t) f = 1, with f = s / w.

@@ -29,7 +29,7 @@ less for pairs and fours."""
 _HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Head dimensions that torch's FlashAttention-2 is compiled for; others are similar."""
 USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
-"""Implementations whose rates replace missing ones, by True for fp32."""
+"""Implementations with rates for missing ones, by True for fp32."""
 
 
 class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -70,8 +70,9 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Rates of the number format; without a fit, bf16's, because tensor cores work alike in all formats. TF32
-    reaches fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192."""
+    """Rates of the number format; without a fit, bf16's, because tensor cores work equally in all formats. TF32 reaches
+    fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192.
+    """
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
         return msgspec.structs.replace(known["bf16"], peak_share=known["fp32"].peak_share)

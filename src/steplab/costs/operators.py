@@ -269,7 +269,7 @@ BACKWARD_FLOPS = 2.5
 
 _FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
-"""Names of the operators whose cost depends on an argument that is not a tensor."""
+"""Operators with a cost that depends on an argument other than a tensor."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
 """The efficient kernel's mask is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
 
@@ -295,7 +295,8 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
     """FLOPs of an attention alone, by pass: forward, backward, both. `heads` counts queries. They do not depend on the
-    implementation, which may execute more (masked scores) or less (nothing is recomputed)."""
+    implementation, which may execute more (masked scores) or less (no recomputation).
+    """
     forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
     if spec.causal:
         forward /= 2

@@ -247,7 +247,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shares."""
+    """A view's node with the memory."""
     while node.op == "call_function" and _name(node) in _VIEWS:
         node = node.all_input_nodes[0]
     return node

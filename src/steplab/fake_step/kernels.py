@@ -61,7 +61,7 @@ def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> floa
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
-    """Raise Unsupported for an operator that bandwidth does not bound and whose cost is not known."""
+    """Raise Unsupported for an operator of unknown cost that bandwidth does not bound."""
     if namespace != "aten":
         raise Unsupported(doing, f"the cost of its operator {namespace}::{name} is not known", _INSTEAD)
     if name.startswith(_UNKNOWN):
@@ -69,7 +69,7 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
 
 
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
-    """Raise Unsupported for an operator whose results have no memory size before it runs."""
+    """Raise Unsupported for an operator with results of unknown size before it runs."""
     if any(each.layout != torch.strided for each in outputs):
         raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
 
@@ -78,7 +78,7 @@ _UNKNOWN = (
     *("convolution", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
-"""Prefixes of the names of such operators."""
+"""Prefixes of their names."""
 _INSTEAD = "measure it with `steplab run`"
 
 

@@ -107,9 +107,9 @@ def account(
 
     Args:
         shape: sizes of the model; `model` is its name.
-        tokens: size of the batch for which activations are counted.
+        tokens: size of the batch, for activations.
         device: the kind of device in `mesh`.
-        counted: the card whose memory is compared with the fp32 state.
+        counted: the card to compare with the fp32 state.
     """
     facts = _Facts(shape, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
@@ -372,7 +372,7 @@ class _Facts:
         return min(self._splits(), key=taken)
 
     def _needed(self, tp: int, weight_bytes: int = 2) -> float:
-        """Tokens per device from which a split is compute-bound; infinity if no batch is large enough."""
+        """Least tokens per device for a compute-bound split; infinity if no batch is large enough."""
         alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
         if tp > 1 and alpha * tp >= MY * Fe:
             return math.inf

@@ -24,8 +24,9 @@ _ALONE = (
 )
 """Prefixes of operators that are not fused."""
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
-"""Formats of two bytes, and the multiple to which Inductor pads the sizes of their products
-(torch/_inductor/fx_passes/pad_mm.py, get_alignment_size)."""
+"""Formats of two bytes, and Inductor's padding multiple for their products (torch/_inductor/fx_passes/pad_mm.py,
+get_alignment_size).
+"""
 
 Version = tuple[int, int]
 """A memory, and its number of earlier writes: an in-place operator makes a new version."""
@@ -54,8 +55,9 @@ def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: b
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of a compiled step, in the order in which they begin. With `blocks_alone` each block is compiled
-    alone: operators outside of blocks are eager, and no kernel spans two."""
+    """The kernels of a compiled step, in order. With `blocks_alone` each block is compiled alone: operators outside of
+    blocks are eager, and no kernel spans two.
+    """
     fuser = _Fuser(blocks_alone)
     for op in operators:
         fuser.take(op)
@@ -75,7 +77,7 @@ class _Group:
     made: dict[Version, int] = field(default_factory=dict)
     """Bytes of each result."""
     unnamed_bytes: int = 0
-    """Bytes read that no operand names, such as rows of a table."""
+    """Bytes read beyond operands, such as rows of a table."""
 
 
 @dataclass(slots=True)

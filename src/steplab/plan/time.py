@@ -154,8 +154,9 @@ def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: f
 
 
 def model_utilizations(spec: StepSpec, gpu: Gpu, step_s: float) -> tuple[Utilization, ...]:
-    """MFU under every convention, for a step of `step_s` seconds on as many GPUs as its layout has ranks. Empty for a
-    model of unknown sizes."""
+    """MFU under every convention, for a step of `step_s` seconds on its layout's ranks. Empty for a model of unknown
+    sizes.
+    """
     shape, flops = spec.model.shape, dict[str, float]()
     if shape is not None:
         for convention in get_args(Convention):
@@ -409,7 +410,7 @@ def step_spread(spec: StepSpec, gpu: Gpu) -> float:
 
 
 def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool = False) -> None:
-    """Raise Unsupported for a step whose time `predict_step_time` does not know."""
+    """Raise Unsupported for a step that `predict_step_time` does not support."""
     what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
     if not operators_are_known and (shape is None or shape.num_heads == 0):
         why = "operators are known only for steplab's own Transformer"

@@ -189,7 +189,6 @@ class AttentionStudy:
         object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
 
     def groups(self) -> list[tuple[AttentionSpec, ...]]:
-        """The cells of each shape, in the order in which shapes first appear."""
         found: dict[AttentionSpec, list[AttentionSpec]] = {}
         for cell in self.cells:
             found.setdefault(cell.shape, []).append(cell)

@@ -39,9 +39,9 @@ def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
     CPU; None: it can run the step."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
-        return None  # it has built its attention itself, or has none
+        return None  # its attention is its own, or absent
     if row.package == "triton" and runs_on(device):
-        device = "cuda"  # Triton's interpreter takes what a GPU does
+        device = "cuda"  # Triton's interpreter takes the same as a GPU
     why = _why_not(spec.attention, spec, device)
     if why is None and device == "cpu" and not row.trains_on_cpu and spec.pass_name != "forward":
         return "it has no backward pass there"

@@ -99,7 +99,7 @@ def _read(what: str, value: object, wanted: Any) -> object:
 
 
 def sampling(repeats: int | None) -> dict[str, Any]:
-    """Fields of a study whose cells are repeated that often; None: its defaults."""
+    """Fields of a study with this number of repeats; None: its defaults."""
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
 
 

@@ -1,11 +1,11 @@
-"""Activation checkpointing: the blocks that save only their input and recompute their activations in the backward pass.
+"""Activation checkpointing: blocks save only their input, and recompute activations in the backward pass.
 
     none       every block saves its activations
     full       every block is recomputed
     every_N    blocks 0, N, 2N, ... are recomputed, the others save theirs
     first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
     selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
-    auto       the first of none, selective, first_K and full with which the step fits its GPU; chosen by
+    auto       the first of none, selective, first_K and full that fits the step's GPU; chosen by
                lab.checkpointing before anything is built or recorded, and by plan.layout.search on each layout
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
@@ -79,7 +79,7 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
 
 
 def period_of(checkpointing: str) -> int:
-    """The N of every_N, otherwise 1: the period after which blocks repeat."""
+    """The period of repeating blocks: N for every_N, else 1."""
     return _number("every", checkpointing) or 1
 
 

@@ -21,7 +21,7 @@ CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """send_recv: every rank sends to the next and receives from the previous, both at once."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
-"""The collectives whose message consists of one part per rank."""
+"""Collectives with a message of one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
@@ -158,8 +158,8 @@ class CommStudy:
     long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean of as many calls as take a millisecond (measurement.comm.back_to_back), and as many single calls
-    are timed."""
+    sample is the mean over a millisecond of calls (measurement.comm.back_to_back), and as many single calls are timed.
+    """
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""
     most_repeats: int = 200

@@ -21,7 +21,7 @@ WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
 WITH_TRANSPORT = ("bucketed", "sharded")
 """Kinds of variant with a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
-"""Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
+"""Kinds of variant with steplab.parallel.DataParallel."""
 _CHOSEN_HERE = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
     "device",
     "update",
@@ -51,7 +51,7 @@ DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
-"""Default bucket sizes for the tiny model, whose gradients are 3 MB."""
+"""Default bucket sizes for the tiny model with 3 MB of gradients."""
 _WORDS = {
     "none": "no communication",
     "naive": "naive",
@@ -66,7 +66,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way in which data-parallel ranks average their gradients."""
+    """One way to average gradients over data-parallel ranks."""
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
@@ -244,8 +244,9 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for bucket sizes,
-    transports or updates that no variant uses."""
+    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for unused bucket
+    sizes, transports or updates.
+    """
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))

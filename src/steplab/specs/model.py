@@ -209,7 +209,7 @@ class ModelSpec:
     kind: ModelKind
     """Its builder: steplab's plain Transformer, the transformers library, or the user's factory."""
     shape: TransformerShape | None = None
-    """Sizes of a built-in model; None for the other kinds, whose sizes are counted after they are built."""
+    """Sizes of a built-in model; None for other kinds, which are counted once built."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
     """The content of the transformers config.json, so that a record is complete without the file. Equality includes it,
     the hash does not, because a dict cannot be hashed."""

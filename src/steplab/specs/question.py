@@ -82,11 +82,11 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
     tells: str = ""
-    """A kind of record whose own verdict answers."""
+    """A kind of record that answers by its own verdict."""
     derives: Derivation | None = None
     why: str = ""
     measure: str = ""
-    """The command that measures what is asked."""
+    """The command that measures the answer."""
 
 
 class Chapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -104,7 +104,7 @@ class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 def load_questions(source: str) -> Questions:
-    """The questions of a preset or a file. Raises UserError if the file has none."""
+    """The questions of a preset or a file. Raises UserError for a file without questions."""
     content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
     try:
         return msgspec.convert(content, Questions)

@@ -484,6 +484,5 @@ class StepChoices:
 
     @property
     def checkpoints_apply(self) -> bool:
-        """True if `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
-        model."""
+        """True if `checkpointing` has an effect: not without gradients, and not on a factory's model."""
         return self.pass_name != "forward" and self.model.kind != "factory"

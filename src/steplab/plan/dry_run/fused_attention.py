@@ -80,7 +80,7 @@ def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
     heads, symbol = (sizes.kv_heads, "k") if taken.of_shared_keys else (sizes.heads, "h")
     shape = taken.shape(sizes.batch, heads, sizes.context, sizes.shape.head_dim)
     symbols = " ".join(["B", symbol, *map(str, shape[2:])])
-    if taken.tokens == 1 and taken.width in (None, 1):  # nothing is rounded up
+    if taken.tokens == 1 and taken.width in (None, 1):  # sizes are not rounded up
         symbols = (sizes.rows if taken.width is None else sizes.residual).symbols
     return Count(taken.times * prod(shape), symbols if taken.times == 1 else f"{symbols} {taken.times}")
 

@@ -18,8 +18,9 @@ class Table(NamedTuple):
 
 
 def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
-    """Device tables of ops/adamw for the tensors of a kernel, whose sizes are in elements. They hold five addresses a
-    tensor (six with a master), its size and rates, and the tensor of each block of elements."""
+    """Device tables of ops/adamw for a kernel's tensors; sizes are in elements. They hold five addresses a tensor (six
+    with a master), its size and rates, and the tensor of each block of elements.
+    """
     number, width = len(sizes), 6 if has_masters else 5
     num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)
     each, blocks = Count(number, str(number)), Count(num_blocks, str(num_blocks))

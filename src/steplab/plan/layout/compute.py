@@ -52,7 +52,7 @@ class PartTimes:
         self._known: dict[tuple[int, str, str, bool], Work] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._parts: list[Parts] = []
-        """Referenced, so that no id is reused."""
+        """Referenced, to keep ids unique."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
         """The work of one part; compiled: with its operators fused."""
@@ -65,7 +65,8 @@ class PartTimes:
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
         """The optimizer's update of `num_elements` weights, by the bytes that its kernels read and write. Raises
-        Unsupported for adamw_triton, whose traffic across ranks is not known."""
+        Unsupported for adamw_triton: its traffic across ranks is unknown.
+        """
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"
             raise Unsupported(what, "its memory traffic is known only for one process", "use adamw_fused")
