@@ -136,7 +136,7 @@ class Walk:
 
     @property
     def left_s(self) -> float:
-        """Of the budget; negative if exceeded, infinite without one."""
+        """Remaining budget; negative if exceeded, infinite without one."""
         return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
 
     @property

@@ -82,10 +82,7 @@ def memory(
 def _destinations(
     snapshot: Path | str | None, store: Path | str | None, force: bool
 ) -> tuple[Destination | None, Destination | None]:
-    """Of the snapshot and its marks; None for marks if the snapshot goes to a pipe.
-
-    Raises UserError for a file that must not be replaced, and for a name that does not end as a pickle's.
-    """
+    """The snapshot's and its marks' destinations; None for marks if the snapshot goes to a pipe."""
     if snapshot is None:
         return None, None
     path = Path(snapshot)

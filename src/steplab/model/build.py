@@ -43,7 +43,7 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """Of a built-in model, without allocating it."""
+    """For a built-in model, without allocating it."""
     from steplab.model.transformer import Transformer
 
     with torch.device("meta"):

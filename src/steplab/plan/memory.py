@@ -51,7 +51,8 @@ def predict_memory(
 ) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by tensor.
 
-    Args: device: the GPU's name in torch, for attention `auto`; None: a Hopper, such as the H200.
+    Args:
+        device: the GPU's name in torch, for attention `auto`; None: a Hopper, such as the H200.
         variant: how the ranks of a layout of dp share state, if not as `spec.data_parallel`.
         sequence_parallel: False: ranks of tp have all tokens between the products, which steplab does not run.
         open_step: replaces the dry run, for any model (fake_step).

@@ -60,8 +60,9 @@ def sharing_of(
 ) -> Sharing:
     """How the ranks of the spec's layout share state.
 
-    Args: variant: of a data-parallel study, with all ranks along dp. model: None for steplab's own; FSDP2 gathers any
-        other in its stored format.
+    Args:
+        variant: of a data-parallel study, with all ranks along dp.
+        model: None for steplab's own; FSDP2 gathers any other in its stored format.
     """
     layout, model = spec.layout, model or own_model(spec)
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")

@@ -193,7 +193,7 @@ def _row(tried: Tried) -> Row:
 
 
 def predicted_s(tried: Tried) -> float | None:
-    """Of the previous step as measured."""
+    """Saving in seconds of the previous step as measured."""
     if tried.predicted_share is None or tried.ratio is None:
         return None
     return tried.predicted_share * tried.ratio.a

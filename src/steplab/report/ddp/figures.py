@@ -32,7 +32,7 @@ def step_s(cell: DdpCell) -> float | None:
 
 
 def baseline_s(cell: DdpCell) -> float | None:
-    """Of the same step without communication, alternating with the variant."""
+    """The same step without communication, alternating with the variant."""
     return phase_s(cell, "step", baseline=True)
 
 
@@ -147,7 +147,7 @@ def peak_bytes(cell: DdpCell) -> int | None:
 
 
 def memory_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """Of the rank with most memory; None if not recorded."""
+    """For the rank with most memory; None if not recorded."""
     found = [memory for rank in cell.ranks if (memory := rank.moment(moment)) is not None]
     return max(found, key=lambda memory: memory.known_bytes, default=None)
 
@@ -355,4 +355,4 @@ MEMORY = (
     *(_held(moment, owner) for moment in MOMENTS[:-1] for owner in CATEGORIES),
     *map(_by_formula, MOMENTS[:-1]),
 )
-"""Of the rank with most memory; categories are after the first update."""
+"""For the rank with most memory; categories are after the first update."""

@@ -116,7 +116,7 @@ def _counts(found: Elements) -> Row:
 
 
 def loss_table(audit: Audit) -> Table:
-    """Of the whole model, then of modules, most losses first."""
+    """The whole model, then modules, most losses first."""
     rows: list[Row] = [
         {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
     ]

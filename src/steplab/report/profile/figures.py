@@ -108,7 +108,7 @@ class TopKernel:
     share: float
     """Share of all these kernels' durations."""
     median_s: float
-    """Of a call; over several ranges, the median of medians weighted by calls."""
+    """Per call; over several ranges, the median of medians weighted by calls."""
     median_is_exact: bool
     """True if it ran in one range and stream only."""
 

@@ -68,7 +68,6 @@ class Point:
     flops_per_s: float
     """Achieved."""
     share: float
-    """Of all operators' device time."""
     ceiling_share: float | None
     """FLOP/s over the roofs' ceiling; None without roofs."""
     dtype: str
