@@ -54,7 +54,6 @@ _OF_THE_MACHINE = {
 
 
 def docstring_of(file: Path) -> str:
-    """A file's docstring, read without importing the file."""
     with tokenize.open(file) as lines:
         text: str = literal_eval(next(tokenize.generate_tokens(lines.readline)).string)
     return text
@@ -83,7 +82,7 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 
 def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
-    """Run one command and return its exit code; every error is one line on stderr.
+    """Returns the exit code; every error is one line on stderr.
 
     `ending` knows the signal behind a KeyboardInterrupt.
     """

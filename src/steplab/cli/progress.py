@@ -66,7 +66,6 @@ def _words(progress: Progress) -> str:
 
 @contextmanager
 def shown(stage: str) -> Iterator[None]:
-    """Show progress of one stage: at once at a terminal, elsewhere after two seconds."""
     with ProgressLine() as line:
         progress = Progress(stage=stage, done=0, total=0)
         telling = threading.Timer(0 if _is_live() else _SHORT_S, line.within, [progress])
@@ -88,7 +87,6 @@ def measuring_step(spec: StepSpec, measured: MeasurementOptions, out: StoreOptio
 
 
 def say_failed(record: Run) -> None:
-    """Report why a step could not be measured."""
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
 
@@ -185,7 +183,6 @@ class ProgressLine:
             say(text)
 
     def alive(self, progress: Progress) -> None:
-        """Show a stage of one of many short measurements, only at a terminal."""
         if self._bar:
             self.within(progress)
 
@@ -194,7 +191,6 @@ class ProgressLine:
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: SweepProgress) -> None:
-        """Show a cell of a sweep that runs or has ended."""
         if self._resume and not self._stage:
             self._stage = "resumed"
             made = f"{counted(progress.skipped, 'measurement')} already made"
@@ -221,7 +217,6 @@ class ProgressLine:
             self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
-        """The mean time of the finished cells, times the cells left."""
         done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
             return ""

@@ -25,8 +25,6 @@ DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf
 
 
 class ModelSizes(TypedDict):
-    """The sizes of a model that determine its FLOPs; None: unknown."""
-
     num_parameters: int
     num_embedding_parameters: int | None
     num_layers: int | None

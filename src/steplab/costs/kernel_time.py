@@ -40,7 +40,7 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     k: int
     batch: int = 1
     transposed: bool = False
-    """True if the first matrix is [k, m] in memory, as the gradient is in the product of a weight's gradient."""
+    """True if the first matrix is [k, m] in memory, as for a weight's gradient."""
 
     @property
     def row_lengths(self) -> tuple[int, int]:
@@ -57,7 +57,6 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 def streaming_share(name: str, gpu: Gpu) -> float:
-    """Share of the stated bandwidth that a bandwidth-bound kernel reaches on large tensors."""
     shares = gpu.rates.streaming.shares
     base = name.removesuffix(" strided").removesuffix(" widening")
     return next(shares[known] for known in (name, base, "default") if known in shares)
@@ -118,7 +117,6 @@ def head_columns(width: int) -> int:
 
 
 def rated_attention(name: str, dtype: str, gpu: str) -> str:
-    """The name of the rates of an implementation in a number format on this GPU."""
     if dtype == "fp32":
         return f"{name} fp32"
     return f"{name} portable" if name == "flash_triton" and not planned_on(gpu) else name
@@ -150,5 +148,4 @@ def _item_bytes(dtype: str) -> int:
 
 
 def has_own_rates(precision: str, gpu: Gpu) -> bool:
-    """True if steps of this precision were fitted on this GPU."""
     return gpu.is_fitted and precision not in FP8 and DTYPE_OF_MATMULS[precision] in gpu.rates.products

@@ -29,9 +29,7 @@ _PROMOTED = frozenset(
 )
 """Autocast widens these operators' inputs to the widest format; torch promotes most itself."""
 _CELLS = ("cell", "_thnn_")
-"""Substrings of recurrent cells, which Transformers do not have."""
 _LEFT_ALONE = ("cross_entropy_loss",)
-"""Operators that autocast casts on a CPU and not on CUDA."""
 
 
 @contextmanager
@@ -203,4 +201,3 @@ _OWN: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "dropout": _dropout,
 }
-"""Operators that torch composes on a CPU -> their CUDA behaviour."""

@@ -15,15 +15,12 @@ from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
-"""Products -> position of the first factor."""
 _GROUPED = "_grouped_mm"
-"""Products of groups of rows, each with its own matrix."""
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
     for suffix in ("", "_backward")
 }
-"""Fused attention -> its name here, and True for the backward pass."""
 _CAUSAL = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6,
@@ -32,7 +29,6 @@ _CAUSAL = {
     "_scaled_dot_product_efficient_attention_backward": 11,
     "_scaled_dot_product_cudnn_attention_backward": 14,
 }
-"""Position of the causal flag."""
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:

@@ -122,7 +122,6 @@ def _admit_values(mode: FakeTensorMode) -> str:
 
 
 def _depends_on_values(error: Exception) -> bool:
-    """True if sizes, control flow or prints depended on values of tensors."""
     is_guard = type(error).__name__ == "GuardOnDataDependentSymNode"  # its module takes half a second to import
     return is_guard or isinstance(error, _READS_VALUES) or "SymFloat" in str(error) or "SymInt" in str(error)
 
@@ -155,7 +154,6 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
-    """A context with the built step, on tensors without content. Raises as `fake_step` does."""
     found: list[ModelStep] = []
     with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]

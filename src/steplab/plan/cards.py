@@ -55,7 +55,7 @@ def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: 
 
 
 def usable_of(card: HardwareSpec) -> tuple[int, int]:
-    """Bytes of a card that a program can count on, and bytes that none can exceed."""
+    """Bytes surely available, and their upper limit."""
     if card.usable_bytes is not None:
         return card.usable_bytes, card.usable_bytes
     return int(card.memory_bytes * LEAST_USABLE), card.memory_bytes

@@ -15,14 +15,12 @@ import msgspec
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
-"""Substrings of the names of operators that sum over a dimension."""
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _ALONE = (
     *("embedding_dense_backward", "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
-"""Prefixes of operators that are not fused."""
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
 """Formats of two bytes, and Inductor's padding multiple for their products (torch/_inductor/fx_passes/pad_mm.py,
 get_alignment_size).
@@ -82,8 +80,6 @@ class _Group:
 
 @dataclass(slots=True)
 class _Made:
-    """One version of a memory."""
-
     group: _Group | None
     """The fused kernel that makes it; None: a lone operator."""
     level: int

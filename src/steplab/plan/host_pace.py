@@ -36,7 +36,6 @@ class PhaseCell:
 
     @property
     def device_s(self) -> float:
-        """Predicted time of the phase's kernels alone."""
         return sum(part.seconds for part in self.parts)
 
     @property

@@ -31,7 +31,6 @@ _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 
 
 def check_checkpointing(name: str) -> None:
-    """Raise UserError with the choices for an unknown name."""
     if name == "every_1":
         raise UserError("checkpointing 'every_1' would recompute every block; use full for that")
     if name not in ("none", "full", "selective", AUTO) and not _NUMBERED.fullmatch(name):
@@ -52,14 +51,12 @@ def is_recomputed(checkpointing: str, block: int) -> bool:
 
 
 def num_recomputed(checkpointing: str, num_layers: int) -> int:
-    """Number of blocks that the backward pass recomputes."""
     if (first := num_first(checkpointing)) is not None:
         return min(first, num_layers)
     return -(-num_layers // period_of(checkpointing)) if is_recomputed(checkpointing, 0) else 0
 
 
 def differs_by_block(checkpointing: str) -> bool:
-    """True if blocks may differ."""
     return _NUMBERED.fullmatch(checkpointing) is not None
 
 
@@ -89,6 +86,5 @@ def num_first(checkpointing: str) -> int | None:
 
 
 def _number(kind: str, name: str) -> int | None:
-    """The N of every_N, or the K of first_K; None for another choice."""
     found = _NUMBERED.fullmatch(name)
     return int(found[2]) if found and found[1] == kind else None

@@ -91,7 +91,7 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
-    """x + y, or x - y, which also makes a gradient for y instead of sharing one."""
+    """x - y also makes a gradient for y instead of sharing one."""
     like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ class Frame:
         self._found: list[Kept | None] = []
         self._outputs: list[Tensor] = []
         self.recomputing = False
-        """True during the second forward pass."""
 
     def run(self) -> Any:
         return self._run(self._x)

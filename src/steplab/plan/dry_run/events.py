@@ -37,8 +37,6 @@ class Freed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Operand(msgspec.Struct, frozen=True, gc=False):
-    """A tensor that an operator reads or writes."""
-
     memory: int
     """Number of its allocation; two tensors in one allocation are views of the same memory."""
     num_bytes: int
@@ -47,8 +45,6 @@ class Operand(msgspec.Struct, frozen=True, gc=False):
 
 
 class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A call of an operator: its computation, its traffic, and its place in the step."""
-
     name: str
     """The name in a torch trace, without aten::; for fused attention, the implementation's name."""
     kind: Kind

@@ -36,7 +36,6 @@ _OF_BACKWARD = (
 
 
 def attention_of(name: str) -> Attend:
-    """The dry run of an implementation other than `sdpa`, which is an alias."""
     return _COMPOSED.get(name) or partial(_fused, row=implementation(name))
 
 
@@ -86,7 +85,6 @@ def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
 
 
 def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:
-    """Padded copies of these; empty if the kernel needs no padding."""
     shape, tokens = m.sizes.shape, m.sizes.tokens.value
     width = rounded_up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
     if width == shape.head_dim:
@@ -138,4 +136,3 @@ def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:
 
 
 _COMPOSED: dict[str, Attend] = {"plain": plain, "sdpa_math": math}
-"""Implementations composed of several torch operators, each with its own memory."""

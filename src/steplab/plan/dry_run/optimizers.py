@@ -106,7 +106,7 @@ class Optimizer:
         self._adamw("_foreach_", *_tensors(parameters), first, second, tuple(roots), tuple(roots))
 
     def _loop(self) -> None:
-        """One parameter after the other; the last one's denominator is alive while the next root is made."""
+        """The last parameter's denominator is alive while the next root is made."""
         m, denominator = self._machine, None
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
             like = (parameter.tensor.count, parameter.tensor.dtype)

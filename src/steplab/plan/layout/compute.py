@@ -26,7 +26,6 @@ class Work:
     tensor_s: float = 0.0
     """Seconds of products and fused attention on tensor cores, at the full clock."""
     other_s: float = 0.0
-    """Seconds of all others."""
     ideal_s: float = 0.0
     """`tensor_s` at the tensor cores' peak."""
 
@@ -55,7 +54,7 @@ class PartTimes:
         """Referenced, to keep ids unique."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
-        """The work of one part; compiled: with its operators fused."""
+        """compiled: with its operators fused."""
         key = (id(parts), phase, part, compiled)
         if key not in self._known:
             self._parts.append(parts)
@@ -74,7 +73,6 @@ class PartTimes:
         return Work(1, 0.0, streaming_s(_NAMES[optimizer], moved_bytes, self._gpu))
 
     def copy_s(self, num_bytes: float) -> float:
-        """Seconds to copy bytes within the GPU's memory."""
         return streaming_s("copy", 2 * num_bytes, self._gpu) if num_bytes else 0.0
 
     def _work(self, kernels: Iterable[Kernel]) -> Work:
