@@ -15,9 +15,7 @@ from typing import Any
 from steplab.records.history import ChangePoint
 
 SIGNIFICANT = 0.01
-"""Largest p of a change."""
 SHORTEST = 3
-"""Fewest points of a level."""
 _PERMUTATIONS = 299
 _ROUNDING = 1e-9  # of sums of distances, which differ by their order
 
@@ -44,7 +42,6 @@ def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangeP
 
 
 def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int, float]]:
-    """Index and p of each cut of values[first:last], unordered."""
     import numpy as np
 
     num = last - first

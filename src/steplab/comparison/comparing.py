@@ -40,7 +40,6 @@ class _Cell:
 
     @property
     def failure(self) -> str | None:
-        """The reason, if none succeeded."""
         return None if self.good else self.measured[0].failure
 
     @property
@@ -67,10 +66,7 @@ class _Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
-    """A cell of A and its match in B."""
-
     label: str
-    """Words that distinguish the pair; empty for the only one."""
     a: _Cell
     b: _Cell
 
@@ -180,7 +176,6 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
 
 
 def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
-    """Fields that differ between the two closest cells."""
     pairs = [unlike(x.key, y.key, allow) for x in cells_a.values() for y in cells_b.values()]
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
@@ -273,7 +268,6 @@ def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
 
 
 def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator[str]:
-    """Cells of one side only, cells without figures, and failures among compared records."""
     for side, own, other in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
         if alone := [cell.label for key, cell in own.items() if key not in other]:
             yield f"Only in {side}, not compared: {'; '.join(alone)}."

@@ -10,9 +10,7 @@ from steplab.records.profile import Profile
 
 _MOST = 12
 _NOTICEABLE_TIME = 0.005
-"""Least difference of a part, as a share of the step's busy time."""
 _NOTICEABLE_BYTES = 0.001
-"""Least difference as a share of the peak."""
 
 _Group = tuple[str, str, tuple[int, ...] | None]
 _Part = tuple[str, str, str]
@@ -99,5 +97,4 @@ def _by_dtype(allocations: Iterable[Allocation]) -> tuple[TensorBytes, ...]:
 
 
 def _op(allocations: list[Allocation]) -> str:
-    """The operator that made most of them."""
     return max(allocations, key=lambda made: made.block_bytes * made.count).op or ""

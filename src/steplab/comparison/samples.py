@@ -134,7 +134,6 @@ def compare_values(a: float, b: float, *, threshold: float | None = None) -> Rat
 
 
 def _rows_of(blocks: list[Any]) -> Any:
-    """One row per block, padded with NaN."""
     import numpy as np
 
     rows = np.full((len(blocks), max(map(len, blocks))), np.nan)
@@ -155,7 +154,6 @@ def _aligned(a: Any, b: Any) -> list[Any]:
 
 
 def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
-    """Percentile interval of the ratio of medians over resampled units."""
     import numpy as np
 
     random = np.random.default_rng(0)  # reproducible
@@ -197,7 +195,6 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
 
 
 def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
-    """Reason that the decision is weaker than the interval; empty: it is not."""
     beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
     if beyond and p is not None and p >= alpha:
         return f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"

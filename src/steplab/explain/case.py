@@ -15,10 +15,8 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_rate, format_time
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
-"""Names of kernels that torch.compile generates; on a CPU, of calls of compiled code."""
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
 ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-"""Matches copies between CPU and GPU."""
 WORTH_TELLING = 0.01
 """Least predicted saving, as a share of a step, for findings without their own threshold: repeated measurements of one
 step differ by about as much."""
@@ -74,7 +72,6 @@ class Case:
 
     @property
     def is_gpu(self) -> bool:
-        """True if the record shows a GPU."""
         if self.profile is not None:
             return self.profile.device == "cuda"
         return self.run.environment is not None and self.run.environment.device.kind == "cuda"
@@ -130,7 +127,6 @@ def case_of(run: Run, ceilings: Ceilings | None) -> Case:
 
 
 def reached_bandwidth(name: str, gpu: Gpu) -> str:
-    """Share of the bandwidth that kernels of a rate's name reach, in words."""
     share = f"{streaming_share(name, gpu):.2g} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
     return f"{share}, as fitted on {gpu.rates.name}"
 

@@ -13,7 +13,6 @@ from steplab.units import format_percent, format_time, three_digits
 CONSIDERABLE = 0.10
 
 _WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
-"""Matches CUTLASS and cuBLAS kernels that multiply fp32 outside the tensor cores."""
 _WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
 _FIRST_WITH_TF32 = 8
 _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)

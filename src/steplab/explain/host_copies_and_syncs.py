@@ -72,7 +72,6 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
 
 
 def _most(profile: Profile, calls: list[HostCallStats]) -> str:
-    """The commonest calls, each with Python's time in it and its most frequent place."""
     places: dict[str, dict[str, int]] = {}
     for call in calls:
         by_place = places.setdefault(call.name, {})

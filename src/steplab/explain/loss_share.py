@@ -97,7 +97,6 @@ def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None
 
 
 def _logits_bytes(part: VocabularyPart, profile: Profile) -> float | None:
-    """Bytes of the logits from the head's product, one row per token."""
     forward = [op for op in part.matmuls if op.phase == "forward"] or list(part.matmuls[:1])
     for op in forward:
         shapes = shapes_of(op)

@@ -13,7 +13,6 @@ CONSIDERABLE = 0.03
 _LARGE_BYTES = 1e6
 """Least bandwidth-bound message."""
 _SLOW = 0.5
-"""Share of the best group's bus bandwidth below which a group is slow."""
 
 
 def straggler(case: Case) -> Finding | None:

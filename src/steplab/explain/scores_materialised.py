@@ -18,7 +18,6 @@ fused kernel saves only part of them."""
 
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, {})"
 _SMALLEST_CONTEXT = 16
-"""Least number of columns of a softmax that counts as attention's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

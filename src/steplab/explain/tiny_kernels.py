@@ -9,7 +9,6 @@ MANY = 1000
 TINY_S = 10e-6
 """Longest mean kernel: launching one takes as long."""
 _EXPERTS = 8
-"""Least selections of tokens per step that make a loop over experts."""
 _SELECTS = ("aten::nonzero", "aten::where", "aten::masked_select", "aten::index")
 _PUTS = ("aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_add_", "aten::index_add")
 

@@ -94,7 +94,6 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None:
-    """FLOP/s of the vocabulary's products and of the step's other linear layers' in the same dtype."""
     mine = set(part.matmuls)
     dtypes = {op.dtype for op in part.matmuls}
     others = [

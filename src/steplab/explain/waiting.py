@@ -47,7 +47,6 @@ def waits_for_host(case: Case, profile: Profile) -> bool:
 
 
 def is_launch_bound(case: Case, profile: Profile) -> bool:
-    """True if it waits because of the launches themselves, which are many and short."""
     num_launches = profile.num_launches / profile.num_steps
     waiting_s = wait_s(case, profile, model_phases(profile))
     return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches

@@ -14,7 +14,6 @@ CONSIDERABLE = 0.03
 """Least share of the device's time; the change alters the numerics, so it must be worth it."""
 
 _WITH_COPIES = ("bf16", "fp16")
-"""Precisions that compute on low-precision copies of fp32 weights."""
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 
 

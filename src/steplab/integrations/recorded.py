@@ -54,7 +54,6 @@ class RecordedTraining:
             self._phase.close()
 
     def end_step(self) -> None:
-        """End the step; the last requested one ends the record."""
         if self._recorder and self._inside:
             self._phase.close()
             self._step.close()

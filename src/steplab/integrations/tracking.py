@@ -22,7 +22,6 @@ from steplab.specs.step import FIELDS
 
 _PROJECT = "steplab"
 _SETTINGS = {*(field.column for field in FIELDS.values()), "processes", "num_ranks"}
-"""Columns chosen before measuring, some of them numbers."""
 _UNUSUAL = re.compile(r"[^\w.-]+")
 
 
@@ -33,11 +32,9 @@ class Tracked:
     id: str
     """Id for folders and runs, without characters that could leave a folder."""
     name: str
-    """The user's name, else kind and id."""
     created: datetime
     """End of the measurement."""
     is_ok: bool
-    """True if it succeeded."""
     params: Mapping[str, str | int | float | bool]
     """Configuration, device and software."""
     metrics: Mapping[str, float]

@@ -43,7 +43,6 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """For a built-in model, without allocating it."""
     from steplab.model.transformer import Transformer
 
     with torch.device("meta"):

@@ -64,7 +64,6 @@ _IN_FP8: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def products_in_fp8(module: nn.Module) -> None:
-    """Switch the blocks of a plain Transformer to fp8 in place."""
     for block in repeated_blocks(module):
         for each in block.modules():
             if kind := _IN_FP8.get(type(each)):

@@ -27,7 +27,6 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
                 _widen(graph, cast, product, views)
 
     def uuid(self) -> Any:
-        """The pass's identity in Inductor's cache."""
         return get_hash_for_files((__file__,))
 
 

@@ -77,7 +77,6 @@ _TASKS = {
     "sequence": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
 }
-"""Training task -> class that builds the model."""
 _NAMES_OF_TASKS = {
     "causal": "CAUSAL_LM",
     "sequence": "SEQ_TO_SEQ_CAUSAL_LM",
@@ -117,7 +116,6 @@ def _batch(task: str, config: Any, spec: StepSpec, device: torch.device) -> dict
 
 
 def _sizes(text: Any) -> tuple[int | None, int | None]:
-    """Layers and attention width, for the count of FLOPs."""
     heads = getattr(text, "num_attention_heads", None)
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
@@ -141,7 +139,6 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:
-    """Switch on transformers' own checkpointing, which covers every layer."""
     if spec.checkpointing == "none":
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"

@@ -91,7 +91,6 @@ def ready_for_loss() -> Iterator[None]:
 
 
 Around = Callable[[], AbstractContextManager[object]]
-"""Gives a context, such as autocast's."""
 
 
 def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:

@@ -90,7 +90,6 @@ class Transformer(nn.Module):
 
 
 def embed(tokens_BT: Tensor, embedding: nn.Embedding, positions: nn.Embedding | None) -> Tensor:
-    """The residual stream before the first block, with learned positions if any."""
     x_BTC: Tensor = embedding(tokens_BT)
     if positions is None:
         return x_BTC

@@ -25,13 +25,11 @@ class Workload:
     attention_width: int | None = None
     """Query heads x head dimension; None: unknown."""
     is_causal: bool = True
-    """True if a token attends only to earlier ones."""
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
     knows_tokens: bool = True
     """True if its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()
-    """Choices made while it was built, in words for the record."""
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:

@@ -33,17 +33,14 @@ class Rates:
 
     @property
     def decay(self) -> float:
-        """Factor that remains of a parameter after weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """The learning rate, divided by the first moment's bias correction."""
         return self.lr / (1 - self.beta_1**self.step)
 
     @property
     def second_correction(self) -> float:
-        """One over the root of the second moment's bias correction."""
         return float((1 - self.beta_2**self.step) ** -0.5)
 
 
@@ -82,7 +79,6 @@ def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> di
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
-"""State per element; `master` only for bfloat16 weights."""
 _RATES = 3
 
 
@@ -288,7 +284,6 @@ def _addresses(tensors: Sequence[Tensors]) -> list[list[int]]:
 
 
 def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
-    """The previous step's tables, with changes copied to the device."""
     device = tensors[0][0].device
     where = _addresses(tensors)
     sizes = [each[0].numel() for each in tensors]

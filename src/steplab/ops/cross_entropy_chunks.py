@@ -41,7 +41,6 @@ class Terms:
     """
 
     ignore_index: int
-    """A token with this target has no loss and no gradient."""
     label_smoothing: float
     """Weight of the uniform distribution in the targets, from 0 to 1 (Szegedy et al. 2016, section 7)."""
     z_loss: float
@@ -56,7 +55,6 @@ of the vocabulary that is not ignored has a loss of NaN.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of hidden, weight and bias; None: not wanted."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,6 @@ from .errors import Unsupported
 from .triton_places import runs_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Formats that a kernel computing in float32 supports."""
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:

@@ -23,7 +23,6 @@ FP8_MULTIPLE = 16
 
 
 def runs_on(device_type: str) -> bool:
-    """True if Triton's kernels run there."""
     return device_type == "cuda" or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -45,7 +44,6 @@ class Implementation:
     name: str
     """Name that --loss takes."""
     summary: str
-    """Short description, for the help text."""
     in_chunks: bool = True
     """True if it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
     in_kernel: bool = False
@@ -61,7 +59,6 @@ TABLE = (
         name="fused", summary="the same with softmax, loss and gradient in one Triton kernel", in_kernel=True
     ),
 )
-"""All of them, in the order of the choices."""
 
 NAMES = tuple(row.name for row in TABLE)
 """The choices of --loss."""

@@ -25,7 +25,6 @@ Owners = Mapping[Tensor, int]
 
 
 def aligned(tensor: Tensor) -> int:
-    """Elements of a gradient in a buffer, with the gap after it."""
     return aligned_bytes(tensor.nbytes) // tensor.element_size()
 
 
@@ -226,7 +225,6 @@ class OwnedBucket:
             ]
 
     def wait(self) -> list[Tensor | None]:
-        """Only of parameters that this rank owns."""
         for pending in self._pending:
             pending.wait()
         self._pending = []

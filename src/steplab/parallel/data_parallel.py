@@ -238,8 +238,6 @@ class DataParallel(nn.Module):
 
 
 def _forms(module: nn.Module) -> dict[str, str]:
-    """The form of each parameter and buffer, in words; ranks have to agree on it."""
-
     def form(tensor: Tensor) -> str:
         gradient = "trained" if tensor.requires_grad else "not trained"
         dtype = str(tensor.dtype).removeprefix("torch.")

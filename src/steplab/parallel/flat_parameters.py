@@ -160,7 +160,6 @@ class FlatParameters:
         torch.autograd.graph.increment_version(self.params)
 
     def wait(self) -> None:
-        """Return when the exchange is over (on a GPU: the current stream waits for it)."""
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             pending.wait()

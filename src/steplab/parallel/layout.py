@@ -41,7 +41,6 @@ from .buckets import refuse_sparse
 from .errors import Unsupported, UserError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""Names of the axes, outermost first."""
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
@@ -87,7 +86,6 @@ class Sharding:
     """How FSDP2 stores and sends parameters."""
 
     gather_dtype: torch.dtype | None = None
-    """Dtype of gathered parameters; None: their own."""
     reduce_dtype: torch.dtype | None = None
     """Gradients are averaged in it; None: in their own dtype."""
     reshard_after_forward: bool = True

@@ -295,7 +295,6 @@ class PeerBucket:
         return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
 
     def release(self) -> None:
-        """As Bucket.release, after `wait`."""
         while self in self._copies.under_way:
             self._copies.under_way.remove(self)
         self.drop()
@@ -316,9 +315,7 @@ def _means_told_by(rank: int) -> int:
 
 
 BLOCK = 4096
-"""Numbers that one program averages."""
 PIECES = 8
-"""Most pieces of a launch."""
 UNIT_BYTES = 16
 """Pieces begin at multiples of this and are given in these units, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3

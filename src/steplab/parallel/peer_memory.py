@@ -28,7 +28,6 @@ from .sizes import COUNTER_BYTES
 
 class Piece(NamedTuple):
     own: int
-    """The address of this rank's numbers."""
     start_bytes: int
     """Beginning in the target and in the others' numbers; a multiple of 16."""
     num_bytes: int
@@ -126,7 +125,6 @@ class SymmetricMemory:
         return self._own[:num_bytes], self._bases
 
     def _meet(self) -> None:
-        """Wait until all ranks have come here with their work done."""
         torch.cuda.synchronize(self.device)
         self._handle.barrier()
         torch.cuda.synchronize(self.device)

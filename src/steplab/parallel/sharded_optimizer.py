@@ -376,7 +376,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.wait()
 
     def _exchange(self) -> None:
-        """Begin all exchanges before waiting for the first."""
         if self._ranks.size == 1:
             return
         exchanged = [flat for flat in self._flats if flat.in_use()]

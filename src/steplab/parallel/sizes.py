@@ -49,7 +49,6 @@ def grouped(
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """The bytes of a gradient in a buffer, with the gap after it."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -88,15 +87,12 @@ def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
 SLOT_ALIGNMENT_BYTES = 256
 """Least alignment of torch's allocators, which matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
 MOST_PADDING = 1 / 8
-"""Largest padding, as a share of the tensors' own bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSlots:
     bounds: list[tuple[int, int]]
-    """Begin and end of each owner's slot."""
     starts: list[int]
-    """Begin of each tensor."""
 
     @property
     def size(self) -> int:
@@ -118,7 +114,6 @@ def owner_slots(
 
 
 def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int) -> list[int]:
-    """Elements of each owner's tensors, with gaps."""
     shares = [0] * size
     for count, owner in zip(elements, owners, strict=True):
         shares[owner] += _aligned(count, element_bytes)
@@ -131,7 +126,6 @@ def worth_padding(shares: Sequence[int], device_type: str) -> bool:
 
 
 def _aligned(num_elements: int, element_bytes: int) -> int:
-    """Elements of a tensor in the buffer."""
     grain = max(1, SLOT_ALIGNMENT_BYTES // element_bytes)
     return -(-num_elements // grain) * grain
 
@@ -153,7 +147,6 @@ NUM_COUNTERS, COUNTER_BYTES = 2, 64
 
 class Overlap(NamedTuple):
     gradient: int
-    """Number in the bucket."""
     in_gradient: int
     in_part: int
     num_bytes: int
@@ -232,7 +225,6 @@ def placed(divisions: Sequence[Division], size: int) -> Places:
 
 
 def window_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Bytes of gradients that are held at a time, of buckets of these sizes."""
     return min(sum(sizes_bytes), max(WINDOW_BYTES, 3 * max(sizes_bytes)))
 
 

@@ -15,7 +15,6 @@ from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, R
 from steplab.unpacking import OnProgress
 
 _TELL_S = 0.1
-"""Least time between two progress messages."""
 
 
 def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_range: str | None = None) -> object:

@@ -8,7 +8,6 @@ NO_MEMORY = 77
 
 class Request(Struct):
     what: str
-    """Name of a function in `child`."""
     options: dict[str, str | int | None]
     memory_bytes: int
     processor_s: int
@@ -32,8 +31,6 @@ class NotRead(Struct, tag=True):
 
 
 class Broken(Struct, tag=True):
-    """Traceback of a defect in steplab."""
-
     traceback: str
 
 

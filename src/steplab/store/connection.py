@@ -87,7 +87,6 @@ _NETWORK = {
     *("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"),
     *("sshfs", "s3fs", "rclone", "gcsfuse", "juicefs", "goofys", "ceph-fuse"),
 }
-"""File systems that several machines, or machine and guest, may have open."""
 
 
 def network_file_system(path: Path) -> str | None:
@@ -104,11 +103,8 @@ def network_file_system(path: Path) -> str | None:
 
 
 _BARE = "mode=ro&immutable=1"
-"""Reads only the file, without locks and companions."""
 _NO_SPACE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-"""Errors of a reader without space for its companions."""
 _COPY_WAITS_S = 30.0
-"""Seconds that a copy waits for another process's lock."""
 
 
 class Connection:
@@ -146,7 +142,6 @@ class Connection:
                 raise
 
     def copy_to(self, target: Path) -> None:
-        """Copy the store, damaged pages included, while others read and write."""
         with sqlite_errors(target), closing(sqlite3.connect(target)) as copy:
             self.sqlite.backup(copy, progress=_patience(self.path), sleep=0.05)
 

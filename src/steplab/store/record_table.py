@@ -21,7 +21,6 @@ from steplab.store.selection import Selection, id_beginning, unique_id
 
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
-"""Errors of decoding a damaged row."""
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
 """Row fields with separate columns, which stay right if the row is damaged."""
 _SURE = ("id", "created_utc", "name", "status")
@@ -272,7 +271,6 @@ def _rows(connection: Connection, selection: Selection, limit: int | None) -> It
 
 
 def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
-    """The type of a row with only these fields; missing ones are UNSET."""
     names = {f"field_{place}": key for place, key in enumerate(keys)}
     fields = [(name, Scalar | msgspec.UnsetType, msgspec.UNSET) for name in names]
     return msgspec.defstruct("PartOfRow", fields, rename=names)
@@ -319,7 +317,6 @@ def _remove_empty(connection: Connection, study: str) -> bool:
 
 
 def _insert(connection: Connection, record: Record, body: bytes, cell: str | None) -> bool:
-    """Write a record in the caller's transaction; False if it exists."""
     same_id = connection.query("SELECT body FROM record WHERE id = ?", record.id)
     if same_id:
         if same_id[0][0] == body or _measured(_decode(connection, record.id, same_id[0][0])) == _measured(record):

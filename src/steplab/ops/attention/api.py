@@ -81,7 +81,6 @@ AttentionFn = Callable[..., Tensor]
 def flash_reference_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """FlashAttention-2 in tiled PyTorch."""
     output: Tensor = FlashAttentionReference.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
 
@@ -89,7 +88,6 @@ def flash_reference_attention(
 def flash_triton_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """FlashAttention-2 in Triton kernels."""
     output: Tensor = FlashAttentionTriton.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
 

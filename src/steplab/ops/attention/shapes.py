@@ -127,7 +127,6 @@ def num_key_heads(k: Tensor) -> int:
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """1 / sqrt(D) if no scale is given."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 

@@ -49,13 +49,10 @@ def _torch_makes_them_in_tf32() -> bool:
 
 class Call(NamedTuple):
     parts: Columns
-    """The columns of the head dimension, in parts."""
     dtype: torch.dtype
     device: torch.device
     products: str
-    """Result of `precision`."""
     causal: bool
-    """True if keys after a query's position are hidden."""
     scale: float
     """Scale of the scores, above zero."""
 
@@ -69,7 +66,6 @@ class Form:
     """The descriptor of a tensor that the copy engine reads or writes, without the address."""
 
     kind: type[Any]
-    """Triton's or Gluon's TensorDescriptor."""
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:

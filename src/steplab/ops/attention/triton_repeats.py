@@ -103,12 +103,10 @@ class Kind:
     stream: int | None
     """The raw stream; None if launches are not kept: on a CPU, or a GPU that is not the current one."""
     device: torch.device
-    """Device of all tensors."""
     made: tuple[Made, ...]
     """Results of such a call."""
 
     def tensors(self) -> list[Tensor]:
-        """New tensors for the results, without content."""
         if self.stream is None or _empty is None:
             return [torch.empty_strided(*laid, dtype=dtype, device=self.device) for *laid, dtype in self.made]
         return [_empty(*like) for like in self.made]

@@ -61,7 +61,6 @@ class Task(NamedTuple):
     head: int
     """Number of the head, counted over all batches."""
     first_query: int
-    """The first of `rows` queries."""
     num_tiles: int
     """Tiles of keys that they see; tasks are dealt by this number."""
 

@@ -39,7 +39,6 @@ def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in fp8, and the inverse scale: a float32 scalar."""
     top, scale = torch.finfo(dtype).max, plain_scale(amax, dtype)
     return (x.float() * scale).clamp(-top, top).to(dtype), scale.reciprocal()
 

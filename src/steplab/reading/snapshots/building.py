@@ -140,7 +140,6 @@ def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
 
 
 def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
-    """A key's values as a column; `absent` also replaces None."""
     values = [row.get(key) for row in rows]
     kinds = set(map(type, values))
     if NoneType in kinds:

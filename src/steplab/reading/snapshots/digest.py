@@ -29,7 +29,6 @@ class _Replayed:
     device: DeviceHistory
     lifetimes: Lifetimes
     allocated_bytes: Integers
-    """Allocated bytes at each moment."""
 
 
 def digest(
@@ -152,7 +151,6 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:
-    """Indices into UNNAMED_CATEGORIES, for a snapshot without marks."""
     before, during = UNNAMED_CATEGORIES.index("before"), UNNAMED_CATEGORIES.index("during")
     return np.where(lifetimes.start == NONE, before, during).astype(np.int8)
 

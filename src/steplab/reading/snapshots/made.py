@@ -22,7 +22,6 @@ _LIBRARY = re.compile(
 )
 """torch and Python's library."""
 _HARNESS = re.compile(r"/steplab/(measurement|cli|lab)/|/steplab/(__main__|model/workload)\.py$")
-"""steplab's code around the model."""
 _STEP = re.compile(r"/steplab/measurement/(step/)?step\.py$")
 """Older snapshots have the file in `measurement`."""
 _GENERATED = re.compile(r"torchinductor|/inductor|^<eval_with_key>")

@@ -44,7 +44,6 @@ SMALLEST_BYTES = KIB // 2
 SMALL_POOL_BYTES = MIB
 """Largest rounded size of the small pool; in the large pool, the largest rest not cut off."""
 SEGMENT_BYTES = 2 * MIB
-"""The smallest segment."""
 OVERSIZE_BYTES = 20 * MIB
 """Largest excess of an unsplit block over the request, in bytes."""
 
@@ -68,15 +67,11 @@ class LargePool:
     def __init__(self, settings: AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
-        """End of each free block, by its start."""
         self._free_before: dict[int, int] = {}
-        """Start of each free block, by its end."""
         self._used: dict[int, tuple[int, int]] = {}
         """End and piece number of each used block, by its start."""
         self._borders: set[int] = set()
-        """Starts of segments; blocks do not merge across them."""
         self.corrected: dict[int, int] = {}
-        """Corrected block size by piece number."""
         self._searches_left = 10_000
 
     def add_segment(self, start: int, size_bytes: int) -> None:
@@ -146,7 +141,6 @@ class LargePool:
         return False
 
     def _settle(self, begin: int, number: int, border: int, end: int) -> None:
-        """Set begin .. border to a piece, border .. end to free."""
         self._used[begin] = (border, number)
         self.corrected[number] = border - begin
         self._set_free(border, end)
@@ -385,7 +379,6 @@ def _begin(
 
 
 def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    """Sizes of blocks held at the end, by index; 0 for NONE."""
     if not len(device.blocks.size_bytes):
         return np.zeros(len(numbers), dtype=np.int64)
     return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])

@@ -14,7 +14,6 @@ MOST_GROUPS = 100
 
 _MOST_BLOCKS = 10
 _TOLD_APART = ("parameters", "autocast_copies", "inputs")
-"""Categories kept for saved tensors; all other memory counts as saved for backward."""
 
 
 class SavedMemory:

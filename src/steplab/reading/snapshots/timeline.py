@@ -102,7 +102,6 @@ _KEPT_BESIDE = 40
 
 
 def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
-    """Sum of live sizes at each moment."""
     change = np.zeros(lifetimes.num_events + 2, dtype=np.int64)
     np.add.at(change, lifetimes.start + 1, sizes)
     np.subtract.at(change, lifetimes.end + 1, sizes)

@@ -91,7 +91,6 @@ _INDUCTORS = (
     ("normalisation", re.compile(r"(layer|batch|group|rms)_norm|var_mean|mean\w*rsqrt|rsqrt\w*mean")),
     ("embedding", re.compile(r"embedding_dense_backward|^embedding$")),
 )
-"""Categories of Inductor's reductions, by operators in their names."""
 
 
 def _of_inductor(kind: str, operators: str) -> str:

@@ -23,7 +23,6 @@ MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
 """Names of ranges around a host thread's sends."""
 TRANSFERS = re.compile(r"^Mem(cpy|set)")
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
-"""Copies, and the kernel of parallel.peer_copies."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
 """Share of the step below which gaps are not drawn."""
@@ -31,8 +30,6 @@ _FINEST = 4000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pieces:
-    """Work of one timeline row, as parallel columns."""
-
     start_ns: Column
     end_ns: Column
     category: Column

@@ -218,7 +218,6 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
 
 
 def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
-    """Host time, from first to last step, in ranges of each kind of _HOST_WORK."""
     ranges, (starts_ns, ends_ns) = trace.ranges, host.steps
     for kind, pattern in _HOST_WORK.items():
         chosen = trace.named(ranges.name, pattern.search)

@@ -20,7 +20,6 @@ from steplab.reading.traces.window import Source, Window
 CHUNK_BYTES = 1 << 19
 """Bytes decoded at a time, few enough for the processor's cache."""
 _FIRST_BYTES = 1 << 6
-"""Bytes of a member first read ahead."""
 
 _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -142,18 +142,13 @@ class Collector:
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
-        """Events left out for lack of a start or duration."""
         self.num_negative = 0
-        """Events left out for a negative duration."""
         self.has_lost_work = False
-        """True if device work is among these."""
         self.unknown = Counter[str]()
         self.further_steps = list[Event]()
         """Steps of further categories, such as the GPU's, used if there are no others."""
         self.num_repaired = 0
-        """Events read despite invalid JSON."""
         self._is_passing_over = False
-        """True if the last piece had nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
 
     def take(self, array: memoryview) -> bool:
@@ -314,7 +309,6 @@ _ITEM_BYTES = {
     "Float8_e4m3fn": 1,
     "Float8_e5m2": 1,
 }
-"""Bytes per element, by type names in collectives' arguments."""
 
 
 class _World(msgspec.Struct):

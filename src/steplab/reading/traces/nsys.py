@@ -52,7 +52,6 @@ _PUSH_POP, _START_END = 59, 60
 _CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 """Suffixes to remove: cudaLaunchKernel_v7000 becomes cudaLaunchKernel."""
 _THREAD_BITS = 24
-"""Lowest bits of a global id, for the thread; higher ones are its process."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -103,8 +102,6 @@ def _computing_object(connection: sqlite3.Connection) -> str | None:
 
 
 class _Export:
-    """An open export and its trace."""
-
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys")

@@ -67,12 +67,10 @@ class RankTrace:
     hidden_ns: int
     idle_ns: int
     begins_ns: int
-    """Start of the last step, since 1970."""
     ends_ns: int
     calls: tuple[Call, ...]
     timeline: Timeline
     profile: Profile | None = None
-    """Only for one of the ranks."""
 
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:

@@ -22,7 +22,6 @@ EARLIEST_NS, LATEST_NS = -(2**53), 2**53 * 1000
 """Earliest and latest start read: 104 days before the clock's zero to 285 years after. Differences fit 64 bits."""
 
 NONE = -1
-"""Column value for missing data."""
 UNTYPED = "tensor"
 """Type of an input with only a known shape."""
 
@@ -38,7 +37,6 @@ class Rows:
         return len(self.name)
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> Self:
-        """The rows chosen by a mask or a slice."""
         return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
@@ -57,8 +55,6 @@ class DeviceWork(Events):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCalls(Events):
-    """CUDA runtime or driver calls: launches, copies, synchronisations."""
-
     thread: Column
     """Number of the thread, from 0 by appearance."""
     correlation: Column
@@ -72,13 +68,10 @@ class Ops(Events):
     sequence: Column
     """Autograd's number, common to a forward operator and its backward operator."""
     inputs: Column
-    """Index into Trace.inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranges(Events):
-    """Named host time: record_function and NVTX; they nest."""
-
     thread: Column
 
 
@@ -128,7 +121,6 @@ class Trace:
     notes: tuple[str, ...] = field(default=())
     """Gaps of the file and unreadable parts, in words."""
     damage: tuple[str, ...] = field(default=())
-    """Notes on early ends and damage."""
     lists_gpu: bool = False
     """True if the file lists a GPU, even without work."""
     steps: re.Pattern[str] = STEP
@@ -136,16 +128,13 @@ class Trace:
     """Timed events by category unknown to the reader."""
 
     rank: int | None = None
-    """Rank of the process; None: unknown."""
     host: str = ""
-    """Name of the machine; '': unknown."""
     base_ns: int = 0
     """Zero of its times, in ns since 1970."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
     """Collectives by start and stream (on a CPU, thread), if requested."""
 
     def doubting(self, *doubts: str) -> "Trace":
-        """The trace with notes that put all of it in doubt."""
         return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
 
     def with_ranges(self, is_meant: Callable[[str], object]) -> "Trace":
@@ -181,7 +170,6 @@ class TraceBuilder:
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_names: Mapping[int, str] = {}
-        """GPU names by the device numbers of work."""
         self.notes: list[str] = []
         self.damage: list[str] = []
         self.lists_gpu = False
@@ -197,7 +185,6 @@ class TraceBuilder:
         self._tables = {kind: _Table(kind) for kind in kinds}
 
     def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
-        """Add one or many events, with all columns of the kind."""
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:

@@ -22,8 +22,6 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpan:
-    """One phase of one step on the device, in ns."""
-
     phase: int
     step: int
     start_ns: int
