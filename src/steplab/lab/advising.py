@@ -55,9 +55,7 @@ class Walk:
     interrupted: KeyboardInterrupt | None = None
     """Reason for an early end; else None."""
     _built_s: list[float] = field(default_factory=list)
-    """Seconds of building each step, without compilation."""
     _turns: list[float] = field(default_factory=list)
-    """Seconds of each comparison's turns, over the sum of both step times."""
 
     def go(self, spec: StepSpec) -> None:
         """Search until no change is left, or the time is over."""
@@ -122,7 +120,6 @@ class Walk:
         return self.taking.leave(side)
 
     def _trial_s(self, other_s: float | None) -> float:
-        """Seconds of a comparison with a step of that length, without compilation."""
         known_s = sum(each for each in (step_s(self.best.run), other_s) if each)
         if self.taking.session.alternating:
             return _MOST_PROCESSES * median(self._built_s) + self.steps * known_s
@@ -150,7 +147,6 @@ class Walk:
     # --- trying -------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Candidate) -> None:
-        """Measure a change, for as long as building took, and keep or drop it."""
         began_s = self.clock()
         attempt = self._attempt(candidate.change, candidate.promise)
         built_s, base, side = self.clock(), attempt.base, attempt.side
@@ -188,7 +184,6 @@ class Walk:
         return True
 
     def _settle(self, attempt: Attempt) -> None:
-        """Note a tried change; a kept one makes the fastest step (`best`)."""
         self.outlook.settle(attempt)
         self.on_attempt(attempt)
         if attempt.kept:
@@ -254,7 +249,6 @@ def _lacks_memory(side: Any) -> bool:
 _PROFILED_STEPS = 5
 """Timed steps of the profiled run."""
 _NOTICEABLY_OVER = 0.1
-"""Share of the budget that may be exceeded without a note."""
 
 
 def advise(

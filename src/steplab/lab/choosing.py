@@ -20,9 +20,7 @@ from steplab.store.location import is_store_header
 from steplab.store.selection import BACK, LAST
 
 _MOST_TOGETHER = 60
-"""Most records of one kind without a study in one report; older ones are left out."""
 _TRIED_FIRST = 10
-"""Newest records of each kind that are tried before listing all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +133,6 @@ def without_records(study: str, opened: Store) -> UserError:
 
 
 def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record]:
-    """The newest record of each cell in a clean checkout of the revision, oldest first."""
     commit = _commit(revision)
     ids = [str(row["id"]) for row in rows if commit and commit.startswith(str(row.get("git_commit") or "?"))]
     newest: dict[object, Record] = {}
@@ -214,7 +211,6 @@ def records_to_report(
 
 
 _MOST_THAT_ANSWER = 2000
-"""Most records that answer questions by default; older ones are left out."""
 
 
 def records_that_answer(

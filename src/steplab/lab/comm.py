@@ -24,7 +24,6 @@ from steplab.units import format_time, parse_duration
 
 _FEWEST = 2
 _SETTLED = 1.5
-"""Largest ratio of a settled cell's median to its quietest third's."""
 
 
 def comm(
@@ -124,7 +123,6 @@ def _why_left_out(cell: CommCell) -> str:
 
 
 def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
-    """A note for each cell that may include waiting for Python."""
     for cell in cells:
         waiting = max(cell.ranks, key=lambda times: times.num_waits or 0, default=None)
         if waiting and waiting.num_waits:

@@ -262,7 +262,6 @@ class Recorder:
     def _gathered(
         self, measured: Sequence[_Step], memory: Memory, error: BaseException | None
     ) -> tuple[tuple[RankSamples, ...], tuple[str, ...]]:
-        """Samples of every rank in the steps measured by all, and notes on gaps."""
         if self._ranks is None:
             return (), ()
         if error is not None:

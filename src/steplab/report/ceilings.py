@@ -43,7 +43,6 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
 
 
 def _attention_kernels(env: Environment) -> Iterator[str]:
-    """flash_triton's kernels on a GPU, and the remedy if a Hopper GPU lacks its own."""
     if env.device.kind != "cuda" or env.device.compute_capability is None:
         return
     if env.triton is None:
@@ -76,7 +75,6 @@ def _table(ceilings: Ceilings) -> Table:
 
 
 _RATE = Quantity(str)
-"""Text with its unit, which differs by row."""
 
 
 def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:

@@ -87,7 +87,6 @@ def report_of(kind: str) -> Report:
 
 
 _MOST_ANSWERS = 3
-"""Records of one kind with answers that open a page."""
 
 
 def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:

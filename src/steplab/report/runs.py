@@ -48,7 +48,6 @@ def _attention_of_steps(cells: Sequence[RunCell], context: Context) -> Section:
 
 
 def _runs_document(runs: Sequence[Run], context: Context) -> Document:
-    """A page's chapters without charts; for a single run also its environment."""
     context = replace(context, cells=cells_of(runs))
     sections = [part.make(context.cells, context) for part in _CHAPTERS]
     alone = runs[0] if len(runs) == 1 else None

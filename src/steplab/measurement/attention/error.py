@@ -145,7 +145,6 @@ class _Distance:
 
 
 def _spread(places: list[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    """At most `most` of the places, including the first and, if more than one is taken, the last."""
     if len(places) <= most:
         yield from places
     elif most == 1:

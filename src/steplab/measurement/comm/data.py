@@ -15,7 +15,6 @@ from steplab.specs.comm import CommSpec
 
 _PIECE = 2**24
 _SENTINEL = 99.0
-"""The value of elements that were not received."""
 _EXACT = 256
 """Whole numbers up to this are exact in bf16."""
 

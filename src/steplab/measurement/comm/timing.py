@@ -31,13 +31,11 @@ _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
 """Longest warm-up, as a multiple of the requested one; then calls are timed even if they have not settled."""
 _SETTLED = 1.5
-"""Largest ratio of two batches of calls that agree."""
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
 """Calls in a row; the device's launch queue must hold them all."""
 _TRIED = 5
-"""Calls for estimating the time of one."""
 _LONGEST_HOLD_S = 0.25
 """The longest hold; Python launches a row of calls in less."""
 

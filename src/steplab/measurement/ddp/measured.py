@@ -107,7 +107,6 @@ class MeasuredVariant:
         return first_step_s
 
     def _warm_up(self) -> None:
-        """Run the warm-up steps alone, so that the peak is this variant's own."""
         num_steps = max(self._study.step.warmup, 1)
         self._begin("warmup", num_steps)
         self._device.reset_peak()

@@ -88,7 +88,6 @@ def fsdp_messages(
 
 
 def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
-    """Bytes of a unit's padded parameters, in their own type or, where the unit allows it, in `dtype`."""
     return sum(
         math.ceil(parameter.shape[0] / size)
         * size

@@ -189,7 +189,6 @@ def open_device(name: str) -> Device:
 
 
 def _devices_here() -> list[str]:
-    """Devices that torch sees; `auto` takes the first."""
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 

@@ -42,7 +42,6 @@ def _suspended_s() -> float | None:
 
 
 def _suspension_clocks() -> tuple[int, int] | None:
-    """Clocks with and without suspension, on Linux and macOS."""
     for counting, not_counting in (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW")):
         if hasattr(time, counting) and hasattr(time, not_counting):
             return getattr(time, counting), getattr(time, not_counting)
@@ -50,6 +49,5 @@ def _suspension_clocks() -> tuple[int, int] | None:
 
 
 def _elsewhere_s() -> float:
-    """Busy seconds of all processors, less this process's."""
     machine, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
     return sum(seconds for state, seconds in machine.items() if state not in _NOT_BUSY) - own.user - own.system

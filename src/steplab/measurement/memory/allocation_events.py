@@ -116,7 +116,6 @@ class AllocationEvents:
     def _add_operator(
         self, event: Any, operator: Operator | None, ranges: tuple[str, ...]
     ) -> tuple[Operator | None, tuple[str, ...]]:
-        """Returns the operator and the ranges that hold inside it."""
         name, fields = event.name, event.extra_fields
         if fields.scope.name == "USER_SCOPE":
             self.ranges.append(Range(name=name, start_ns=event.start_time_ns, end_ns=event.end_time_ns))

@@ -72,7 +72,6 @@ class StepMarks:
         )
 
     def _owned(self) -> tuple[Owned, ...]:
-        """As recorded; under autocast also copies of weights in a smaller type."""
         if self._sightings is None:
             return ()
         seen = map(self._placed, self._sightings.owners)

@@ -179,7 +179,6 @@ class MemoryRecorder:
         return notes
 
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
-        """Write both files, or neither."""
         marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
         unfinished = self._snapshot.with_name(f"unfinished-{self._snapshot.name}")
         with unfinished.open("wb") as file:

@@ -49,7 +49,6 @@ MOVES = frozenset(_MOVES.split())
 """They move elements and keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
-"""The operator behind a function of torch with another name."""
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
 """A model's own changes of type."""
@@ -92,7 +91,6 @@ _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
 )
 _MATMUL_WORDS = ("convolution", "attention")
-"""Words in the names of matrix products with many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]

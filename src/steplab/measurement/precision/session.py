@@ -32,7 +32,6 @@ from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
 _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
-"""Compute type of a precision, if not fp32."""
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
@@ -183,7 +182,6 @@ class _AuditedStep:
         return None
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
-        """Operations that only CUDA's autocast keeps in fp32."""
         if self.device.torch_device.type == "cuda" or self.spec.precision not in AUTOCAST:
             return ()
         low = dtype_name(_LOW[self.spec.precision])

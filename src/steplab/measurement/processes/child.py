@@ -31,7 +31,6 @@ from pathlib import Path
 Send = Callable[[Any, Any], None]
 _STEP_MESSAGES_EVERY_S = 0.1
 _OF_EVERY_RANK = ("stage", "step", "failed", "refused", "ended")
-"""Messages of every rank; the first sends all."""
 _ENDED_FROM_OUTSIDE_S = 20.0
 """A failed process waits to be ended: its exit would hide the cause from other ranks."""
 _FOLDER_KEPT_S = 0.25

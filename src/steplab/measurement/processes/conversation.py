@@ -49,11 +49,9 @@ _POLL_S = 0.2
 _CAUSE_S = 5.0
 """Time for another rank to name the cause after the first sign of trouble."""
 _ANSWER_S = 3.0
-"""Time for a rank to report its whereabouts."""
 EXIT_S = 10.0
 """Time for processes to end after their last message."""
 _WRAPPER_EXIT_S = 600.0
-"""Time for a profiler around a process to write its recording."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
 """Words in the error of a rank that lost another."""
 
@@ -170,9 +168,7 @@ class Conversation:
         self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
-        """Ranks that ended before they sent `ended`, in order."""
         self._open: dict[Any, _Rank] = {}
-        """Ranks that can still be heard, by connection."""
         with ExitStack() as opened:
             scratch = opened.enter_context(scratch_folder()) if size > 1 else None
             opened.callback(self._end_processes)

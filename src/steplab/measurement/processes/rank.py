@@ -30,7 +30,6 @@ from steplab.records.failure import Failure
 from steplab.units import format_time
 
 _CAUSE_S = 2.0
-"""Wait for another rank's failure."""
 _LOOK_S = 0.1
 _KEY = "failure"
 
@@ -166,7 +165,6 @@ class Rank:
 
 @contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """Keeps a model's prints out of standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

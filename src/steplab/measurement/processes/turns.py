@@ -89,13 +89,10 @@ class Session:
         """For sides that enter from now on."""
         self._on_progress, self._loads_ahead = on_progress, loads_ahead
         self._spare: Conversation | None = None
-        """A process that loads the next side's modules."""
         self._loading: Listener | None = None
-        """Messages of the spare; None once a side has it."""
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
-        """Side of the last turn with a separate process."""
 
     def __enter__(self) -> Self:
         return self

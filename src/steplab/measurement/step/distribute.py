@@ -57,7 +57,6 @@ def make_ready(
 
 
 def _variant_of(spec: StepSpec) -> Variant:
-    """For a layout of dp alone."""
     size_mb = spec.bucket_size_mb if spec.data_parallel == "bucketed" else None
     update = spec.update if spec.data_parallel in IN_FLIGHT and spec.pass_name == "train" else None
     return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb, update=update)

@@ -210,7 +210,6 @@ class ModelStep:
         return nullcontext() if self._is_last else self.distributed.no_sync()
 
     def _updating(self) -> AbstractContextManager[object]:
-        """A context: parameters may be updated as soon as their gradients are final."""
         return nullcontext() if self._update is None or self._is_last else self._update.paused()
 
     @contextmanager

@@ -85,7 +85,6 @@ def _kept_with(tried: Tried, advice: Advice) -> list[str]:
 
 
 def _untried(advice: Advice) -> Iterator[str]:
-    """Changes not tried, with their predicted savings, except those predicted not to fit."""
     for words, share, fits in zip_longest(advice.untried, advice.untried_shares, advice.untried_fits):
         gain_s = share * advice.best_s if share is not None and advice.best_s else None
         if fits is False:  # where it is not recorded, it is not known

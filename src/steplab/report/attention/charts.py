@@ -25,7 +25,6 @@ Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
 _FACTORS = "; lengths grow by factors too"
 _WORD_PX = 13.0
-"""Pixels between the words for two failures at one length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +130,6 @@ def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, 
 
 
 def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
-    """A panel per group of shapes that differ only in length, and one for the others."""
-
     def but_for_length(cell: AttentionCell) -> tuple[object, ...]:
         spec = cell.spec
         return spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys

@@ -55,8 +55,6 @@ _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No modu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Comparison:
-    """An implementation against the peer, over common shapes."""
-
     column: str
     ratios: tuple[Ratio, ...]
     speeds: tuple[float, ...]
@@ -136,7 +134,6 @@ def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
 
 
 def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
-    """The fastest first, then undecided ones, then winners on some shapes."""
     others = [one for one in comparisons if not one.chose_peer]
     decided = [one for one in others if one.one_sided and one.is_decided][:_MOST_TOLD]
     undecided = [one for one in others if one.one_sided and not one.is_decided]
@@ -258,7 +255,6 @@ def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
 
 
 def _called(column: str) -> str:
-    """An implementation's name, explained if necessary: cuDNN's (sdpa_cudnn)."""
     known = {"sdpa_flash", "sdpa_cudnn"}
     if column not in known:
         return column
@@ -285,7 +281,6 @@ def attention_cell_line(cell: AttentionCell) -> str:
 
 
 def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
-    """Among other benchmarks, without the less informative charts."""
     if means := mean_speeds(run.cells, peer):
         yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)

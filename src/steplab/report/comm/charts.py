@@ -162,7 +162,6 @@ def _gigabytes(values: Sequence[float]) -> kit.Scale:
 
 
 def _apart(places: Sequence[int], width: float) -> list[int]:
-    """Places of names that do not overlap."""
     whole = math.log(places[-1] / places[0]) or 1.0
     kept = [places[0]]
     for place in places[1:]:
@@ -201,7 +200,6 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
 
 
 def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:
-    """Cells that agree in these fields: values, distinguishing title, cells."""
     groups = grouped(cells, lambda cell: tuple(getattr(cell.spec, name) for name in names))
     varies = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
 

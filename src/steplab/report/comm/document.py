@@ -47,7 +47,6 @@ def _sentences(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 
 
 def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: CommRun) -> str:
-    """The longest message's bandwidth, and the shortest message's time."""
     longest, shortest = (pick(cells, key=lambda cell: cell.message_bytes) for pick in (max, min))
     told = f"{name} over {units.counted(ranks, 'rank')} ({way}) "
     if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:

@@ -20,7 +20,6 @@ from steplab.report.memory.categories import category_word
 
 _NAMED = 3
 _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
-"""Parts of names of fusable kernels."""
 
 
 def verdict(comparison: Comparison) -> Verdict:

@@ -40,7 +40,6 @@ def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
 
 
 def _differing(names: Sequence[str], most: int) -> list[str]:
-    """Shortened names that keep their differing part."""
     texts = [_readable(name) for name in names]
     if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
         texts = [plain(name[:_LONGEST]) for name in names]
@@ -52,7 +51,6 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
 
 
 def _around(text: str, start: int, end: int, most: int) -> str:
-    """text[start:end] and the rest that fits into `most` characters, at least the function's name."""
     room = most - (end - start) - 2
     if len(text) <= most:
         return text

@@ -97,7 +97,6 @@ def _broken(text: str, width_px: float, size_px: float) -> list[str]:
 
 
 def _parts(text: str, width_px: float, size_px: float, breaks: Sequence[str]) -> list[str]:
-    """Divided at the first kind of break, and too wide parts at the next."""
     if not breaks or text_width(text.rstrip(" ·"), size_px) <= width_px:
         return [text]
     cut = [part for part in re.split(breaks[0], text) if part]

@@ -14,7 +14,6 @@ _T = TypeVar("_T")
 
 _GAP = "  "
 _FOOTNOTE_FROM = 80
-"""Longer repeated texts become footnotes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,6 @@ def _said(column: Column, row: Row) -> str:
 
 
 def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
-    """Without folding columns, and their values in words per row."""
     staying = [index for index, column in enumerate(shown.columns) if not column.folds]
 
     def kept(all_: Sequence[_T]) -> tuple[_T, ...]:
@@ -164,7 +162,6 @@ def _indented(words: str, width: int) -> list[str]:
 
 
 def _fitting(shown: Sheet, width: int) -> list[int]:
-    """Indices; empty if rank 0 does not fit."""
     chosen = list(range(len(shown.columns)))
     while sum(_least(shown, index) for index in chosen) + len(_GAP) * (len(chosen) - 1) > width:
         last = shown.columns[max(chosen, key=lambda index: (shown.columns[index].rank, index))]
@@ -203,7 +200,6 @@ def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
 
 
 def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterator[str]:
-    """One line per field, for a terminal too narrow for rank 0."""
     for column, text in zip(shown.columns, row, strict=True):
         first, *rest = flowed(text, max(width - label - len(_GAP), 8))
         yield f"{column.heading:<{label}}{_GAP}{first}".rstrip()

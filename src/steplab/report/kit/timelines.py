@@ -99,7 +99,6 @@ def column_shares(
 
 
 def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str]:
-    """One path per stream and category, with equal columns merged."""
     import numpy as np
 
     num_columns = int((WIDTH - _LEFT - _RIGHT) / column_px)
@@ -142,7 +141,6 @@ def _time_s(timeline: Timeline, stream: int, category: str) -> float:
 
 
 def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    """Shade every other phase, and label those wide enough."""
     for index, (name, start_ns, end_ns) in enumerate(timeline.phases):
         left, right = frame.x(start_ns), frame.x(end_ns)
         tip = f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}"

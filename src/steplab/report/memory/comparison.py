@@ -236,7 +236,6 @@ def _dtypes(saved: Sequence[SavedTensors]) -> str:
 
 
 def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
-    """Bytes that stay in float32, and the operators that saved most of them."""
     if not full:
         return ""
     by_node: dict[str, int] = {}

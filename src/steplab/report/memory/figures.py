@@ -193,7 +193,6 @@ def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
 
 
 def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
-    """Change of the peak by each value of a field, between otherwise equal cells."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
         pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])

@@ -94,11 +94,9 @@ _WEIGHTS = {
     "optimizer_state": "optimizer state of {}",
     "autocast_copies": "low-precision copy of {}",
 }
-"""Names of allocations by category, for weights of the same shape."""
 
 
 def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
-    """Weights of an allocation's shape; None if several kinds have it."""
     of = {
         "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
         "a feed-forward weight": {
@@ -352,7 +350,6 @@ def _saved_look(tensors: SavedTensors) -> Row:
 def _alike(
     items: Iterable[_Item], look: Callable[[_Item], Row], size: Callable[[list[_Item]], int]
 ) -> list[tuple[Row, list[_Item]]]:
-    """Items by look, most bytes first."""
     found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
     for item in items:
         seen = look(item)

@@ -257,7 +257,6 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
 
 
 def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[float, float, str]:
-    """On its line if free, else above the peak's label."""
     for at, side in ((frame.right, "end"), (LEFT, "start")):
         if not text_box(at, line - 5, name, side).meets(peak):
             return at, line - 5, side
@@ -281,7 +280,6 @@ def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[floa
 
 
 def _spread(middles: Sequence[float], widths: Sequence[float], left: float, right: float) -> list[float]:
-    """Left edges near these middles, without overlap; the frame has room for all."""
     lefts: list[float] = []
     for middle, width in zip(middles, widths, strict=True):
         lefts.append(max(middle - width / 2, left))

@@ -125,7 +125,6 @@ def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """Memory saved by the first blocks, with gradients, and by other kinds."""
     copies = _copies_saved(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes

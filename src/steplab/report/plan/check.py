@@ -54,7 +54,6 @@ def _errors(checks: Sequence[TimeCheck]) -> list[float]:
 
 
 def _groups(scored: Sequence[TimeCheck]) -> Table:
-    """All steps, those with a GPU that may have waited for Python, and the others by differing field."""
     groups: dict[str, list[TimeCheck]] = {}
     for check in scored:
         for group in _groups_of(check):

@@ -42,7 +42,6 @@ def precision_verdict(numerics: Numerics) -> Verdict:
 
 
 def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use: True) -> list[str]:
-    """Chosen operations that add up many terms, each once."""
     sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
     return list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if chosen(use)))
 
@@ -146,8 +145,6 @@ def _sums(accumulations: Sequence[Accumulation]) -> Section:
 
 
 class _PrecisionReport:
-    """Tables have a row or column per audit."""
-
     is_joint = True
 
     @property

@@ -97,7 +97,6 @@ def _in_fp32(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
 
 
 def _range(precision: str, audit: Audit) -> Iterator[str]:
-    """Share of the exact gradients outside a type's range."""
     low = COMPUTED_IN.get(precision)
     total = sum(count for _, count in audit.gradient_exponents)
     if low is None or not total:

@@ -183,7 +183,6 @@ def _draw_point(picture: Drawing, axes: "Axes", point: Point) -> None:
 
 
 def _name_largest(axes: "Axes", points: Sequence[Point]) -> None:
-    """As far as they do not overlap."""
     placed: list[tuple[float, float, float]] = []  # left, right, height, in pixels
     centers = [axes.transData.transform((point.intensity, point.flops_per_s)) for point in points]
     for point, (x, y) in zip(points, centers, strict=True):

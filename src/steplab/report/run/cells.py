@@ -38,9 +38,7 @@ _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"de
 """Fields split a crowded chart into panels in this order."""
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
 _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
-"""Defaults that a long label leaves out."""
 _MOST_SAID = 4
-"""Most fields of a label with usual values."""
 _MOST_SERIES = 6
 _MOST_MARKS = 48
 
@@ -117,7 +115,6 @@ def _values(run: Run) -> dict[str, Scalar]:
 
 
 def _ranks(field: str, cells: Sequence[RunCell]) -> dict[Scalar, int]:
-    """Unknown names follow known ones, in order of appearance."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
     step = _STEP.get(field)
     known = (step.choices or step.about.order) if step else ()
@@ -163,7 +160,6 @@ def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
-    """Fields with a value; of many, the main and unusual ones."""
     known = [field for field in fields if values[field] is not None]
     if len(known) <= _MOST_SAID:
         return known

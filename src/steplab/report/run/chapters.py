@@ -245,7 +245,6 @@ def _missing(run: Run) -> list[str]:
 
 
 def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:
-    """Each text once, with its cells."""
     fields = varying(cells)
     found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
     if len(cells) == 1:

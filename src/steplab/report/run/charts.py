@@ -115,7 +115,6 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
 
 
 def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
-    """The process's largest resident set, for allocators without a count of live tensors."""
     sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
     if not sizes:
         return None
@@ -166,7 +165,6 @@ def _chart(
     note: str,
     legend: Legend,
 ) -> Chart:
-    """Panels with most marks, each with only its positions."""
     ranked = sorted(range(len(panels)), key=lambda index: -len(panels[index].marks))
     pictures = []
     for panel in (panels[index] for index in sorted(ranked[:_MOST_PANELS])):

@@ -61,7 +61,6 @@ _MEMORY_RANKS = {
     **dict.fromkeys(("name", "attention"), 2),
     "mfu": 3,
 }
-"""A narrow table of memory keeps these longest."""
 
 
 def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
@@ -103,7 +102,6 @@ def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Co
 
 
 _FIGURES = ("step_time_s", "warnings", "peak_allocated_bytes", "mfu")
-"""A list's figures; others are on request."""
 _OWN = (
     Column(key="kind"),
     Column(key="status"),
@@ -135,7 +133,6 @@ def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
 
 
 def _column(key: str, rows: Sequence[Row]) -> Column:
-    """Unknown fields have their name as heading."""
     if key == "created_utc":
         one_year = len({str(row.get(key))[:4] for row in rows}) == 1
         shown = slice(5, 16) if one_year else slice(0, 10)
@@ -162,7 +159,6 @@ def _said(column: Column, rows: Sequence[Row]) -> str:
 _LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
 """Differing and measured fields follow the step's other fields."""
 _BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
-"""Attention and compile mode of reference steps."""
 
 
 def attention_step_rows(runs: Sequence[Run]) -> list[Row]:

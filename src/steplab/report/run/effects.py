@@ -105,8 +105,6 @@ def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
 
 
 def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
-    """Cells that differ only in one field, `base` to `value`; smallest gain first."""
-
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name not in (field, "repeat"))
 

@@ -55,7 +55,6 @@ def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _covers(training: RunCell, cell: RunCell) -> bool:
-    """True if two cells differ only in the pass and in fields of training."""
     return all(value in (None, training.values[field]) for field, value in cell.values.items() if field != "pass")
 
 

@@ -22,10 +22,8 @@ from steplab.specs.resolve import options
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3
 _NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention")
-"""Fields that name a series of sizes."""
 _UNTIMED = "step time: "
 _BY_INTEREST = ("precision", "compile")
-"""Fields with effects worth naming first."""
 
 
 def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
@@ -183,12 +181,10 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
-    """By length, then whole steps before parts."""
     return len(series), series[0].values["pass"] == "train"
 
 
 def _for_work(first: Run, last: Run) -> str:
-    """'for 9.8 times the model FLOPs', if known."""
     used = [run.utilization("mfu", "causal") for run in (first, last)]
     if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
         return ""
