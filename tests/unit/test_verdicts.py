@@ -256,7 +256,7 @@ def test_one_variant_alone_has_no_shortest_step() -> None:
     run = make_ddp_run()
     only = replace(run, cells=tuple(cell for cell in run.cells if cell.contender.kind == "none"))
     (sentence,) = ddp_verdict(only).sentences
-    assert sentence.startswith("Of the step one variant alone was measured: no communication, ")
+    assert sentence.startswith("Only one variant was measured: no communication, ")
 
 
 def test_communication_that_is_not_hidden_is_called_exposed() -> None:

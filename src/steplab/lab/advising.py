@@ -83,7 +83,7 @@ class Walk:
         if len(self.kept) < 2 or start.failure or not self._goes_on:
             return
         if self._has_time(self._trial_s(step_s(self.leave(start))) + self.outlook.compile_s(spec)):
-            self.again = self._built("start again", spec, "the step as given beside the fastest")
+            self.again = self._built("start again", spec, "the first step next to the fastest")
             self._seek_gain(self.best, self.again)
             self.met = None if self._is_cut_off(self.best, self.again) else self.taking.gain(self.again, self.best)
             self.leave(self.again)
@@ -366,8 +366,8 @@ def _notes(walk: Walk) -> Iterator[str]:
         )
     if walk.overall and not walk.met and len(walk.kept) > 1:
         yield (
-            "the first step and the fastest did not take turns with each other: their ratio is the product of those of "
-            "the changes that were kept, each measured in turns"
+            "the first step and the fastest did not alternate: their ratio is the product of the kept changes' ratios, "
+            "each from alternating turns"
         )
 
 

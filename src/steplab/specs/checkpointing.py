@@ -21,8 +21,8 @@ CHECKPOINTING = {
     "full": "every block's",
     "every_N": "every Nth block's, as every_2",
     "first_K": "the first K blocks', as first_12",
-    "selective": "all except those of matmuls and fused attention",
-    "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
+    "selective": "all except outputs of matmuls and fused attention",
+    "auto": "the first of none, selective, first_K and full with a fitting predicted memory",
 }
 """The choices, and the activations that each recomputes; N is a whole number of at least 2, K of at least 1."""
 AUTO = "auto"

@@ -184,7 +184,7 @@ class StepChoices:
         CudaGraph,
         Declared(
             help="Replay kernels as CUDA graphs",
-            meanings={"off": "only those of compile", "step": "each phase of the step"},
+            meanings={"off": "only torch.compile's", "step": "each phase of the step"},
             header="CUDA graph",
             axis_name="graph",
             said="CUDA graph: {}",

@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlace:
     rank: int
-    """RANK."""
+    """The variable RANK."""
     size: int
     """WORLD_SIZE."""
     local_rank: int

@@ -149,8 +149,8 @@ class MemoryRecorder:
         notes = []
         if not isinstance(step, ModelStep):
             notes.append(
-                "categories: a user's whole step is not divided into phases, so its parameters, gradients and "
-                "activations cannot be told apart"
+                "categories: a user's whole step has no phases, so its parameters, gradients and activations cannot be "
+                "distinguished"
             )
         if self._compiled:
             notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
@@ -169,8 +169,8 @@ class MemoryRecorder:
             )
         if self._spec.cuda_graph == "step":
             notes.append(
-                "CUDA graphs: a replay allocates nothing, so the memory is that of the step without them, which "
-                "allocates what the recording did"
+                "CUDA graphs: a replay allocates no memory, so this is the step's memory without them, as "
+                "while recording"
             )
         if not self._on_cuda:
             notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")

@@ -81,7 +81,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
     if q.shape[:-3] != k.shape[:-3]:
         return f"attention broadcasts nothing: the dimensions before the heads must be alike, not {shown}; use expand"
     if not _agree(q.shape, k.shape, v.shape):
-        return f"attention takes key heads whose number divides that of the query heads, not {shown}"
+        return f"the number of key heads must divide the number of query heads, not {shown}"
     if not q.device == k.device == v.device:
         return f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}"
     names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))

@@ -304,7 +304,7 @@ def account_document(account: AttentionAccount) -> Document:
     held += f"{units.format_bytes(memory)}"
     answer = f"{account.spec.label} needs {held}: {units.format_bytes(total - memory)} too little."
     if total <= memory:
-        answer = f"{account.spec.label} needs {held}, of which CUDA, libraries and the allocator's gaps take a part."
+        answer = f"{account.spec.label} needs {held}, with a part for CUDA, libraries and the allocator's gaps."
     told = [f"The peak is {account.moment}. {_SYMBOLS}.", f"{units.format_bytes(saved)} of it is saved for backward."]
     if account.previous and account.previous_bytes is not None:
         told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")

@@ -117,10 +117,9 @@ def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 TERMS = (
     (
         "algbw, busbw",
-        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as nccl-tests defines it, is that times "
-        "2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and all-to-all, and 1 for broadcast and "
-        "send/receive: what each rank has to send at least, to be compared with the link's own bandwidth. GB is 1e9 "
-        "bytes.",
+        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as in nccl-tests, is this times the "
+        "least that each rank sends: 2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and "
+        "all-to-all, and 1 for broadcast and send/receive. Compare it with the link's bandwidth. GB is 1e9 bytes.",
     ),
     (
         "time of a call",

@@ -173,7 +173,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
             if len(figures.timed(run)) > 1:
                 yield f"{first.contender.label} has the shortest step, {took}."
             else:
-                yield f"Of the step one variant alone was measured: {first.contender.label}, {took}."
+                yield f"Only one variant was measured: {first.contender.label}, {took}."
         return
     next_best = figures.best(c for c in compared if c.contender.kind not in ("torch_ddp", winner.contender.kind))
     verb = "has the shortest step and adds"
@@ -185,7 +185,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
     yield f"{told}."
     if theirs is winner and next_best:
-        yield f"Of the other variants, {next_best.contender.label} adds least, {_added(next_best)}."
+        yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
 
 
@@ -241,8 +241,8 @@ def _hidden(cell: DdpCell) -> Iterator[str]:
     alone = units.format_time(alone_s)
     if hidden < 0:
         yield (
-            f"Nothing of it is hidden: the same messages take {alone} with nothing beside them, and in the step they "
-            "slow the computation as well."
+            f"All of it is exposed: the same messages take {alone} alone, and in the step they slow the computation as "
+            "well."
         )
     elif hidden < _MOSTLY:
         yield (
@@ -260,8 +260,8 @@ def _cautions(run: DdpRun) -> Iterator[str]:
     least, most = figures.baseline_range_s(run) or (0.0, 0.0)
     if most > _STEADY * least:
         yield (
-            f"Warning: the step without communication took {units.format_time(least)} beside one variant and "
-            f"{units.format_time(most)} beside another: it was disturbed, and so is the exposed communication."
+            f"Warning: the step without communication took {units.format_time(least)} next to one variant and "
+            f"{units.format_time(most)} next to another: unstable, so exposed times are unreliable."
         )
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
@@ -276,20 +276,20 @@ def _cautions(run: DdpRun) -> Iterator[str]:
 TERMS = (
     (
         "without communication",
-        "The same step on the same ranks with nothing sent, measured in turns with each variant: some steps of one, "
-        "then some of the other. Where the study says so, the device is held idle before each step until the host is "
-        "ahead. The figures of the step without communication are the medians of those turns.",
+        "The same step on the same ranks without messages, alternating with each variant: some steps of one, then "
+        "some of the other. If noted, the device is held idle before each step until the host is ahead. The figures of "
+        "the step without communication are the medians of these turns.",
     ),
     (
         "exposed communication",
-        "Time that communication adds to a step: the step minus the same step without communication, measured in "
-        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds come "
-        "from the 95 % interval of the ratio of both steps, which are compared pair by pair.",
+        "Time that communication adds to a step: the step minus the same step without communication, from "
+        "alternating turns. It includes the slowdown of concurrent computation. Its bounds come from the 95 % interval "
+        "of the ratio of both steps, compared pair by pair.",
     ),
     (
         "alone, hidden",
-        "Alone is the time of the same messages with nothing beside them. Hidden is 1 − exposed / alone, where the "
-        "bounds of what is exposed allow it.",
+        "Alone is the time of the same messages without computation. Hidden is 1 − exposed / alone, if the bounds of "
+        "exposed communication allow it.",
     ),
     (
         "bucket",

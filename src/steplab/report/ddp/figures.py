@@ -215,7 +215,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         key="alone_s",
         header="alone",
         rank=1,
-        note="Alone is the time of the same messages with nothing beside them.",
+        note="Alone is the time of the same messages without computation.",
         find=alone_s,
     ),
     Figure(
@@ -224,14 +224,14 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         unit="share",
         rank=2,
         note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
-        "communication slows the computation beside it by more than is hidden.",
+        "communication slows concurrent computation by more than is hidden.",
         find=hidden,
     ),
     Figure(
         key="traced_exposed_s",
         header="exposed in trace",
         rank=3,
-        note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
+        note="Exposed in trace is the time of messages without concurrent computation, under a profiler.",
         find=_traced(lambda traced: traced.exposed_s),
     ),
     Figure(key="num_calls", header="calls", unit="label", rank=2, find=lambda cell: cell.num_calls),
@@ -254,8 +254,8 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     key="host_lead_s",
     header="host ahead",
     rank=3,
-    note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
-    "least, including the time for which the device was held before the step.",
+    note="Host ahead is the host's least lead over the device at the end of a phase, including the hold before "
+    "the step.",
     find=host_lead_s,
 )
 _OTHERS: tuple[Figure[DdpCell], ...] = (
@@ -292,7 +292,7 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
             header="× DDP",
             unit="times",
             rank=1,
-            note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
+            note="× DDP is exposed over torch DDP's at the bucket size with the shortest step.",
             find=of_best,
         ),
         *_SENT,
@@ -342,8 +342,8 @@ MEMORY = (
     _by_formula(
         "after_step",
         "by formula",
-        "The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the optimizer "
-        "state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of ranks.",
+        "The formula counts parameters, gradients and optimizer state. ZeRO divides the optimizer state (sharded), the "
+        "gradients too (sharded, peer_copy), or all (FSDP2) by the number of ranks.",
     ),
     Figure(
         key="peak_bytes",

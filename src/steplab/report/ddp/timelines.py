@@ -32,7 +32,7 @@ def timelines(run: DdpRun) -> Chart | None:
         if steps.communication_s:
             told = (
                 f"messages take {units.format_time(steps.communication_s)} per step, "
-                f"{units.format_time(steps.exposed_s)} of it beside no computation"
+                f"{units.format_time(steps.exposed_s)} of it exposed"
             )
         pictures.append(replace(drawn, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}

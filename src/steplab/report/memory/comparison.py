@@ -208,7 +208,7 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
             if low
             else "nothing is in low precision"
         )
-        yield f"Of the {units.format_bytes(total)} of activations saved for backward, {share}{_still_full(full, run)}."
+        yield f"Saved for backward: {units.format_bytes(total)} of activations; {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
     of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
     if alone and run.spec is not None and run.spec.precision in WITH_MASTERS:

@@ -100,11 +100,11 @@ def _moved(cell: RunCell, field: str, baseline: str, after: int, before: int, ho
 TERMS = (
     (
         "categories of memory",
-        "The uses of the allocated bytes, which sum to the peak. Parameters include buffers. Gradients are those of "
-        "parameters. Activations are computed in a forward pass, or recomputed by checkpointing, and saved for "
+        "The uses of the allocated bytes, which sum to the peak. Parameters include buffers. Gradients are "
+        "parameters'. Activations are computed in a forward pass, or recomputed by checkpointing, and saved for "
         "backward. Autocast copies are weights that were cast once for all uses. Inputs are the step's batch. "
         "Workspaces belong to libraries and exist before and after the step. Temporaries are all other memory "
-        "allocated in the step. Rounding is what the allocator adds to the requested sizes.",
+        "allocated in the step. Rounding is the allocator's addition to requested sizes.",
     ),
 )
 _MOST_BESIDE = 6
@@ -157,7 +157,7 @@ def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
-    yield Section.of("What the peaks are made of", peak_bars(cells, predictions))
+    yield Section.of("Peaks by category", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
         fields = [field for field in varying(cells) if field != "context"]

@@ -12,7 +12,7 @@ from steplab.specs.step import AUTOCAST
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
-    "cpu allocator": "by what torch's profiler saw of each allocation",
+    "cpu allocator": "by torch's profiler, allocation by allocation",
 }
 _MOST_BLOCKS = 4
 

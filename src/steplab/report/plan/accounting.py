@@ -22,7 +22,7 @@ def accounting_document(found: Accounting) -> Document:
 
 
 def _given(found: Accounting) -> Section:
-    return Section.of("What is given", Equations(lines=tuple(map(_equation, found.given))))
+    return Section.of("Given", Equations(lines=tuple(map(_equation, found.given))))
 
 
 def _section(question: Question) -> Section:

@@ -82,7 +82,7 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
         ),
         rows=tuple(rows),
         caption="Predicted by a dry run: the peak of memory on a CUDA device, and the time with its 90 % interval. "
-        "`steplab plan memory` and `steplab plan time` say of one step what they are made of.",
+        "`steplab plan memory` and `steplab plan time` show the components of one step.",
         first=MOST_ROWS,
     )
 

@@ -50,7 +50,7 @@ def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     if names := _summing(audit):
         yield (
             f"{listed(names)} add up many terms. torch's fused kernels add in fp32, whatever their inputs. Composed of "
-            f"{low} operations, {_SIGNIFICANT[low]}: keep those in fp32{_done(numerics, audit)}."
+            f"{low} operations, {_SIGNIFICANT[low]}: keep them in fp32{_done(numerics, audit)}."
         )
 
 
@@ -131,7 +131,7 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    yield Section.of("What was seen", Sentences.of(words.told(numerics, audit), "finding"))
+    yield Section.of("Findings", Sentences.of(words.told(numerics, audit), "finding"))
     yield Section.of("Types by module", type_table(audit))
     yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
     yield Section.of("Matrix products, after every cast", matmul_table(audit))

@@ -161,5 +161,5 @@ def _never_rounded(a: Accumulation) -> str:
     return (
         f"No addition rounds: every sum is a multiple of 2^-{last_bit} below 2^{first_bit}, "
         f"{first_bit + last_bit} binary digits, and {short(a.accumulator)} has {SIGNIFICANT_BITS[a.accumulator]}. "
-        "What is wrong is the addend alone."
+        "Only the addend is wrong."
     )

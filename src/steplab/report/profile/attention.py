@@ -117,8 +117,8 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     ]
     notes += [f"Both are counted for part of the time only: {', '.join(counted)}."] if counted else []
     notes += [
-        f"No FLOPs for {row.phase} {row.part}: those of {', '.join(row.uncounted[:_NAMED])} cannot be computed from "
-        "the inputs in the trace."
+        f"No FLOPs for {row.phase} {row.part}: the inputs in the trace do not give FLOPs of "
+        f"{', '.join(row.uncounted[:_NAMED])}."
         for row in rows
         if row.work.flops is None
     ]

@@ -56,7 +56,7 @@ def ranks_section(seen: TracedRanks) -> Section:
 def _told(seen: TracedRanks) -> str:
     path = ", ".join(f"rank {part.rank} {part.what} {units.format_time(part.time_s)}" for part in seen.path[:12])
     clocks = (
-        "no collective was found in two of them, so their clocks are taken as they are"
+        "clocks not aligned, for lack of a common collective"
         if seen.clock_error_s is None
         else f"clocks aligned on {len(seen.meetings)} collectives of a step, to {units.format_time(seen.clock_error_s)}"
     )

@@ -110,7 +110,7 @@ def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fie
         return []
     share, cell, found = max(predicted, key=lambda one: one[0])
     told = saving_sentence(found.findings[0], found.step_s)
-    text = f"of a step is the most that one change is predicted to save: {label(cell, fields)}. {told}"
+    text = f"of a step is the largest predicted saving of one change: {label(cell, fields)}. {told}"
     return [Fact(figure=units.format_percent(share), text=text, wide=True)]
 
 
@@ -144,7 +144,7 @@ def findings_section(findings: Findings) -> Section:
         folded=True,
     )
     chart = Bars(bars=bars, note="Predicted saving per step.", full=findings.step_s)
-    return Section.of("What would save time", chart, table)
+    return Section.of("Possible savings", chart, table)
 
 
 _SAME_STEP = 0.20
@@ -197,8 +197,8 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         if finding.limited_from_s is not None:
-            return f"It saves {saved_words(finding)}, but the changes before it leave nothing of the step."
-        return "What the change saves cannot be predicted from this record."
+            return f"It saves {saved_words(finding)}, but the changes before it already save the whole step."
+        return "This record does not allow a prediction of the saving."
     return f"The change saves {saving_words(finding, step_s)}."
 
 
@@ -285,7 +285,7 @@ def _changed_step(findings: Findings) -> Iterator[str]:
     step_s = findings.step_s
     if before is not None and step_s and abs(before / step_s - 1) > _SAME_STEP:
         yield (
-            f"The step as it was took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
-            f"({100 * (before / step_s - 1):+.0f} %), so the machine has changed: the predictions are made from the "
-            "record, the measurements on the machine as it is now."
+            f"The unchanged step took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
+            f"({100 * (before / step_s - 1):+.0f} %), so the machine has changed: predictions follow the record, "
+            "measurements the machine's present state."
         )

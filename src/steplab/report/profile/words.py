@@ -101,7 +101,7 @@ def largest_categories(run: Run, profile: Profile) -> str:
     step = whole(run, profile)
     shares = sorted(((step.share(category) or 0.0, category) for category in shown_categories(profile)), reverse=True)
     most = ", ".join(f"{category} {units.format_percent(share)}" for share, category in shares[:_MOST_CATEGORIES])
-    return f"Of the busy time {most}."
+    return f"Busy time: {most}."
 
 
 def _share(part: float, total: float) -> str:

@@ -61,11 +61,11 @@ TERMS = (
     (
         "peak memory",
         "Most bytes in live tensors (allocated), and most bytes that the allocator held from the device (reserved), "
-        "during one step, with all that was alive before it.",
+        "during one step, including earlier tensors.",
     ),
     (
         "compile time",
-        "Time of the first, compiling step minus that of a later one. No step time includes it.",
+        "Time of the first, compiling step minus a later step's. No step time includes it.",
     ),
 )
 

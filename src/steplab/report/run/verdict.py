@@ -255,8 +255,8 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
-        text = "Step times differ by no more than those of equal steps do, in every pair of runs that differ in one of "
-        text += "these choices only"
+        text = "Step times differ by no more than equal steps' in every pair of runs that differ only in one of "
+        text += "these choices"
         gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
     return gains
 
