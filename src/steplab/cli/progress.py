@@ -191,6 +191,7 @@ class ProgressLine:
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: SweepProgress) -> None:
+        """Show a cell of a sweep that runs or has ended."""
         if self._resume and not self._stage:
             self._stage = "resumed"
             made = f"{counted(progress.skipped, 'measurement')} already made"
@@ -217,6 +218,7 @@ class ProgressLine:
             self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
+        """The mean time of the finished cells, times the cells left."""
         done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
             return ""

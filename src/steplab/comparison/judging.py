@@ -36,7 +36,7 @@ def start_margin(runs: Sequence[Run]) -> float:
 
 
 def judged(a: Run, b: Run, *, threshold: float | None = None) -> Ratio | None:
-    """Step time of `b` over `a`; None if one has no steps."""
+    """Step time of `b` over `a`, with the decision; None if one has no steps."""
     if took_turns(a, b) and (ratio := step_ratio(a, b, threshold=threshold)):
         return ratio
     if not a.samples_s or not b.samples_s:

@@ -154,9 +154,8 @@ def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: f
 
 
 def model_utilizations(spec: StepSpec, gpu: Gpu, step_s: float) -> tuple[Utilization, ...]:
-    """MFU under every convention, for a step of `step_s` seconds on its layout's ranks. Empty for a model of unknown
-    sizes.
-    """
+    """MFU under every convention, for a step of `step_s` seconds on as many GPUs as its layout has ranks. Empty for a
+    model of unknown sizes."""
     shape, flops = spec.model.shape, dict[str, float]()
     if shape is not None:
         for convention in get_args(Convention):

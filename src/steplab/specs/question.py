@@ -82,7 +82,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
     tells: str = ""
-    """A kind of record that answers by its own verdict."""
+    """A kind of record whose own verdict answers."""
     derives: Derivation | None = None
     why: str = ""
     measure: str = ""

@@ -190,6 +190,7 @@ class Scale:
     show: Callable[[float], str]
 
     def put_on(self, axes: "Axes", *, along: Literal["x", "y"] = "y") -> None:
+        """Give axes this scale along x or y, with its limits and the names of its ticks."""
         axis = axes.yaxis if along == "y" else axes.xaxis
         limits = {f"{along}lim": (self.low, self.high or 1)}  # all zeros still need a height
         axes.set(**limits, **({f"{along}scale": "log"} if self.log else {}))

@@ -252,7 +252,7 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
 def allocation_table(
     run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
 ) -> Table:
-    """Allocations by look, most bytes first; `remark` ends the caption."""
+    """Allocations, those together that look alike, most bytes first; `remark` ends the caption."""
     groups = _alike(allocations, lambda made: _allocation_look(made, run), allocated_bytes)
     rest = [made for _, group in groups[_MOST_ROWS:] for made in group]
     left_out = _left_out(len(groups) - _MOST_ROWS, allocated_bytes(rest))
@@ -284,7 +284,7 @@ def allocation_table(
 
 
 def _allocation_look(made: Allocation, run: Run) -> Row:
-    """'a/model.py:81 in forward' gives line, function and folder."""
+    """Fields of an allocation; 'a/model.py:81 in forward' gives line, function and folder."""
     place, _, function = (made.source or "").partition(" in ")
     folder, _, line = place.rpartition("/")
     return {
@@ -303,9 +303,8 @@ def _allocation_look(made: Allocation, run: Run) -> Row:
 
 
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
-    """Saved tensors by look, most bytes first; `left_out` are kinds beyond the record's limit, which count in the
-    total.
-    """
+    """Saved tensors, those together that look alike, most bytes first; `left_out` are kinds that the record had no room
+    for, which count in the total."""
     groups = _alike(saved, _saved_look, saved_bytes)
     rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
     beyond = left_out or LeftOut(count=0, num_bytes=0)
@@ -350,6 +349,7 @@ def _saved_look(tensors: SavedTensors) -> Row:
 def _alike(
     items: Iterable[_Item], look: Callable[[_Item], Row], size: Callable[[list[_Item]], int]
 ) -> list[tuple[Row, list[_Item]]]:
+    """The items that look alike together, with their look, most bytes first."""
     found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
     for item in items:
         seen = look(item)
