@@ -16,7 +16,7 @@ CONSIDERABLE = 0.15
 PASSES = 2
 """Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
 _LIKE = "fused reduction"
-"""Compiled kernel of the same rate."""
+"""A fused loss is assumed to reach this compiled kernel's rate."""
 
 
 def loss_share(case: Case) -> Finding | None:

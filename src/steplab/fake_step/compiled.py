@@ -244,7 +244,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """A view's node with the memory."""
+    """The node that owns a view's memory."""
     while node.op == "call_function" and _name(node) in _VIEWS:
         node = node.all_input_nodes[0]
     return node

@@ -129,7 +129,7 @@ class Outlook:
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
-        """None: unknown."""
+        """The predicted gain of a change; None: unknown."""
         before_s = self._planned_s(spec)
         after_s = self._planned_s(change.made(spec)) if before_s else None
         if before_s and after_s:
@@ -143,7 +143,7 @@ class Outlook:
         return None
 
     def room(self, spec: StepSpec) -> FitVerdict | None:
-        """As predicted; None: unknown."""
+        """The predicted fit; None: unknown."""
         if self._gpu is None:
             return None
         if spec not in self._rooms:
@@ -284,7 +284,7 @@ def now(spec: StepSpec, change: Change) -> tuple[str, str]:
 
 
 def waited(side: Any) -> bool | None:
-    """None: unknown."""
+    """True if the device waited for the host; None: unknown."""
     timing = side.run.timing if side and side.run else None
     return waits_for_host(timing.back_to_back) if timing else None
 

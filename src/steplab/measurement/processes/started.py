@@ -45,7 +45,7 @@ def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Fai
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:
-    """With its rank in the message."""
+    """Adds the rank to the message."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
 

@@ -49,7 +49,7 @@ class Frame:
 
 
 def step_end_ns(timeline: Timeline) -> int:
-    """Of the last kernel or phase."""
+    """End of the last kernel or phase."""
     ends = [start + duration for start, duration in zip(timeline.start_ns, timeline.duration_ns, strict=True)]
     return max([*ends, *(end for _, _, end in timeline.phases)])
 
