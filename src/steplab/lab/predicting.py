@@ -224,8 +224,8 @@ _DEEP = 12
 
 
 def _deep_model(spec: StepSpec) -> SpreadModel | None:
-    """A two-block configuration for many equal blocks; None: trace the whole model. Optimizers with temporary memory
-    are followed only there.
+    """A two-block configuration that stands for many equal blocks; None: trace the whole model. Optimizers that hold
+    memory of their own while they update are followed there alone.
     """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
@@ -267,7 +267,7 @@ def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
 
 
 def spread_model(spec: StepSpec) -> SpreadModel | None:
-    """A third-party model as layouts spread it, by a trace of some seconds."""
+    """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
     alone = replace(spec, layout=SINGLE, compile="off", checkpointing="none", update=AFTER, data_parallel="bucketed")

@@ -303,9 +303,8 @@ class ColdCaches:
         return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
 
     def run_ahead(self, call: ColdCall) -> tuple[object, object]:
-        """Call once; returns the marks around it. If the device reached it before all was launched, call again behind
-        more flushes; at MOST_FLUSHES count it in `num_waits`.
-        """
+        """Call once; returns the marks around it. If the device reached it before all of it was launched, call again
+        behind more flushes; at the most flushes count it as one that may have waited."""
         while True:
             span = self._run(call)
             if self._flush is None or not self._device.has_passed(span[0]):
