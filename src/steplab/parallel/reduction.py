@@ -1,7 +1,7 @@
 """Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
 
 One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
-all ranks exchange flags*. They tell every rank about each parameter:
+all ranks exchange flags*. Every rank then knows of each parameter:
 
 - if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
 - if any rank has a late gradient, after the launch (a second backward pass, or a second use under reentrant
@@ -246,9 +246,8 @@ class GradientReducer:
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average every gradient; a collective call. Yields parameters of each part as soon as they have averages;
-        later parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal
-        sizes.
+        """Average every gradient; a collective call. Yields parameters of each part once they have averages; later
+        parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes.
         """
         while self._next < len(self._buckets):
             self._launch_next()

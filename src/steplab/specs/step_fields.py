@@ -1,4 +1,4 @@
-"""The declaration of a field of a step or of a benchmark's cell, and everything derived from it.
+"""The declaration of a field of a step or of a benchmark's cell, with derived texts and checks.
 
 A declaration is in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`, `specs.comm`
 and, for the options of a benchmark, next to its cells:

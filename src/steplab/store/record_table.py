@@ -33,7 +33,7 @@ _MOST_NUMBERS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
-    """A decoded and validated record from outside."""
+    """A decoded and validated record of another store or file."""
 
     where: str
     """Its name in messages, such as "runs.jsonl, line 3"."""

@@ -146,10 +146,10 @@ def attention(
     """softmax(scale * q k^T) v, by the named implementation.
 
     q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
-    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. Nothing is
-    broadcast. causal hides keys after the query's own position, both counted from the first, as torch's is_causal does.
-    scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype, except
-    plain, which keeps q's.
+    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. There is no
+    broadcasting. causal hides keys after the query's own position, both counted from the first, as torch's is_causal
+    does. scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype,
+    except plain, which keeps q's.
 
     Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for an unknown name and for
     inputs that the named implementation does not support.

@@ -1,5 +1,5 @@
-"""The table of attention implementations, from which choices, help, refusals, `auto`, plans, FLOPs, memory and
-documentation follow.
+"""The table of attention implementations: the source of choices, help, refusals, `auto`, plans, FLOPs, memory and
+documentation.
 
 A new implementation is a row, its code, and the name of its function in api.py. This file imports nothing, so that
 plans work without torch. Limits are the CUDA kernels', and assumed for ROCm. torch's are from its
@@ -45,7 +45,7 @@ class Workspace:
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """True if tensors of such numbers need it; shared: several heads of queries share keys."""
+        """True if tensors of these formats need it; shared: several heads of queries share keys."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])

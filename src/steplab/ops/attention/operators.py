@@ -108,7 +108,8 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
     """True if the dispatcher would do more for these tensors than call the operator's function on a GPU. It does for
     autograd, modes (FLOP counters, selective checkpointing), transforms of torch.func, profilers, tensor subclasses,
-    and the two kinds of tensors whose memory does not hold their values."""
+    and the two kinds of tensors without their values in memory.
+    """
     if (
         torch.is_grad_enabled()
         or _num_modes() > 0

@@ -31,12 +31,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UserError, with the fix, for tensors that are not an attention's. Valid are q [..., H, S, D] with k and v
     [..., N, K, D], where N divides H (grouped-query heads: query head h reads key head h * N // H); [batch, S, D] with
-    [batch, K, D]: one head; and [S, D] with [K, D]. Nothing is broadcast."""
+    [batch, K, D]: one head; and [S, D] with [K, D]. There is no broadcasting.
+    """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
     q_shape, k_shape = q.shape, k.shape
-    # One comparison for the common case: every head has its own keys, as many as there are queries.
+    # One comparison for the common case: every head has its own keys, one per query.
     if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
         alike = True
     else:

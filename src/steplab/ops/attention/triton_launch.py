@@ -29,7 +29,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def base_two(scale: float) -> float:
-    """The factor with which exp2 replaces exp with the scale."""
+    """Factor for exp2 instead of exp with the scale."""
     return scale * math.log2(math.e)
 
 
