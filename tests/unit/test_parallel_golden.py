@@ -234,7 +234,7 @@ def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> No
 
 
 def disturbed(run: DdpRun) -> list[str]:
-    return [text for text in ddp_verdict(run).cautions if "disturbed" in text]
+    return [text for text in ddp_verdict(run).cautions if "unstable" in text]
 
 
 def a_tenth_longer(samples: PhaseSamples) -> PhaseSamples:

@@ -37,7 +37,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
     q_shape, k_shape = q.shape, k.shape
-    # One comparison for the common case: every head has its own keys, one per query.
+    # One comparison for the common case: every head has its own keys, and K equals S.
     if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
         alike = True
     else:
