@@ -107,9 +107,9 @@ def account(
 
     Args:
         shape: sizes of the model; `model` is its name.
-        tokens: size of the batch, for activations.
+        tokens: size of the batch for which activations are counted.
         device: the kind of device in `mesh`.
-        counted: the card to compare with the fp32 state.
+        counted: the card whose memory is compared with the fp32 state.
     """
     facts = _Facts(shape, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))

@@ -39,6 +39,7 @@ def shape_of(model: ModelSpec, doing: str) -> TransformerShape:
 
 
 def refuse_experts(model: ModelSpec, doing: str) -> None:
+    """Raise Unsupported for a configuration of a mixture of experts."""
     if any((model.hf_config or {}).get(key) for key in _EXPERTS):
         raise _unknown(doing, f"{model.name} is a mixture of experts")
 
