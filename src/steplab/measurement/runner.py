@@ -47,6 +47,7 @@ class Runner:
         return True
 
     def read_clocks(self) -> None:
+        """Report the clocks, which are those of work if the device is at work."""
         self.observer.on_environment(read_clocks(self.environment, self.device.torch_device))
 
     def begin(self, stage: str, num_steps: int = 0) -> None:
