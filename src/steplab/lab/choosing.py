@@ -154,7 +154,7 @@ def _commit(revision: str) -> str | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRecords:
     records: tuple[Record, ...]
-    """At least one; records of one kind are in order of measurement, those of a study in its order."""
+    """At least one; records of one kind are in order of measurement, a study's in its order."""
     title: str
     """The study's name, or a description of the selection."""
     description: str = ""

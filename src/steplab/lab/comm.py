@@ -72,7 +72,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}, not {count}: a collective needs two processes")
-    refuse_too_many(count)  # before sizes are checked, whose error would name the wrong cause
+    refuse_too_many(count)  # before sizes are checked: their error would name the wrong cause
     return count, device
 
 

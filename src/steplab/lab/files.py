@@ -1,8 +1,8 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-No store is ever replaced. Another file is replaced where it is empty or names steplab as its writer; what else is there
-stays, unless it is forced. A table in CSV, JSON or LaTeX and plain text have no place for the name, so that these are
-replaced by force alone. A device or a pipe is written to.
+No store is ever replaced. Another file is replaced if it is empty, names steplab as its writer, or is forced. A table
+in CSV, JSON or LaTeX and plain text have no place for the name, so that these are replaced by force alone. A device or
+a pipe is written to.
 """
 
 import contextlib

@@ -236,8 +236,8 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """A change that does not fit, together with one that needs less memory without effect on numbers, if it may fit
-        then. Changes that also save time come first, alone.
+        """A change that does not fit, with another that needs less memory without effect on numbers, if both may fit.
+        Changes that also save time come first, alone.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong

@@ -160,8 +160,8 @@ def ab(
     A record of each side and start is stored. `starts`: number of restarts of the sides, because two processes of one
     step differ by more than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the
     smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn; `on_side` gets
-    each side's label as it is built. Raises UserError if a step cannot be measured, or differs from the others in steps
-    or device.
+    each side's label when its building starts. Raises UserError if a step cannot be measured, or differs from the
+    others in steps or device.
     """
     refuse_torchrun("measure in turns")
     if against and sides:

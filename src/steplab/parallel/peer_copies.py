@@ -5,7 +5,7 @@ of work:
 
 1. *out*, on the line of copies: each rank copies from autograd's tensors into landing places of the parts' owners, and
 signals them.
-2. on the line of means: after all signals, the owner writes the mean of its own and the landed gradients into its part.
+2. on the line of means: after all signals, the owner writes the mean of its and the landed gradients into its part.
 3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
 the means stay.
 

@@ -8,7 +8,7 @@ optimizers; the gaps are zero and are sent too.
 if shorter; a collective for each owner needs no padding. On GPUs one collective is worth a padding of up to an eighth
 of the tensors' memory. On CPUs it is not: gloo's needs its own memory (flat_parameters.py).
 - Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places of a module's buckets in
-shared memory (`placed`). Without owners each rank has an equal part of a chunk, whose borders may be inside gradients,
+shared memory (`placed`). Without owners each rank has an equal part of a chunk, with borders maybe inside gradients,
 and all ranks get all means. With owners a bucket is one chunk, ordered by owner, and the means stay with the owners.
 """
 

@@ -61,7 +61,7 @@ def _is_generated(frame: Frame) -> bool:
 
 
 def _is_step(frame: Frame) -> bool:
-    """True for the step's own code, shown for memory that no line of the model allocates, such as the optimizer's."""
+    """True for the step's own code, shown for memory from outside the model, such as the optimizer's."""
     return bool(_STEP.search(frame[0]))
 
 

@@ -1,7 +1,7 @@
 """Draws the step time over the bucket size, measured and by the model.
 
-A mark is the exposed communication of a variant on top of the usual step without communication. Both were measured in
-turns, so a machine that becomes faster during the study does not change the figure.
+A mark is the exposed communication of a variant on top of the usual step without communication. They alternated, so a
+machine that becomes faster during the study does not change the figure.
 """
 
 import math

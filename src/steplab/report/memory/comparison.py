@@ -63,7 +63,7 @@ _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
 _SINGULAR = ("optimizer_state", "rounding")
 _NAMED = 3
-_NEXT_TO_NOTHING = 0.005  # ratio below which almost nothing of a category is left
+_NEXT_TO_NOTHING = 0.005  # below this ratio a category has almost vanished
 
 
 def comparison_sentences(

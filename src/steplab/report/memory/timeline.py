@@ -148,7 +148,7 @@ def _picture(one: Shown, width: float, scale: kit.Scale, capacity: int | None) -
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
     """Index of the moment with the most bytes in each of `num_columns` equal columns; None before the first.
 
-    A moment lasts until the next. One that begins between two columns belongs to the second.
+    A moment lasts until the next. A moment between two columns belongs to the second.
     """
     totals = [sum(sizes) for sizes in zip(*timeline.allocated_bytes, strict=True)]
     per_s = num_columns / ((end_s - start_s) or 1)
