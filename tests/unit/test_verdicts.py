@@ -308,6 +308,5 @@ def test_a_plan_says_first_whether_the_step_fits() -> None:
     many = (*(card(gpu, "fits") for gpu in "ABCDE"), *(card(gpu, "does not fit") for gpu in "FGHIJK"))
     told = plan_document(resolve_step({"model": "small"}), replace(prediction, cards=many))
     assert told.verdict.sentences[0] == (
-        "The step fits on 5 GPUs of the catalogue, the smallest of which is the E; "
-        "does not fit on 6 GPUs of the catalogue, the largest of which is the F."
+        "The step fits on 5 known GPUs (smallest: E); does not fit on 6 known GPUs (largest: F)."
     )

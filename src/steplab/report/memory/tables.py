@@ -224,7 +224,7 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
             {"name": category_word(part.category), **_part_row(part, predicted=prediction is not None)}
             for part in every
         ),
-        caption="The error is that of the predicted bytes, relative to the measured ones." if prediction else "",
+        caption="The error of predicted bytes is relative to measured ones." if prediction else "",
     )
 
 

@@ -73,10 +73,7 @@ def _verdict(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Iterator[str]
         if who != name:
             yield f"Most for each GPU: {who}, {units.three_digits(each)} tokens/s."
     if assumed := dict.fromkeys(network_words(plan) for _, plan, _ in found if plan.between_nodes):
-        yield (
-            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
-            f"{units.listed(list(assumed))}."
-        )
+        yield f"Times between nodes are assumed, not measured: each GPU sends {units.listed(list(assumed))}."
     if without := [name for name, plan in zip(names, plans, strict=True) if not _best(plan)]:
         yield f"No layout with a known time fits for {units.listed(without)}."
 

@@ -59,7 +59,7 @@ def _some(verdict: str, gpus: Sequence[str]) -> str:
     if len(gpus) <= _MOST_NAMED:
         return ", ".join(gpus)
     edge, which = (gpus[0], "largest") if verdict == "does not fit" else (gpus[-1], "smallest")
-    return f"{len(gpus)} GPUs of the catalogue, the {which} of which is the {edge}"
+    return f"{len(gpus)} known GPUs ({which}: {edge})"
 
 
 _MOST_NAMED = 3

@@ -21,7 +21,7 @@ _PARTS = (
     ("bubble_s", "pipeline fills and drains", 8),
 )
 """Field, words, number of the colour."""
-_MEMORY = (("allocated", 1), ("reserved besides", 3), ("room to be sure", 5))
+_MEMORY = (("allocated", 1), ("also reserved", 3), ("room to be sure", 5))
 """Words, number of the colour."""
 
 
@@ -58,17 +58,11 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     if faster := _faster_but_tight(fitting):
         yield faster
     if plan.num_as_fast > 1:
-        yield (
-            f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
-            "none of them is known to be faster."
-        )
+        yield f"The first {plan.num_as_fast} are too close to call."
     if plan.tokens:
         yield f"{units.format_count(plan.tokens)} tokens {_training(plan, plan.tokens, time)}."
     if plan.between_nodes:
-        yield (
-            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
-            f"{network_words(plan)}."
-        )
+        yield f"Times between nodes are assumed, not measured: each GPU sends {network_words(plan)}."
     if _may_recompute(plan):
         yield "--checkpointing auto also tries what recomputation lets fit."
     if slow := [option for field, value, option in _SLOW if getattr(plan.spec, field) == value]:
@@ -132,14 +126,14 @@ def _may_recompute(plan: LayoutPlan) -> bool:
 def _nothing_found(plan: LayoutPlan) -> str:
     if len(plan.candidates) == 1:
         (only,) = plan.candidates
-        hint = " --checkpointing auto recomputes as much as is needed." if _may_recompute(plan) else ""
+        hint = " --checkpointing auto recomputes enough." if _may_recompute(plan) else ""
         return f"Layout {only.layout} {_VERDICTS[only.verdict][0]}: {only.reason}.{hint}"
     number = units.counted(len(plan.candidates), "layout")
     untimed = sum(each.verdict == "fits" for each in plan.candidates)
     if untimed:
         return (
             f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known. "
-            "Give what one GPU reaches, as in --link network=45 (GB/s), or what is stated of its adapter, as in "
+            "Give the bandwidth that one GPU reaches, as in --link network=45 (GB/s), or its adapter's, as in "
             "--link network=400Gb/s."
         )
     if _may_recompute(plan):
@@ -196,10 +190,9 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
             Column(key="verdict", header="memory", rank=1),
         ),
         rows=tuple(_row(plan, number, each) for number, each in enumerate(fitting, start=1)),
-        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. Waiting is "
-        "for the host, where Python launches too slowly: eager steps, and tensors that tp splits. Exposed is what "
-        "communication adds, bubble what a pipeline waits to fill and drain. Memory is of the ranks that need most. "
-        "`steplab run` takes the options as they are.",
+        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. waiting: "
+        "GPU idle, Python launches too slowly (eager steps, tensors that tp splits). exposed: added by communication. "
+        "bubble: a pipeline fills and drains. Memory is of the ranks that need most. `steplab run` takes the options.",
         first=_FIRST,
     )
 
@@ -232,7 +225,7 @@ def _time_bars(shown: list[LayoutCandidate]) -> Bars:
     return Bars(
         bars=tuple(_time_bar(each, each.time) for each in shown if each.time),
         legend=tuple((color, "■", words) for _, words, color in _PARTS),
-        note="Predicted step time of the slowest ranks, by what it is made of. The stroke marks the upper end of the "
+        note="Predicted step time of the slowest ranks, by component. The stroke marks the upper end of the "
         "90 % interval.",
     )
 
@@ -322,6 +315,6 @@ def _failing(others: list[LayoutCandidate]) -> Table:
             Column(key="peak_bytes", header="allocated", note="Allocated is of the smallest micro-batch."),
             Column(key="reason", wraps_from=30),
         ),
-        f"Of {units.counted(len(others), 'layout')} {said}." if len(counted) > 1 else "",
+        f"{units.counted(len(others), 'layout')}: {said}." if len(counted) > 1 else "",
         first=_FIRST,
     )
