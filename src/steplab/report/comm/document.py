@@ -117,9 +117,9 @@ def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 TERMS = (
     (
         "algbw, busbw",
-        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as in nccl-tests, is this times the "
-        "least that each rank sends: 2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and "
-        "all-to-all, and 1 for broadcast and send/receive. Compare it with the link's bandwidth. GB is 1e9 bytes.",
+        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as in nccl-tests, is this times each "
+        "rank's least traffic over the message: 2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and "
+        "all-to-all, 1 for broadcast and send/receive. Compare it with the link's bandwidth. GB is 1e9 bytes.",
     ),
     (
         "time of a call",
