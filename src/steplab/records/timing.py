@@ -50,7 +50,7 @@ class Energy:
     num_steps: int
     """Steps in that time."""
     limited_s: float | None = None
-    """Seconds in which the power limit lowered the clock; None: not reported."""
+    """Seconds with a clock lowered by the power limit; None: not reported."""
 
     @property
     def per_step_j(self) -> float:

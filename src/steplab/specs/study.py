@@ -12,8 +12,8 @@ and `[[doctor]]` are one benchmark each, with the options of the command of that
     [[comm]]
     collective = "all_reduce"
 
-`gpus` is the number of GPUs that a study needs; `include` lists presets whose measurements it contains as far as the
-machine has enough GPUs.
+`gpus` is the number of GPUs that a study needs; `include` lists presets to contain, as far as the machine has enough
+GPUs.
 """
 
 import tomllib
