@@ -39,11 +39,11 @@ def on_cuda(device: str) -> str:
 
 
 DEFAULT_GPU = "H200 SXM"
-"""Default GPU of predictions: the one with fitted records."""
+"""The GPU that steps are predicted for if none is named: the one whose records are fitted."""
 
 
 def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object) -> PlannedStep:
-    """The predicted memory of a step, and its time on a GPU, or the reasons for their absence.
+    """The predicted memory of a step, and its time on a GPU; what cannot be predicted has the reason in its place.
 
     `spec` and `fields` are as in `measure`. Neither torch nor a GPU is needed:
 
@@ -72,11 +72,12 @@ def plan_memory(
 
         steplab.plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
-    `gpu` is a known GPU to judge, by default each. `variant` is how the ranks of a layout of dp alone share their
-    state, by its name in `steplab ddp`: `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp
-    have all tokens between the products, which steplab plans and does not run.
+    `gpu` is the one of the catalogue that is judged, by default each of them.
+    `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
+    `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
+    which steplab plans and does not run.
 
-    Raises UserError for an invalid request, Unsupported for a step of unpredictable memory.
+    Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
     asked = asked_step("plan_memory", spec, fields, on_cuda)
     if not sequence_parallel and asked.layout.tp == 1:
@@ -108,13 +109,13 @@ def plan_time(
 ) -> StepTimePrediction:
     """The predicted time of a step on a GPU, with a 90 % interval.
 
-    `spec` and `fields` are as in `measure`; `gpu` is a known GPU, by its name, or one with other figures
+    `spec` and `fields` are as in `measure`; `gpu` is one of the catalogue, by its name, or one with other figures
     (costs.rates.gpu_named):
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
     `fit` says if the memory fits that GPU; if not, the time is for an equally fast GPU with enough memory. Raises
-    UserError for an invalid request, Unsupported for a step of unpredictable time.
+    UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), hardware_named(chosen.name))
@@ -130,7 +131,7 @@ def _memory_on(spec: StepSpec, gpu: Gpu, operators: list[Operator]) -> MemoryPre
 
 
 def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None) -> StepTimePrediction:
-    """The time with the step's fit on that GPU."""
+    """The time with what the step's memory is on the GPU that it is predicted for."""
     if memory is None:
         return time
     fit = next((card for card in memory.cards if card.gpu == time.gpu), None)
@@ -138,7 +139,7 @@ def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None) -> Step
 
 
 def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> StepTimePrediction:
-    """operators: a traced step's, if already known."""
+    """operators: those of a traced step, where they are known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     refuse_unknown_step(spec, gpu, operators_are_known=True)
@@ -213,17 +214,19 @@ def plan_accounting(
     counted_in: str = "H100 SXM",
     **fields: object,
 ) -> Accounting:
-    """A model's needs for training at scale, by formula; see plan.accounting.
+    """What training a model takes at scale, by formula; see plan.accounting.
 
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args:
         spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
-        gpu: the device of the mesh, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
+        gpu: the device of the mesh, a GPU or TPU of the catalogue; `flops_per_s` and `axis_bytes_per_s` replace its
+            figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.
-        counted_in: the GPU for counting memories of weights, gradients and optimizer state.
+        counted_in: the GPU in whose memories weights, gradients and optimizer state are counted.
 
-    Raises UserError for an unknown device, and for an impossible mesh; Unsupported for a model of unknown parts.
+    Raises UserError for an unknown device, and for a mesh that cannot be; Unsupported for a model whose parts are not
+    known.
     """
     asked = asked_step("plan_accounting", spec, fields)
     shape = shape_of(asked.model, f"an accounting for {asked.model.label}")
@@ -260,7 +263,7 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progress: None) -> list[TimeCheck]:
-    """Every run of the store with its prediction. Raises UserError without a run to check."""
+    """Every run of the store beside its prediction. Raises UserError where there is nothing to check."""
 
     def tell(done: int, total: int) -> None:
         on_progress(Progress(stage="predict", done=done, total=total))
