@@ -1,11 +1,12 @@
 """Records every operation of a step, above and below autocast.
 
-Above autocast, a mode over torch's functions sees the model's operations, such as layer_norm, and their input types.
-Below it, a mode over the dispatcher sees the device's operators: casts, and products such as mm with the multiplied
-types. A backward node belongs to the module of its forward pass, known by its number.
+Above autocast are the operations that the model calls, such as layer_norm, with the types of their inputs, seen by a
+mode over torch's functions. Below it are the operators that the device runs, the casts and products such as mm with the
+types that they multiply, seen by a mode over the dispatcher. A backward node belongs to the module in whose forward
+pass it was made, known by its number.
 
-torch's dispatcher knows if autocast has a rule for an operation, but not the rule; torch documents rules ("Autocast Op
-Reference" of torch.amp), and the two shorter lists are below.
+torch's dispatcher says whether autocast has a rule for an operation, and not which; torch documents that ("Autocast Op
+Reference" of torch.amp), and the two shorter of its three lists are below.
 """
 
 from bisect import bisect_right
@@ -37,25 +38,26 @@ mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_atte
 _PROMOTE = """
 addcdiv addcmul atan2 bilinear cat cross dot index_copy index_put scatter_add stack tensordot vdot
 """
-_PROMOTE_ON_CUDA = "grid_sampler"  # a CPU's list has it in fp32
+_PROMOTE_ON_CUDA = "grid_sampler"  # a CPU's list has it among those in fp32
 _MOVES = """
 broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten flip getitem movedim narrow new_empty
 new_full new_ones new_zeros ones_like permute repeat requires_grad_ reshape reshape_as roll select slice split squeeze
 swapaxes t tile to_dense transpose tril triu unbind unflatten unsqueeze view view_as zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
-"""Operators in low precision under autocast, and operators with inputs promoted to one type."""
+"""The operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
 MOVES = frozenset(_MOVES.split())
-"""They move elements and keep the type."""
+"""Operations that move elements and compute nothing; they keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
+"""The operator behind a function of torch with another name."""
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
-"""A model's own changes of type."""
+"""Operations by which a model itself changes a type."""
 
 
 def op_name(function: Any) -> str:
-    """A function's name, without the underscores of operators: `a @ b` is matmul."""
+    """The name of a function of torch, without the underscores of operators: `a @ b` is matmul."""
     name = str(getattr(function, "__name__", function))
     bare = name.strip("_") if name.startswith("__") else name
     return bare[1:] if name.startswith("__r") and is_operator(bare[1:]) else bare
@@ -64,8 +66,8 @@ def op_name(function: Any) -> str:
 def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[str, ...]]:
     """The rule of autocast for `op`, named as op_name does, and the parts through which it applies.
 
-    An operation without a rule may consist of operators with one: cross_entropy of log_softmax and nll_loss. `ran` are
-    its operators below autocast.
+    An operation without a rule may consist of operators that have one: cross_entropy of log_softmax and nll_loss. `ran`
+    are the operators below autocast that ran for it.
     """
     if op in CASTS:
         return "cast", ()
@@ -91,42 +93,47 @@ _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
 )
 _MATMUL_WORDS = ("convolution", "attention")
+"""Words in the names of operators that multiply matrices and have many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
 
 
 class Place:
+    """The present place in the step: the pass and the module."""
+
     def __init__(self) -> None:
         self.phase = "forward"
-        """forward or backward."""
+        """The present pass: forward or backward."""
         self.is_counting = False
-        """True during steplab's own operations."""
+        """Whether the operations are steplab's own."""
         self._open = [""]
         self._boundaries = [(next_sequence_number(), "")]
 
     def enter(self, module: str) -> None:
+        """A module's forward pass begins."""
         self._open.append(module)
         self._boundaries.append((next_sequence_number(), module))
 
     def leave(self) -> None:
+        """A module's forward pass ends."""
         self._open.pop()
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
     def module(self) -> str:
-        """The module running forward or backward; '' outside."""
+        """The module whose forward pass is running, or whose backward pass is; '' outside of any."""
         if self.phase == "forward":
             return self._open[-1]
         node = running_node()
         if node is None:
             return ""
-        # The last of several boundaries at one number counts: they have no node in between.
+        # Of several boundaries at one number the last one counts: no node was made between them.
         index = bisect_right(self._boundaries, sequence_number(node), key=lambda boundary: boundary[0])
         return self._boundaries[index - 1][1] if index else ""
 
     @contextmanager
     def counting(self, device_type: str) -> Iterator[None]:
-        """A context for steplab's own operations: autocast and modes skip them."""
+        """A context in which operations are steplab's own: neither autocast nor a mode handles them."""
         self.is_counting = True
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
@@ -136,12 +143,12 @@ class Place:
 
 
 class Operators(TorchDispatchMode):
-    """Records the device's operators, including autocast's casts, in both passes."""
+    """Records the operators that a device runs, autocast's casts applied, in both passes."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        """Without `aten::`."""
+        """The names of all operators so far, without `aten::`."""
         self._place = place
         self._calls: dict[tuple[str, str, str, str | None, Types, Types], int] = {}
 
@@ -166,6 +173,7 @@ class Operators(TorchDispatchMode):
         self._calls[key] = self._calls.get(key, 0) + 1
 
     def matmuls(self) -> tuple[MatmulAudit, ...]:
+        """The operators that multiplied matrices."""
         return tuple(
             MatmulAudit(module=module, phase=phase, op=op, node=node, inputs=inputs, outputs=outputs, calls=calls)
             for (module, phase, op, node, inputs, outputs), calls in self._calls.items()
@@ -173,7 +181,7 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Records the model's operations, before autocast."""
+    """Records the operations that a model calls, before autocast applies."""
 
     def __init__(self, place: Place, operators: Operators) -> None:
         super().__init__()
@@ -204,6 +212,7 @@ class Functions(TorchFunctionMode):
         self._calls[key] = self._calls.get(key, 0) + 1
 
     def operations(self) -> tuple[OperationAudit, ...]:
+        """The operations that were called."""
         return tuple(
             OperationAudit(op=op, rule=rule, inputs=inputs, outputs=outputs, calls=calls, parts=parts)
             for (op, rule, inputs, outputs, parts), calls in self._calls.items()
@@ -211,9 +220,10 @@ class Functions(TorchFunctionMode):
 
 
 def types_in(value: Any) -> dict[str, None]:
-    """In order of first appearance."""
+    """The types of the tensors in a value, in order of first appearance."""
     return dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors_in(value))
 
 
 def floats_in(value: Any) -> Types:
+    """The floating-point types in a value, each once."""
     return tuple(dict.fromkeys(dtype_name(t.dtype) for t in tensors_in(value) if t.is_floating_point()))
