@@ -114,7 +114,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """This package, in which a function keeps its name despite a folder of that name.
+    """This package; a function keeps its name despite a folder of that name.
 
     Importing steplab.explain.api would otherwise replace the function steplab.explain by the folder.
     """
@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
 
 
 _WITH_FIELDS = ("Run", "StepSpec", "ModelSpec", "StudySpec")
-"""Dataclasses whose help lists their fields."""
+"""Dataclasses with fields in their help."""
 
 
 def _html_of(record: "Record") -> str:

@@ -9,7 +9,7 @@ def console() -> None:
     ending = Ending()
     ending.listen()
     try:
-        from steplab.cli.app import main  # takes a while, in which a signal may arrive
+        from steplab.cli.app import main  # takes a while, and a signal may arrive
 
         code = main(ending=ending)
         ending.ignore()

@@ -29,7 +29,7 @@ class Limits:
     memory_bytes: int = 8 * GIB
     """Memory of the reading process, enforced by the operating system."""
     processor_s: int = 300
-    """Processor seconds of that process, after which the operating system ends it."""
+    """Processor seconds of that process; then the operating system ends it."""
     import_bytes: int = GIB
     """Bytes of records per import; all stay in memory until checked."""
     record_bytes: int = 64 * MIB

@@ -20,7 +20,7 @@ _SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
 }
 _LARGEST_SIZE = 2**63
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-_ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage suffices
+_ONE_DECIMAL_FROM = 0.001  # least share with one decimal of its percentage
 _SMALLEST_SHARE = 1e-6  # share below which all digits are zeros
 _COUNT_SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 _TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}

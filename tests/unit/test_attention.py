@@ -284,9 +284,9 @@ def test_what_is_taken_is_not_complained_of() -> None:
         ((1, 2, 4, 0), (1, 2, 4, 0), (1, 2, 4, 0), "one head dimension, at least 1"),
         ((6, 4, 8), (2, 4, 8), (2, 4, 8), "for grouped-query heads give [batch, heads, positions, dim]"),
         ((2, 6, 4, 8), (1, 6, 4, 8), (1, 6, 4, 8), "broadcasts nothing"),
-        ((2, 6, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "divides that of the query heads"),
-        ((2, 2, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "divides that of the query heads"),
-        ((2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), "divides that of the query heads"),
+        ((2, 6, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "must divide the number of query heads"),
+        ((2, 2, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "must divide the number of query heads"),
+        ((2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), "must divide the number of query heads"),
     ],
 )
 @pytest.mark.parametrize("implementation", ["plain", "sdpa", "flash_reference", "flash_triton"])

@@ -120,7 +120,7 @@ def test_a_step_that_is_no_longer_the_recorded_one_is_noted(
 ) -> None:
     now = dataclasses.replace(tried(found), step_s=step_s)
     text = " ".join(render_findings(run, now, format, width=120).split())
-    assert ("The step as it was took 30.5 ms now" in text) == told
+    assert ("The unchanged step took 30.5 ms now" in text) == told
 
 
 def test_rows_have_a_finding_each(run: Run, found: Findings) -> None:
@@ -174,6 +174,6 @@ def test_figures_carry_their_unit(run: Run, found: Findings, value: float, unit:
 def test_without_findings_the_answer_says_where_the_time_goes(run: Run, found: Findings) -> None:
     text = " ".join(render_findings(run, dataclasses.replace(found, findings=()), "table", width=200).split())
     assert "No change is predicted to save a considerable share of the step. Under the profiler a step takes" in text
-    assert "Of the busy time matmul 74.1 %, elementwise 25.9 %." in text
+    assert "Busy time: matmul 74.1 %, elementwise 25.9 %." in text
     timed = dataclasses.replace(run, profile=None)
-    assert "Of the busy time" not in render_findings(timed, dataclasses.replace(found, findings=()), "table")
+    assert "Busy time:" not in render_findings(timed, dataclasses.replace(found, findings=()), "table")

@@ -230,11 +230,11 @@ def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> No
     first, second, *others = run.cells
     ranks = tuple(replace(rank, baseline=tuple(map(a_tenth_longer, rank.baseline))) for rank in second.ranks)
     (text,) = disturbed(replace(run, cells=(first, replace(second, ranks=ranks), *others)))
-    assert "83.9 ms beside one variant and 92.2 ms beside another" in text
+    assert "83.9 ms next to one variant and 92.2 ms next to another" in text
 
 
 def disturbed(run: DdpRun) -> list[str]:
-    return [text for text in ddp_verdict(run).cautions if "disturbed" in text]
+    return [text for text in ddp_verdict(run).cautions if "unstable" in text]
 
 
 def a_tenth_longer(samples: PhaseSamples) -> PhaseSamples:

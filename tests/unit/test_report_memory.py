@@ -297,7 +297,7 @@ def test_casts_of_weights_that_a_compiled_graph_keeps_are_no_activations() -> No
     )
     casts, total, _ = precision_sentences(like(COMPILED, STATES | {"activations": 450}, saved=kept), None)
     assert casts.startswith("The compiled graph saves 100 MiB of bfloat16 casts of weights")
-    assert "Of the 350 MiB of activations saved for backward, 85.7 % is bfloat16; 50.0 MiB stay in float32" in total
+    assert "Saved for backward: 350 MiB of activations; 85.7 % is bfloat16; 50.0 MiB stay in float32" in total
 
 
 def test_casts_that_their_shape_does_not_tell_are_said_to_be_counted_as_activations() -> None:
@@ -308,7 +308,7 @@ def test_casts_that_their_shape_does_not_tell_are_said_to_be_counted_as_activati
     for run in (foreign, replace(COMPILED, spec=replace(square, compile="default"))):
         unsure, total, *_ = precision_sentences(like(run, STATES | {"activations": 30}, saved=kept), None)
         assert unsure.startswith("30.0 MiB of bfloat16 may be casts of weights or activations")
-        assert total.startswith("Of the 30.0 MiB of activations")
+        assert total.startswith("Saved for backward: 30.0 MiB of activations")
 
 
 def test_the_changes_told_add_up_to_the_net_whatever_the_peaks() -> None:
@@ -346,9 +346,7 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
     assert states.endswith(": 1.46 GiB, 75.0 % of the peak.")
     none = like(BF16, STATES | {"activations": 80}, saved=kept[1:2])
     said = next(precision_sentences(none, None))
-    assert said.startswith(
-        "Of the 80.0 MiB of activations saved for backward, nothing is in low precision; 80.0 MiB stay"
-    )
+    assert said.startswith("Saved for backward: 80.0 MiB of activations; nothing is in low precision; 80.0 MiB stay")
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,11 @@ def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> N
     ("triton", "kernels", "said"),
     [
         ("3.9.0", "hopper", "runs its Hopper kernels, with Triton 3.9.0."),
-        ("3.5.1", "portable", "Triton 3.5.1 is too old for those for Hopper; install torch 2.10 or newer, which"),
+        ("3.5.1", "portable", "Triton 3.5.1 is too old for the Hopper ones; install torch 2.10 or newer, which"),
         (
             "3.11.0",
             "portable",
-            "does not compile those for Hopper rightly; install a torch that brings Triton 3.6 to 3.9",
+            "does not compile the Hopper ones correctly; install a torch that brings Triton 3.6 to 3.9",
         ),
         (None, None, "cannot run: Triton is not installed."),
     ],

@@ -256,7 +256,7 @@ def test_one_variant_alone_has_no_shortest_step() -> None:
     run = make_ddp_run()
     only = replace(run, cells=tuple(cell for cell in run.cells if cell.contender.kind == "none"))
     (sentence,) = ddp_verdict(only).sentences
-    assert sentence.startswith("Of the step one variant alone was measured: no communication, ")
+    assert sentence.startswith("Only one variant was measured: no communication, ")
 
 
 def test_communication_that_is_not_hidden_is_called_exposed() -> None:
@@ -308,6 +308,5 @@ def test_a_plan_says_first_whether_the_step_fits() -> None:
     many = (*(card(gpu, "fits") for gpu in "ABCDE"), *(card(gpu, "does not fit") for gpu in "FGHIJK"))
     told = plan_document(resolve_step({"model": "small"}), replace(prediction, cards=many))
     assert told.verdict.sentences[0] == (
-        "The step fits on 5 GPUs of the catalogue, the smallest of which is the E; "
-        "does not fit on 6 GPUs of the catalogue, the largest of which is the F."
+        "The step fits on 5 known GPUs (smallest: E); does not fit on 6 known GPUs (largest: F)."
     )

@@ -283,7 +283,7 @@ def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_s
     assert overall.ratio == pytest.approx(
         math.prod(tried.ratio.ratio for tried in behind_a_slow_host.kept if tried.ratio), rel=1e-9
     )
-    assert "did not take turns" in behind_a_slow_host.notes[0]
+    assert "did not alternate" in behind_a_slow_host.notes[0]
 
 
 def test_errors_of_chained_ratios_add_up_as_squares() -> None:

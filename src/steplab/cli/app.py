@@ -38,7 +38,7 @@ _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and t
 _NARROWEST = 20
 """Fewest columns that help is drawn for: rich never finishes `--help` in one or two."""
 _MISSPELT = 0.8
-"""Likeness from which an option of another command counts as a misspelling of this command's, as --gpu and --gpus."""
+"""Least likeness of another command's option to count as a misspelling of this command's, as --gpu and --gpus."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -54,7 +54,6 @@ _OF_THE_MACHINE = {
 
 
 def docstring_of(file: Path) -> str:
-    """A file's docstring, read without importing the file."""
     with tokenize.open(file) as lines:
         text: str = literal_eval(next(tokenize.generate_tokens(lines.readline)).string)
     return text
@@ -83,7 +82,7 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 
 def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
-    """Run one command and return its exit code; every error is one line on stderr.
+    """Returns the exit code; every error is one line on stderr.
 
     `ending` knows the signal behind a KeyboardInterrupt.
     """

@@ -12,7 +12,7 @@ from types import FrameType
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 _AGAIN_S = 0.01
 TIDYING_S = 3.0
-"""Time after the first signal in which further ones are ignored, while processes end and results are stored."""
+"""Further signals are ignored for this time after the first, while processes end and results are stored."""
 
 
 class Ending:
@@ -63,7 +63,7 @@ class Ending:
             os._exit(self.exit_code)  # measuring processes end with this one
 
 
-_has_timer = hasattr(signal, "setitimer")  # Windows has none
+_has_timer = hasattr(signal, "setitimer")  # not on Windows
 
 
 def _numbers() -> list[signal.Signals]:

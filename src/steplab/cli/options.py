@@ -54,7 +54,7 @@ def timeout_help(what: str) -> str:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(cls: _Class) -> _Class:
-    """A dataclass whose fields are options of a command, as if they were its own parameters."""
+    """A dataclass with fields as options of a command."""
     return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
 
 

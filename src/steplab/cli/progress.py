@@ -66,7 +66,6 @@ def _words(progress: Progress) -> str:
 
 @contextmanager
 def shown(stage: str) -> Iterator[None]:
-    """Show progress of one stage: at once at a terminal, elsewhere after two seconds."""
     with ProgressLine() as line:
         progress = Progress(stage=stage, done=0, total=0)
         telling = threading.Timer(0 if _is_live() else _SHORT_S, line.within, [progress])
@@ -88,7 +87,6 @@ def measuring_step(spec: StepSpec, measured: MeasurementOptions, out: StoreOptio
 
 
 def say_failed(record: Run) -> None:
-    """Report why a step could not be measured."""
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
 
@@ -185,7 +183,6 @@ class ProgressLine:
             say(text)
 
     def alive(self, progress: Progress) -> None:
-        """Show a stage of one of many short measurements, only at a terminal."""
         if self._bar:
             self.within(progress)
 

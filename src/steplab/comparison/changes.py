@@ -1,9 +1,9 @@
 """Changes of level in a series of figures.
 
-The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), used for
-performance by MongoDB (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the
-largest energy distance between both parts, if a permutation test rules out chance, and repeats in each part. Distances
-are of logarithms, so changes are ratios.
+The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), as in MongoDB
+(Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the largest energy distance
+between both parts, if a permutation test rules out chance, and repeats in each part. Distances are of logarithms, so
+changes are ratios.
 """
 
 import itertools
@@ -15,9 +15,7 @@ from typing import Any
 from steplab.records.history import ChangePoint
 
 SIGNIFICANT = 0.01
-"""Largest p of a change."""
 SHORTEST = 3
-"""Fewest points of a level."""
 _PERMUTATIONS = 299
 _ROUNDING = 1e-9  # of sums of distances, which differ by their order
 
@@ -44,7 +42,6 @@ def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangeP
 
 
 def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int, float]]:
-    """Index and p of each cut of values[first:last], unordered."""
     import numpy as np
 
     num = last - first

@@ -29,8 +29,6 @@ _Samples = list[tuple[str, tuple[float, ...]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cell:
-    """Matching measurements of one side."""
-
     key: Row
     label: str
     records: list[Record] = field(default_factory=list)
@@ -42,21 +40,17 @@ class _Cell:
 
     @property
     def failure(self) -> str | None:
-        """The reason, if none succeeded."""
         return None if self.good else self.measured[0].failure
 
     @property
     def runs(self) -> list[Run]:
-        """Runs, newest last."""
         return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
 
     @property
     def figures(self) -> tuple[MeasuredFigure, ...]:
-        """Figures of the first success."""
         return self.good[0].figures if self.good else ()
 
     def newest(self, what: Callable[[Run], _T | None]) -> _T | None:
-        """Newest non-None what(run)."""
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
 
     def samples(self, first: MeasuredFigure) -> _Samples:
@@ -72,10 +66,7 @@ class _Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
-    """A cell of A and its match in B."""
-
     label: str
-    """Words that distinguish the pair; empty for the only one."""
     a: _Cell
     b: _Cell
 
@@ -105,7 +96,6 @@ class _Pair:
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
-"""Cells of one side by the fields that must match the other side."""
 
 
 def compare(
@@ -122,8 +112,8 @@ def compare(
     Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
-    Raises Inconclusive, with the fields, if no cells match; UserError for kinds that are not comparable, and for an
-    allowed field that neither side has or that would mix cells of one side.
+    Raises Inconclusive, with the fields, if no cells match. Raises UserError for kinds that are not comparable, and for
+    an allowed field that is absent or would mix cells of one side.
     """
     cells_a, cells_b = _cells(a, records_a, allow), _cells(b, records_b, allow)
     _refuse_unknown(allow, [cell.key for cell in (*cells_a.values(), *cells_b.values())])
@@ -186,7 +176,6 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
 
 
 def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
-    """Fields that differ between the two closest cells."""
     pairs = [unlike(x.key, y.key, allow) for x in cells_a.values() for y in cells_b.values()]
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
@@ -207,7 +196,6 @@ def _may_alarm(figure: MeasuredFigure) -> bool:
 
 
 def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
-    """Figures of both cells."""
     for first in pair.a.figures:
         of_a, of_b = (cell.samples(first) for _, cell in pair.sides)
         if not of_b:
@@ -262,7 +250,7 @@ def _one_per_step(runs: Sequence[Run], samples: Sequence[tuple[float, ...]]) -> 
 
 
 def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
-    """Median; for rates made of step times, the value at the median step."""
+    """For rates made of step times, the value at the median step."""
     samples = [sample for block in blocks for sample in block]
     if figure.group == "speed" and all(samples):
         return 1 / median(1 / sample for sample in samples)
@@ -280,7 +268,6 @@ def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
 
 
 def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator[str]:
-    """Cells of one side only, cells without figures, and failures among compared records."""
     for side, own, other in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
         if alone := [cell.label for key, cell in own.items() if key not in other]:
             yield f"Only in {side}, not compared: {'; '.join(alone)}."

@@ -10,9 +10,7 @@ from steplab.records.profile import Profile
 
 _MOST = 12
 _NOTICEABLE_TIME = 0.005
-"""Least difference of a part, as a share of the step's busy time."""
 _NOTICEABLE_BYTES = 0.001
-"""Least difference as a share of the peak."""
 
 _Group = tuple[str, str, tuple[int, ...] | None]
 _Part = tuple[str, str, str]
@@ -43,7 +41,6 @@ def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelCha
 
 
 def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
-    """Kernels of each part, per step."""
     calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for kernel in profile.kernels:
         part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
@@ -85,7 +82,6 @@ def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tup
 
 
 def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]:
-    """Allocations alive at the peak, by category, module and shape."""
     found: dict[_Group, list[Allocation]] = defaultdict(list)
     for made in allocations:
         if made.at_peak:
@@ -101,5 +97,4 @@ def _by_dtype(allocations: Iterable[Allocation]) -> tuple[TensorBytes, ...]:
 
 
 def _op(allocations: list[Allocation]) -> str:
-    """The operator that made most of them."""
     return max(allocations, key=lambda made: made.block_bytes * made.count).op or ""

@@ -1,4 +1,4 @@
-"""Judges if the steps of two runs differ, for pages, `compare` and `advise` alike."""
+"""Judges if the steps of two runs differ, for pages, `compare` and `advise`."""
 
 import math
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ _KNOWN = {
 }
 """Largest logarithmic difference between medians of two starts of the same step, by disturbance.
 
-From this repository's records of GPUs (benchmarks/compare_alarms.py lists them). Disturbances on a shared CPU are
-unbounded: there it is at least `_OWN_SPREAD` times the logarithm of the 90th over the 10th percentile of the run's
-steps, the most among 120 pairs of starts on an overloaded CPU.
+From this repository's records of GPUs (benchmarks/compare_alarms.py lists them). On a shared CPU it is at least
+`_OWN_SPREAD` times the logarithm of the 90th over the 10th percentile of the run's steps, the most among 120 pairs of
+starts on an overloaded CPU.
 """
 
 
 def start_margin(runs: Sequence[Run]) -> float:
-    """Logarithmic difference to expect from another start on such machines; 0 for quiet ones, whose starts differ by
-    less than the default threshold.
+    """Expected logarithmic difference of another start on these machines; 0 for quiet ones: their starts differ by less
+    than the default threshold.
     """
     return max((_margin(run) for run in runs), default=0.0)
 

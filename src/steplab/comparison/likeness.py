@@ -11,7 +11,6 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 
 _SELECTS = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that only select a device."""
 
 
 def conditions(record: Record) -> Row:
@@ -31,7 +30,6 @@ def conditions(record: Record) -> Row:
 
 
 def whole_key(record: Record, cell: MeasuredCell) -> Row:
-    """All fields in which two cells must agree."""
     attention = cell.key.get("attention", cell.key.get("implementation"))
     kernels = _flash_triton(record.environment) if attention in ("flash_triton", "auto") else {}
     return conditions(record) | kernels | cell.key
@@ -46,7 +44,6 @@ def _flash_triton(env: Environment | None) -> Row:
 
 
 def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
-    """Fields that differ between two keys, except allowed ones."""
     names = dict.fromkeys((*a, *b))
     return tuple(
         Unlike(field=name, a=a.get(name), b=b.get(name))

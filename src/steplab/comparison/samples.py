@@ -8,8 +8,8 @@ For two step functions that alternated on one machine, a few steps at a time:
     ratio.decision   # higher, lower, same, not higher or undecided
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: undecided
 
-For two consecutive processes, pass `[samples]` for each and `in_turns=False`; for several processes per side, a list
-per process. A difference needs at least 6 turns, more if they are noisy.
+For consecutive processes, pass `[samples]` for each and `in_turns=False`; for several per side, a list per process. A
+difference needs at least 6 turns, more if they are noisy.
 
 Units are resampled: turns; processes, if each side has `FEWEST`; else samples. Units are drawn in runs of neighbours,
 because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992). Runs are as long as the
@@ -18,10 +18,10 @@ of the ratio of medians. For turns, each sample is first divided by the median o
 neighbours; turns of A and B are drawn together, so common slowdowns cancel.
 
 B is higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: few exchanges
-of units between A and B (for turns, within each turn) give rank sums so far apart. One alone raises more false alarms:
-the bootstrap of a median of few samples is too narrow, and ranks also detect differences too small to matter.
+of units (for turns, within each turn) separate rank sums as far. One alone raises more false alarms: the bootstrap of a
+median of few samples is too narrow, and ranks also detect differences too small to matter.
 
-Noise widens the interval: `margin` is the known difference between separate starts on such a machine.
+Noise widens the interval: `margin` is the known difference between separate starts on the machine.
 benchmarks/compare_alarms.py counts alarms on recorded samples.
 """
 
@@ -43,7 +43,7 @@ ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
 their interval is the stricter of the two.
 """
 IN_TURNS = 0.01
-"""Threshold for alternating samples, whose differences are the code's."""
+"""Threshold for alternating samples: differences come from the code."""
 SEPARATE = 0.05
 """Threshold for one process per side. Pairs of processes with equal steps on quiet H200s, in this repository's records,
 differ by up to 5.0 %, half of them by more than 0.4 % (benchmarks/compare_alarms.py).
@@ -70,7 +70,7 @@ def compare_samples(
 
     `in_turns`: blocks i of A and B ran next to each other. `threshold` is the smallest difference that matters, as a
     share; None: `IN_TURNS`, or `SEPARATE` for samples of one process. `num_decided` ratios share the probability of a
-    false alarm. `margin` is the logarithmic difference between separate starts on such a machine, the least half width
+    false alarm. `margin` is the logarithmic difference between separate starts on the machine, the least half width
     with one process per side.
 
     Raises ValueError for a side without samples, a sample that is not positive, or unpaired turns.
@@ -134,7 +134,6 @@ def compare_values(a: float, b: float, *, threshold: float | None = None) -> Rat
 
 
 def _rows_of(blocks: list[Any]) -> Any:
-    """One row per block, padded with NaN."""
     import numpy as np
 
     rows = np.full((len(blocks), max(map(len, blocks))), np.nan)
@@ -155,7 +154,6 @@ def _aligned(a: Any, b: Any) -> list[Any]:
 
 
 def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
-    """Percentile interval of the ratio of medians over resampled units."""
     import numpy as np
 
     random = np.random.default_rng(0)  # reproducible
@@ -197,7 +195,6 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
 
 
 def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
-    """Reason that the decision is weaker than the interval; empty: it is not."""
     beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
     if beyond and p is not None and p >= alpha:
         return f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"

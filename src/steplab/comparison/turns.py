@@ -24,7 +24,6 @@ def step_ratio(
 
 
 def took_turns(a: Run, b: Run) -> bool:
-    """True if the steps of two runs alternated."""
     return a.turns is not None and b.turns is not None and a.turns.session == b.turns.session and a.id != b.id
 
 
@@ -115,11 +114,9 @@ _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 """97.5th percentile of Student's t by number of starts (degrees of freedom plus one)."""
 
 _Placed = tuple[tuple[int, tuple[float, ...]], ...]
-"""Samples of blocks, each with its turn's place."""
 
 
 def _beside(earlier: _Placed, later: _Placed) -> _Placed:
-    """The earlier run's blocks next to the later run's, which follow it in a round."""
     first, last = later[0][0], later[-1][0]
     start = max(place for place, _ in earlier if place < first)
     end = min((place for place, _ in earlier if place > last), default=last)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from steplab.specs.comm import CommSpec
 
 FEWEST_SIZES = 3
-"""Fewest message sizes for a fit: two points always fit a line exactly."""
+"""Two points always fit a line exactly."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the least bytes that each rank sends, over the message's bytes."""
     if collective == "all_reduce":
         return 2 * (world_size - 1) / world_size
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -36,15 +35,12 @@ class Point:
     wire_bytes: float
     world_size: int
     time_s: float
-    """Median time of a call; above zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     alpha_s: float
-    """Seconds of an empty call."""
     beta_s_per_byte: float
-    """Seconds per byte on the wire."""
     gamma_s_per_rank: float | None = None
     """Seconds per rank; None: the model has no such term."""
     num_points: int

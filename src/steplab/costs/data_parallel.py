@@ -46,7 +46,6 @@ class Link:
             raise ValueError(f"a link of {self.bytes_per_s} bytes/s and {self.call_s} s a call has no best bucket")
 
     def bucket_s(self, num_bytes: float, num_buckets: float) -> float:
-        """c: time of one bucket."""
         return self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def alone_s(self, num_bytes: float, num_buckets: float) -> float:
@@ -66,14 +65,14 @@ class Link:
         return min(math.sqrt(num_bytes * self.bytes_per_s * self.call_s), num_bytes)
 
     def least_serial_s(self, num_bytes: float) -> float:
-        """`serial_s` with such buckets; 2 sqrt(s o / w) for more than one bucket."""
         return self.serial_s(num_bytes, num_bytes / self.best_bucket_bytes(num_bytes))
 
 
 def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
-    """The link whose `alone_s` of `num_bytes` in these numbers of calls is closest to the measurements. Least squares
-    of relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls,
-    or if the best fit has no positive bandwidth and o."""
+    """The link with `alone_s` of `num_bytes` in these numbers of calls closest to the measurements. Least squares of
+    relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls, or
+    if the best fit has no positive bandwidth and o.
+    """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
     # Each row divided by its measurement: (n / t) o + (1 / t) f = 1, with f = s / w.
@@ -97,8 +96,7 @@ def peer_copy_memory_bytes(num_bytes: float, size: int) -> float:
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
-    """Number of equal buckets of about that size: at least one, and at most the number of gradients, which are not
-    divided."""
+    """At least one, and at most the number of gradients, which are not divided."""
     return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
 
 

@@ -21,12 +21,10 @@ from steplab.specs.step import AUTOCAST, StepSpec
 Convention = Literal["causal", "full", "params"]
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf16"}
-"""Precision of a step -> data type of its matrix multiplications, whose peak an MFU refers to."""
+"""Precision of a step -> data type of its matrix multiplications, with the peak for MFU."""
 
 
 class ModelSizes(TypedDict):
-    """The sizes of a model that determine its FLOPs; None: unknown."""
-
     num_parameters: int
     num_embedding_parameters: int | None
     num_layers: int | None

@@ -29,7 +29,7 @@ less for pairs and fours."""
 _HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Head dimensions that torch's FlashAttention-2 is compiled for; others are similar."""
 USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
-"""Implementations whose rates replace missing ones, by True for fp32."""
+"""Implementations with rates for missing ones, by True for fp32."""
 
 
 class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -40,7 +40,7 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     k: int
     batch: int = 1
     transposed: bool = False
-    """True if the first matrix is [k, m] in memory, as the gradient is in the product of a weight's gradient."""
+    """True if the first matrix is [k, m] in memory, as for a weight's gradient."""
 
     @property
     def row_lengths(self) -> tuple[int, int]:
@@ -57,7 +57,6 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 def streaming_share(name: str, gpu: Gpu) -> float:
-    """Share of the stated bandwidth that a bandwidth-bound kernel reaches on large tensors."""
     shares = gpu.rates.streaming.shares
     base = name.removesuffix(" strided").removesuffix(" widening")
     return next(shares[known] for known in (name, base, "default") if known in shares)
@@ -70,8 +69,9 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Rates of the number format; without a fit, bf16's, because tensor cores work alike in all formats. TF32
-    reaches fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192."""
+    """Rates of the number format; without a fit, bf16's, because tensor cores work equally in all formats. TF32 reaches
+    fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192.
+    """
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
         return msgspec.structs.replace(known["bf16"], peak_share=known["fp32"].peak_share)
@@ -117,7 +117,6 @@ def head_columns(width: int) -> int:
 
 
 def rated_attention(name: str, dtype: str, gpu: str) -> str:
-    """The name of the rates of an implementation in a number format on this GPU."""
     if dtype == "fp32":
         return f"{name} fp32"
     return f"{name} portable" if name == "flash_triton" and not planned_on(gpu) else name
@@ -149,5 +148,4 @@ def _item_bytes(dtype: str) -> int:
 
 
 def has_own_rates(precision: str, gpu: Gpu) -> bool:
-    """True if steps of this precision were fitted on this GPU."""
     return gpu.is_fitted and precision not in FP8 and DTYPE_OF_MATMULS[precision] in gpu.rates.products

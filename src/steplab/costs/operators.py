@@ -32,15 +32,11 @@ DTYPES_OF_TRACES = {
     "c10::Float8_e4m3fn": "fp8_e4m3",
     "c10::Float8_e5m2": "fp8_e5m2",
 }
-"""Names of types in torch's traces -> in records."""
 ITEM_BYTES = {name: _ITEM_BYTES[dtype] for name, dtype in DTYPES_OF_TRACES.items()}
-"""Bytes of an element, by the names of types in torch's traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """An input as a trace describes it."""
-
     shape: tuple[int, ...]
     item_bytes: int
 
@@ -63,8 +59,9 @@ Rule = Callable[[Sequence[Tensor]], Cost]
 
 
 def operator_cost(name: str, tensors: Sequence[Tensor]) -> Cost | None:
-    """Cost of a call of `name` (aten::mm) with these tensor inputs, in order; None if no rule exists. Inputs of an
-    Inductor kernel (triton_*) include its outputs: the bytes are their sum, and the FLOPs are unknown."""
+    """`name` is like aten::mm; None without a rule. Inputs of an Inductor kernel (triton_*) include its outputs: the
+    bytes are their sum, and the FLOPs are unknown.
+    """
     if name.startswith("triton_"):
         return Cost(flops=None, moved_bytes=sum(t.size_bytes for t in tensors)) if tensors else None
     rule = _RULES.get(name.removeprefix("aten::").removesuffix("_"))
@@ -269,7 +266,7 @@ BACKWARD_FLOPS = 2.5
 
 _FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
-"""Names of the operators whose cost depends on an argument that is not a tensor."""
+"""Operators with a cost that depends on an argument other than a tensor."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
 """The efficient kernel's mask is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
 
@@ -295,7 +292,8 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
     """FLOPs of an attention alone, by pass: forward, backward, both. `heads` counts queries. They do not depend on the
-    implementation, which may execute more (masked scores) or less (nothing is recomputed)."""
+    implementation, which may execute more (masked scores) or less (no recomputation).
+    """
     forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
     if spec.causal:
         forward /= 2

@@ -1,7 +1,7 @@
 """The shares of a GPU's stated peak and bandwidth that kernels reach, and the table of fitted ones.
 
 benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry uses the first entry's shares of
-its own stated figures, with a wider interval unless measured steps on it narrow that.
+its stated figures, with a wider interval unless measured steps on it narrow that.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cached_gain: float
     """Relative gain in speed of a small tensor, in the cache, over a large one."""
     cached_bytes: float
-    """Bytes moved at which that gain has fallen to 1/e."""
+    """Moved bytes that reduce that gain to 1/e."""
     shares: dict[str, float]
     """Share of the stated bandwidth by operator ('copy', 'copy strided'; 'fused' and 'fused reduction' for compiled
     kernels; 'default' for all others)."""
@@ -169,7 +169,7 @@ def fitted_rates() -> tuple[GpuRates, ...]:
 
 
 LEAST_PER_S = 1e9
-"""A given figure below it was meant in TFLOP/s or TB/s: no GPU has so few FLOPs or bytes per second."""
+"""A given figure below it was meant in TFLOP/s or TB/s: every GPU has more FLOPs and bytes per second."""
 
 
 def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:

@@ -13,7 +13,6 @@ from steplab.specs.hardware import HardwareSpec
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
     hardware: HardwareSpec | None
-    """Its hardware entry; None: not listed."""
 
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s of matrix products in a number format; None: not stated."""
@@ -25,7 +24,7 @@ class Roofline:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:
-        """FLOPs per byte above which the peak bounds an operator instead of the bandwidth."""
+        """Least FLOPs per byte of a peak-bound operator."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return peak / bandwidth if peak and bandwidth else None
 
@@ -35,7 +34,6 @@ class Roofline:
         return max(flops / peak, moved_bytes / bandwidth) if peak and bandwidth else None
 
     def citations(self, dtypes: Sequence[str]) -> list[str]:
-        """The sources of the bandwidth and of these peaks, without duplicates."""
         if self.hardware is None:
             return []
         figures = ["memory_bandwidth_bytes_per_s", *(dtype for dtype in dtypes if dtype in self.hardware.peaks)]

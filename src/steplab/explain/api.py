@@ -1,7 +1,7 @@
 """Findings about a Run: the entry point of this package.
 
-Each diagnosis uses only the record, and gives no finding if the record lacks its data. Each prediction assumes that no
-other finding is followed, so the predicted gains do not add up; their sum is limited to the step.
+Each diagnosis uses only the record, and gives no finding if the record lacks its data. Each prediction assumes the
+present step, so gains do not add up; their sum is limited to the step.
 """
 
 import dataclasses
@@ -57,15 +57,15 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
 )
 
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
-"""The diagnoses that need no profile."""
 _LEFT = 1e-3
 _NOTABLE = 1.005
 """Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """The findings about a run, in the order in which to follow them (records.finding.in_order). `ceilings`, from
-    `steplab doctor` on the run's device, replace missing hardware figures."""
+    """Findings about a run, most useful first (records.finding.in_order). `ceilings`, from `steplab doctor` on the
+    run's device, replace missing hardware figures.
+    """
     if run.failure is not None:
         return []
     case = case_of(run, ceilings)
@@ -79,7 +79,6 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
 
 
 def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings, limited so that together they save no more than the step."""
     left_s = step_s
     for finding in findings:
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
@@ -121,7 +120,7 @@ def _believable(case: Case, finding: Finding) -> Finding:
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
-    """One line for each thing that the record lacks: the missing diagnoses, and how to record it."""
+    """A line per gap of the record: missing diagnoses, and how to record it."""
     return tuple(_gaps(case_of(run, ceilings)))
 
 

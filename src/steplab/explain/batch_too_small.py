@@ -15,7 +15,7 @@ CONSIDERABLE = 0.20
 """Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
-"""Candidate multiples of the present batch size; the largest that fits is proposed."""
+"""Candidate multiples of the batch size; the largest fitting one is proposed."""
 FITS = 0.9
 """Share of the device's memory that a batch may need if all memory grew with it; weights and states do not, so the real
 peak is lower."""
@@ -88,7 +88,7 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Seconds per step of memory-bound products: their intensity is below their peak over their bandwidth."""
+    """Memory-bound products: intensity below peak over bandwidth."""
     gpu, found_s = case.gpu, 0.0
     for op in profile.ops:
         is_linear = op.category == "matmul" and "bmm" not in op.name

@@ -15,10 +15,8 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_rate, format_time
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
-"""Names of kernels that torch.compile generates; on a CPU, of calls of compiled code."""
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
 ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-"""Matches copies between CPU and GPU."""
 WORTH_TELLING = 0.01
 """Least predicted saving, as a share of a step, for findings without their own threshold: repeated measurements of one
 step differ by about as much."""
@@ -34,7 +32,7 @@ class Case:
 
     @property
     def spec(self) -> StepSpec | None:
-        """The spec; None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
+        """None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
         spec = self.run.spec
         whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
         return None if whole_step else spec
@@ -62,7 +60,7 @@ class Case:
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Seconds per step in which the device worked, in all phases or in these."""
+        """Seconds per step of device work, in all phases or in these."""
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:
@@ -74,14 +72,13 @@ class Case:
 
     @property
     def is_gpu(self) -> bool:
-        """True if the record shows a GPU."""
         if self.profile is not None:
             return self.profile.device == "cuda"
         return self.run.environment is not None and self.run.environment.device.kind == "cuda"
 
     @property
     def is_eager(self) -> bool:
-        """True unless the record shows that the model was compiled: a user's own may have compiled itself."""
+        """True unless the record shows compilation: a user's model may have compiled itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
         return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
@@ -130,7 +127,6 @@ def case_of(run: Run, ceilings: Ceilings | None) -> Case:
 
 
 def reached_bandwidth(name: str, gpu: Gpu) -> str:
-    """Share of the bandwidth that kernels of a rate's name reach, in words."""
     share = f"{streaming_share(name, gpu):.2g} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
     return f"{share}, as fitted on {gpu.rates.name}"
 

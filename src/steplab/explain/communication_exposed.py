@@ -18,7 +18,6 @@ CONSIDERABLE = 0.05
 _FURTHER = 4
 """Proposed growth of buckets: their number is the cost, so a small factor would change little."""
 _GATHERS = re.compile(r"all_?gather", re.IGNORECASE)
-"""Names of kernels and calls that gather sharded parameters."""
 _OF_BUCKETS = (
     "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is late "
     "(`steplab ddp` compares them, and other ways to send); fewer bytes with bf16 gradients, less often with gradient "
@@ -76,8 +75,7 @@ def communication_exposed(case: Case) -> Finding | None:
 
 
 def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
-    """The change and a note on it, by the kind of traffic: a command if steplab laid out the step, else a change of the
-    user's code."""
+    """The change and a note: a command if steplab laid out the step, else a change of the user's code."""
     spec = case.spec
     if spec is None or spec.layout == SINGLE:
         if any(_GATHERS.search(kernel.name) for kernel in profile.kernels):

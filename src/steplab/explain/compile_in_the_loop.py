@@ -7,7 +7,7 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_time
 
 MANY_TIMES = 5.0
-"""Multiple of the median from which a step may have compiled."""
+"""Multiple of the median above which a step may have compiled."""
 LEAST_S = 0.3
 """Least seconds beyond the median: compiling a graph takes longer, and a disturbance of the machine rarely does."""
 LEAST_AGAIN_S = 0.03

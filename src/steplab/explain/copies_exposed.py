@@ -10,8 +10,10 @@ CONSIDERABLE = 0.05
 
 
 def copies_exposed(case: Case) -> Finding | None:
-    """Fires on a GPU if copies to or from the CPU take a considerable share of a step with no concurrent kernel:
-    weights or states kept on the CPU, batches copied on the computing stream."""
+    """Fires on a GPU if copies to or from the CPU take a considerable share of a step with no concurrent kernel.
+
+    Causes: weights or states kept on the CPU, batches copied on the computing stream.
+    """
     profile = case.profile
     if profile is None or profile.device != "cuda" or profile.timeline is None:
         return None

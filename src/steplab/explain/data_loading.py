@@ -5,7 +5,6 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.02
-"""Least share of the step."""
 
 
 def data_loading(case: Case) -> Finding | None:

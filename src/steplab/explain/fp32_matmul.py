@@ -11,15 +11,12 @@ from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10
-"""Least share of the device's time in such products."""
 
 _WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
-"""Matches CUTLASS and cuBLAS kernels that multiply fp32 outside the tensor cores."""
 _WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
 _FIRST_WITH_TF32 = 8
-"""Major compute capability of Ampere, the first architecture with TF32."""
 _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)
-"""Matches kernels that no older GPU runs, for traces without a device name."""
+"""Matches kernels of Ampere and later, for traces without a device name."""
 
 
 def fp32_matmul(case: Case) -> Finding | None:

@@ -37,7 +37,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
         ),
     ]
     if not fusing.products_s:
-        del saved[1]  # zero would be no measurement: without a dry run nothing is known of unpadded products
+        del saved[1]  # zero would be no measurement: without a dry run unpadded products are unknown
     return Finding(
         kind="fusable_elementwise",
         title=f"{share} of the device's work is elementwise, in kernels that could be fused",

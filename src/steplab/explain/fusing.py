@@ -12,7 +12,6 @@ from steplab.explain.vocabulary_padding import padding_saves_s
 from steplab.records.profile import CompiledShares, Profile
 
 FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
-"""Categories of memory-bound work, whatever its size."""
 MOST_LEFT = CompiledShares(memory_bound=0.41, products=1.0, kernels=0.58, host=0.58)
 """The largest share that compiling left of any of the twelve steps recorded eager and compiled, on an H200
 (tests/golden; a test computes it). `host` is assumed to be the kernels' share; products were not compared."""
@@ -24,19 +23,15 @@ _PRODUCTS = ("matmul", "attention")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusing:
-    """Effects of compiling the model on a step; all figures are per step."""
-
     shares: CompiledShares
     """Remaining shares: from the dry run if there was one, else the largest of recorded steps."""
     fusable_s: float
-    """Device time of bandwidth-bound kernels, without the optimizer's, which is not compiled."""
     products_s: float
     """Device time that products save: an odd vocabulary is padded, and the clock may change."""
     gaps_s: float
     """Time between a kernel and the next, already launched one: at most a few microseconds a kernel in the profile, and
     at most the timed step's time outside of kernels."""
     num_kernels: float
-    """Kernels of all phases except the optimizer's."""
 
     @property
     def fused_s(self) -> float:
@@ -71,5 +66,4 @@ def fusing_of(case: Case, profile: Profile) -> Fusing:
 
 
 def is_compiled(phase: str) -> bool:
-    """True if a phase is compiled with the model."""
     return phase != "optimizer"

@@ -14,7 +14,7 @@ _AT_ONCE_S = 10e-6
 """Mean time of a synchronisation below which Python did not wait: the call and the profiler's record of it take a few
 microseconds if the device has finished."""
 _ASYNCHRONOUS = re.compile(r"Pinned")
-"""Matches copies to and from page-locked memory, for which Python does not wait."""
+"""Matches copies with page-locked memory; Python does not wait for them."""
 _OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
 _READS_BACK = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
 _NUM_NAMED = 3
@@ -22,7 +22,8 @@ _NUM_NAMED = 3
 
 def host_copies_and_syncs(case: Case) -> Finding | None:
     """Fires if Python synchronises with the GPU, or copies to or from it, at least once per step, and the GPU then
-    idles because nothing was launched."""
+    idles.
+    """
     profile = case.profile
     if profile is None or profile.device != "cuda":
         return None
@@ -71,7 +72,6 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
 
 
 def _most(profile: Profile, calls: list[HostCallStats]) -> str:
-    """The commonest calls, each with Python's time in it and its most frequent place."""
     places: dict[str, dict[str, int]] = {}
     for call in calls:
         by_place = places.setdefault(call.name, {})
@@ -95,7 +95,7 @@ def _places(profile: Profile) -> str:
 
 
 def _counts(call: HostCallStats) -> bool:
-    """True if Python waited in the call. A profiler synchronises once when it ends, after the step."""
+    """A profiler synchronises once when it ends, after the step."""
     own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
     at_once = not _COPY.search(call.name) and call.total_s < _AT_ONCE_S * call.calls
     return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)

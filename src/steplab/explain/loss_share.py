@@ -16,7 +16,7 @@ CONSIDERABLE = 0.15
 PASSES = 2
 """Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
 _LIKE = "fused reduction"
-"""The compiled kernel whose rate is assumed for it."""
+"""A fused loss is assumed to reach this compiled kernel's rate."""
 
 
 def loss_share(case: Case) -> Finding | None:
@@ -62,7 +62,7 @@ def loss_share(case: Case) -> Finding | None:
 
 
 def _built_in(case: Case) -> StepSpec | None:
-    """The spec of a model whose loss steplab computes, in one process or in a layout that leaves it whole."""
+    """The spec of a built-in model with an undivided loss."""
     spec = case.spec
     if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
         return None
@@ -97,7 +97,6 @@ def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None
 
 
 def _logits_bytes(part: VocabularyPart, profile: Profile) -> float | None:
-    """Bytes of the logits from the head's product, one row per token."""
     forward = [op for op in part.matmuls if op.phase == "forward"] or list(part.matmuls[:1])
     for op in forward:
         shapes = shapes_of(op)

@@ -14,23 +14,24 @@ FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused
 """Bytes AdamW moves for a parameter in fp32, in one kernel and operator by operator."""
 _FUSED_KERNEL = "_fused_adamw_"
 MANY_KERNELS = 50
-"""Number of kernels from which the optimizer of a third-party trace counts as not fused. Fused AdamW needs one kernel
-for thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""
+"""With this many kernels a third-party trace's optimizer counts as not fused. Fused AdamW needs one kernel for thirty
+to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor.
+"""
 CONSIDERABLE = 0.01
 """Least share of the step that must be saved; it is small because the change is one word."""
 
 _FUSED_ON = ("cuda", "cpu")
-"""Devices for which torch has fused optimizers; on a CPU, operators count as kernels."""
+"""Devices with fused optimizers in torch; a CPU's operators count as kernels."""
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")
 _FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
 _ADAM = re.compile(r"addcdiv")
-"""Last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
+"""Last operation of Adam's step, parameter += first moment / root of the second; absent in SGD."""
 
 
 def optimizer_not_fused(case: Case) -> Finding | None:
-    """Fires for AdamW as a loop or as foreach, and for a third-party trace whose Adam step is many small kernels."""
+    """Fires for AdamW as a loop or as foreach, and for a third-party trace with many small kernels in Adam's step."""
     if case.spec is not None:
         return _from_spec(case)
     return _from_kernels(case, case.profile) if case.profile is not None else None

@@ -11,9 +11,8 @@ from steplab.units import format_percent, format_rate, format_time
 CONSIDERABLE = 0.03
 """Least share of the step: ranks of one machine differ by one or two per cent."""
 _LARGE_BYTES = 1e6
-"""Least message whose time is bandwidth rather than latency."""
+"""Least bandwidth-bound message."""
 _SLOW = 0.5
-"""Share of the best group's bus bandwidth below which a group is slow."""
 
 
 def straggler(case: Case) -> Finding | None:

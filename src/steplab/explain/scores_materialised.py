@@ -18,7 +18,6 @@ fused kernel saves only part of them."""
 
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, {})"
 _SMALLEST_CONTEXT = 16
-"""Least number of columns of a softmax that counts as attention's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ def _by_range(profile: Profile) -> _Seen | None:
 
 
 def _by_shape(profile: Profile) -> _Seen | None:
-    """Operators over [heads, S, S], if a softmax runs over such a tensor: no activation has that many rows."""
+    """Operators over [heads, S, S], if a softmax runs over it: activations have fewer rows."""
     square = next((s for s in softmax_inputs(profile) if _is_square(s)), None)
     if square is None:
         return None

@@ -28,7 +28,6 @@ class Shape:
 
 
 def shapes_of(op: OpStats) -> tuple[Shape, ...]:
-    """The input tensors of an operator; empty if the record lacks them."""
     return tuple(
         Shape(dtype=dtype, sizes=tuple(int(size) for size in sizes.split(",")))
         for dtype, sizes in _TENSOR.findall(op.inputs)
@@ -52,5 +51,4 @@ _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:
-    """The tensors that softmax operators ran over, most time first."""
     return [shape for op in profile.ops if op.category == "softmax" for shape in shapes_of(op)]

@@ -9,14 +9,14 @@ MANY = 1000
 TINY_S = 10e-6
 """Longest mean kernel: launching one takes as long."""
 _EXPERTS = 8
-"""Least selections of tokens per step that make a loop over experts."""
 _SELECTS = ("aten::nonzero", "aten::where", "aten::masked_select", "aten::index")
 _PUTS = ("aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_add_", "aten::index_add")
 
 
 def tiny_kernels(case: Case) -> Finding | None:
-    """Fires on a GPU if one operator launches MANY tiny kernels per step, or if tokens are selected and put back for
-    each expert in turn. Its kernels and the waits for their launches must take a twentieth of the step."""
+    """Fires on a GPU if one operator launches MANY tiny kernels per step, or if a loop over experts selects tokens and
+    puts them back. Its kernels and the waits for their launches must take a twentieth of the step.
+    """
     profile = case.profile
     if profile is None or profile.device != "cuda" or not profile.num_launches:
         return None

@@ -19,10 +19,8 @@ letters are smaller, and cost almost nothing."""
 class VocabularyPart:
     size: int
     matmuls: tuple[OpStats, ...]
-    """Products with the output head's weight, forward and backward."""
     matmul_s: float
     loss_s: float
-    """Device time of everything else: cast, softmax, loss, and their gradients."""
 
 
 def vocabulary_size(case: Case, profile: Profile | None) -> int | None:

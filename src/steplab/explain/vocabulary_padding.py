@@ -12,14 +12,16 @@ from steplab.units import format_percent, format_rate, format_time
 SUITS = 64
 """Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
 ALIGNED = 8
-"""Elements of bf16 in 16 bytes: rows of another multiple cannot be loaded 16 bytes at a time, and the fastest kernels
-refuse them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
+"""Elements of bf16 in 16 bytes: other rows cannot be loaded 16 bytes at a time, and the fastest kernels refuse them
+(NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements).
+"""
 _HALF = {"bf16", "fp16"}
 
 
 def vocabulary_padding(case: Case) -> Finding | None:
-    """Fires on a GPU if the vocabulary is no multiple of 64 and its products run slower than the step's others; without
-    a profile, if it is no multiple of 8."""
+    """Fires on a GPU if the vocabulary is no multiple of 64 and its products are slower than others; without a profile,
+    for no multiple of 8.
+    """
     size = vocabulary_size(case, case.profile)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
@@ -92,7 +94,6 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None:
-    """FLOP/s of the vocabulary's products and of the step's other linear layers' in the same dtype."""
     mine = set(part.matmuls)
     dtypes = {op.dtype for op in part.matmuls}
     others = [

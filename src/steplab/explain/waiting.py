@@ -22,13 +22,14 @@ def model_phases(profile: Profile) -> list[PhaseTime]:
 
 
 def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds per step in which the next kernel was not launched yet; includes the profiler's slowdown of Python."""
+    """Seconds per step before the next kernel's launch; includes the profiler's slowdown of Python."""
     return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
 
 
 def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds per step of these phases in which the device does not work: their unprofiled time minus their busy time.
-    The profiled time replaces a missing step time, and the whole step missing phase times."""
+    """Idle device seconds per step of these phases: unprofiled minus busy time. The profiled time replaces a missing
+    step time, and the whole step missing phase times.
+    """
     if case.step_s is None:
         return profiled_wait_s(case, profile, phases)
     timed_s = {phase.phase: case.phase_s(phase.phase) for phase in phases}
@@ -46,7 +47,6 @@ def waits_for_host(case: Case, profile: Profile) -> bool:
 
 
 def is_launch_bound(case: Case, profile: Profile) -> bool:
-    """True if it waits because of the launches themselves, which are many and short."""
     num_launches = profile.num_launches / profile.num_steps
     waiting_s = wait_s(case, profile, model_phases(profile))
     return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches

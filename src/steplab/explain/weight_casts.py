@@ -14,7 +14,6 @@ CONSIDERABLE = 0.03
 """Least share of the device's time; the change alters the numerics, so it must be worth it."""
 
 _WITH_COPIES = ("bf16", "fp16")
-"""Precisions that compute on low-precision copies of fp32 weights."""
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 
 
@@ -107,8 +106,9 @@ def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
 
 
 def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """Seconds saved per step and their derivation. With weights in bf16 nothing is cast, and autocast's fp32 work
-    (softmax, norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW."""
+    """Seconds saved per step and their derivation. bf16 weights need no casts, and autocast's fp32 work (softmax,
+    norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW.
+    """
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(profile, wide)

@@ -36,7 +36,6 @@ _VIEWS = frozenset(
     }
 )
 _EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm", "sort", "cumsum")
-"""Prefixes of operators that are separate kernels."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 _CASTS = ("_to_copy", "convert_element_type")
 
@@ -122,8 +121,6 @@ def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[
 
 @dataclass(slots=True)
 class _Made:
-    """Memory that a kernel makes."""
-
     node: fx.Node
     value: Tensor | None
     """None: several, each of them a node."""
@@ -247,19 +244,18 @@ def _name(node: fx.Node) -> str:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shares."""
+    """The node that owns a view's memory."""
     while node.op == "call_function" and _name(node) in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """True for a separate kernel, or one of its results."""
     return node.op == "call_function" and _name(node).startswith(_EXTERN)
 
 
 def _sources(node: fx.Node, in_memory: Set[fx.Node]) -> Iterator[fx.Node]:
-    """Tensors in memory that are read to make a node, through everything fused into its kernel."""
+    """Tensors in memory that a node's fused kernel reads."""
     seen, left = set[fx.Node](), [*node.all_input_nodes]
     while left:
         each = _memory_of(left.pop())

@@ -27,16 +27,14 @@ _LOWER = frozenset(
 _PROMOTED = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"]
 )
-"""Operators whose inputs autocast widens to the widest format among them; torch promotes most itself."""
+"""Autocast widens these operators' inputs to the widest format; torch promotes most itself."""
 _CELLS = ("cell", "_thnn_")
-"""Substrings of recurrent cells, which Transformers do not have."""
 _LEFT_ALONE = ("cross_entropy_loss",)
-"""Operators that autocast casts on a CPU and not on CUDA."""
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """A context in which torch treats CPU tensors as CUDA tensors."""
+    """A context: torch treats CPU tensors as CUDA tensors."""
     with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
@@ -203,4 +201,3 @@ _OWN: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "dropout": _dropout,
 }
-"""Operators that torch composes on a CPU -> their CUDA behaviour."""

@@ -14,7 +14,6 @@ _FACTORIES = frozenset(
         *(torch.rand, torch.randn, torch.randint, torch.randperm),
     }
 )
-"""Functions that make a tensor from no other, on the CPU by default."""
 
 
 class HostMade(TorchFunctionMode):

@@ -15,15 +15,12 @@ from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
-"""Products -> position of the first factor."""
 _GROUPED = "_grouped_mm"
-"""Products of groups of rows, each with its own matrix."""
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
     for suffix in ("", "_backward")
 }
-"""Fused attention -> its name here, and True for the backward pass."""
 _CAUSAL = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6,
@@ -32,7 +29,6 @@ _CAUSAL = {
     "_scaled_dot_product_efficient_attention_backward": 11,
     "_scaled_dot_product_cudnn_attention_backward": 14,
 }
-"""Position of the causal flag."""
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
@@ -61,7 +57,7 @@ def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> floa
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
-    """Raise Unsupported for an operator that bandwidth does not bound and whose cost is not known."""
+    """Raise Unsupported for an operator of unknown cost that bandwidth does not bound."""
     if namespace != "aten":
         raise Unsupported(doing, f"the cost of its operator {namespace}::{name} is not known", _INSTEAD)
     if name.startswith(_UNKNOWN):
@@ -69,7 +65,7 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
 
 
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
-    """Raise Unsupported for an operator whose results have no memory size before it runs."""
+    """Raise Unsupported for an operator with results of unknown size before it runs."""
     if any(each.layout != torch.strided for each in outputs):
         raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
 
@@ -78,7 +74,7 @@ _UNKNOWN = (
     *("convolution", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
-"""Prefixes of the names of such operators."""
+"""Prefixes of their names."""
 _INSTEAD = "measure it with `steplab run`"
 
 

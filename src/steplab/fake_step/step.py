@@ -56,8 +56,8 @@ def fake_step(
     The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
     added up and put into other tensors.
 
-    Raises UserError as `build_workload` does, and Unsupported for a model whose control flow depends on such values, or
-    with operators of unknown cost.
+    Raises UserError as `build_workload` does, and Unsupported for control flow that depends on these values, or
+    operators of unknown cost.
     """
     doing = f"predicting a step of {spec.model.name}"
     storages = Storages(listen)
@@ -112,7 +112,8 @@ def fake_step(
 
 def _admit_values(mode: FakeTensorMode) -> str:
     """Turn values that the model reads off tensors into symbols instead of errors, and return the place of the read.
-    torch's modules for it take half a second to import, and most models read nothing."""
+    torch's modules for it take half a second to import, and few models read values.
+    """
     if mode.shape_env is None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -121,7 +122,6 @@ def _admit_values(mode: FakeTensorMode) -> str:
 
 
 def _depends_on_values(error: Exception) -> bool:
-    """True if sizes, control flow or prints depended on values of tensors."""
     is_guard = type(error).__name__ == "GuardOnDataDependentSymNode"  # its module takes half a second to import
     return is_guard or isinstance(error, _READS_VALUES) or "SymFloat" in str(error) or "SymInt" in str(error)
 
@@ -154,7 +154,6 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
-    """A context with the built step, on tensors without content. Raises as `fake_step` does."""
     found: list[ModelStep] = []
     with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]
@@ -206,7 +205,7 @@ def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """As `repeated_blocks`; empty if it has none."""
+    """As `repeated_blocks`; empty without blocks."""
     try:
         return repeated_blocks(module)
     except Unsupported:
@@ -222,8 +221,9 @@ def _within_its_block(name: str) -> str:
 
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
-    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails if nothing is converted. With
-    content, they take each other's memory instead."""
+    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails without a conversion. With
+    content, they take each other's memory instead.
+    """
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
@@ -240,7 +240,8 @@ def _conversion_by_data() -> Iterator[None]:
 def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
     """Let transformers assume that sequences are not packed. It reads token positions to detect packing, and builds a
     mask if it cannot, as on tensors without content and under a compiler (`traced`). Eagerly, consecutive positions
-    show that nothing is packed, and attention is causal without a mask."""
+    show that sequences are not packed, and attention is causal without a mask.
+    """
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
     if packed is None:

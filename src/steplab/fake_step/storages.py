@@ -19,7 +19,6 @@ FORMATS = {
     torch.int32: "int32",
     torch.bool: "bool",
 }
-"""Number formats by their names in records."""
 
 
 def formula_of(tensor: Tensor) -> str:
@@ -35,7 +34,7 @@ class Storages:
         self._made = 0
 
     def number(self, tensor: Tensor) -> int | None:
-        """Number of a tensor's memory; None: not followed."""
+        """None: not followed."""
         found: int | None = self._numbers.get(tensor.untyped_storage())
         return found
 
@@ -62,13 +61,11 @@ class Storages:
         self._listen(Freed(self._alive.pop(number)))
 
     def call(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Set the category of these tensors' memory."""
         for tensor in tensors:
             if piece := self.piece(tensor):
                 piece.category = category
 
     def call_rest(self, category: str) -> None:
-        """Set the category of all temporaries."""
         for piece in self._alive.values():
             if piece.category == "temporaries":
                 piece.category = category

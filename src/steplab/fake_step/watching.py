@@ -95,7 +95,7 @@ class Watcher(TorchDispatchMode):
         self._calls = 0
         self._handles: set[str] = set()
         self._asked: set[int] = set()
-        """Gradients whose device the engine queried since the last operator; it does so before it adds them."""
+        """Gradients that the engine queried since the last operator, before adding them."""
         self.on_value: Callable[[], str] = lambda: ""
         """Called before the model reads a value off a tensor; returns the source line, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
@@ -141,7 +141,7 @@ class Watcher(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which operators are not reported."""
+        """A context without reports of operators."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

@@ -54,7 +54,6 @@ class SteplabCallback(RecordingCallback, Callback):
             self._training.end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the record of a training shorter than requested."""
         self._training.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

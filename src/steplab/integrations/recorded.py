@@ -20,7 +20,6 @@ class RecordedTraining:
     """The record of one training. Misplaced calls, such as a phase outside a step, do nothing."""
 
     def __init__(self, **options: Any) -> None:
-        """Takes the options of `steplab.recorder`."""
         self.run: Run | None = None
         """The record once stored, only on the first rank."""
         self._options = options
@@ -55,7 +54,6 @@ class RecordedTraining:
             self._phase.close()
 
     def end_step(self) -> None:
-        """End the step; the last requested one ends the record."""
         if self._recorder and self._inside:
             self._phase.close()
             self._step.close()

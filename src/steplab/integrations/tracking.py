@@ -21,9 +21,7 @@ from steplab.records.run import Run
 from steplab.specs.step import FIELDS
 
 _PROJECT = "steplab"
-"""Default experiment or project, if the tracker's variables name none."""
 _SETTINGS = {*(field.column for field in FIELDS.values()), "processes", "num_ranks"}
-"""Columns chosen before measuring, some of them numbers."""
 _UNUSUAL = re.compile(r"[^\w.-]+")
 
 
@@ -34,11 +32,9 @@ class Tracked:
     id: str
     """Id for folders and runs, without characters that could leave a folder."""
     name: str
-    """The user's name, else kind and id."""
     created: datetime
     """End of the measurement."""
     is_ok: bool
-    """True if it succeeded."""
     params: Mapping[str, str | int | float | bool]
     """Configuration, device and software."""
     metrics: Mapping[str, float]
@@ -159,5 +155,4 @@ def _is_figure(key: str, value: Scalar) -> bool:
 
 
 def _plain(key: str) -> str:
-    """The name in characters that trackers and file names accept."""
     return _UNUSUAL.sub("_", key)

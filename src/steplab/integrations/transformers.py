@@ -54,7 +54,6 @@ class SteplabCallback(RecordingCallback, TrainerCallback):
             self._remove_hooks()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Store the record of a training shorter than requested."""
         self._training.end()
         self._remove_hooks()
 

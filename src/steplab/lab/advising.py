@@ -1,4 +1,4 @@
-"""Walk from a step to the fastest that is found, and record the walk."""
+"""Search for a faster step, change by change, and record the search."""
 
 import math
 import time
@@ -32,46 +32,40 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
 _MOST_PROCESSES = 3
-"""Processes of a comparison, at most, where each turn is one: the fastest step, the other, the fastest again."""
+"""Most processes of a comparison with one process per turn: the fastest step, the other, the fastest again."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Walk:
-    """A walk under way, and what it has found so far."""
-
     taking: StoredSession
     outlook: Outlook
     steps: int
-    """Measured steps of each side in a comparison."""
     budget_s: float | None
-    """Seconds after which no further change is tried; None: all are."""
+    """After these seconds no further change is tried; None: no limit."""
     clock: Callable[[], float]
     on_change: Callable[[str], None]
-    """Called with what is measured next."""
+    """Called with the next measurement, in words."""
     on_attempt: Callable[[Attempt], None]
-    """Called with each change that was tried."""
     start: Any = None
-    """The side of the first step; None before it was built."""
+    """None before it was built."""
     met: Ratio | None = None
-    """Time of the fastest step over the first's, from turns of both; None without turns."""
+    """Time of the fastest step over the first's, from alternating turns; else None."""
     again: Any = None
-    """The side of the first step in those turns."""
+    """The first step's side in those turns."""
     interrupted: KeyboardInterrupt | None = None
-    """Reason why the walk ended early; None: it did not."""
+    """Reason for an early end; else None."""
     _built_s: list[float] = field(default_factory=list)
-    """Seconds that building each step took, without compilation: in each process of it."""
     _turns: list[float] = field(default_factory=list)
-    """Seconds that the turns of each comparison took, over the sum of both step times."""
 
     def go(self, spec: StepSpec) -> None:
-        """Walk from a step until no change is left, or the time is over."""
+        """Search until no change is left, or the time is over."""
         self._began_s = self.clock()
         start = self._built("start", spec, "the step as given", by_itself=True)
         took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
         self._built_s.append(max(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0), 0.0))
         self.start = start
         trial_s, left_s = self._trial_s(measured_s), self.left_s
-        # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
+        # A profile builds the step again, as each change does; without time for a change it would be useless.
         self.outlook.look(start.environment, may_profile=left_s >= 2 * trial_s and not start.failure)
         if start.failure:
             self._make_room()
@@ -89,52 +83,49 @@ class Walk:
         if len(self.kept) < 2 or start.failure or not self._goes_on:
             return
         if self._has_time(self._trial_s(step_s(self.leave(start))) + self.outlook.compile_s(spec)):
-            self.again = self._built("start again", spec, "the step as given beside the fastest")
+            self.again = self._built("start again", spec, "the first step next to the fastest")
             self._seek_gain(self.best, self.again)
             self.met = None if self._is_cut_off(self.best, self.again) else self.taking.gain(self.again, self.best)
             self.leave(self.again)
 
     @property
     def kept(self) -> list[Attempt]:
-        """The changes that were kept, in their order."""
         return [attempt for attempt in self.outlook.attempts if attempt.kept]
 
     @property
     def best(self) -> Any:
-        """The side of the fastest step until now, which may have failed; None before the first was built."""
+        """May have failed; None before the first was built."""
         return self.kept[-1].side if self.kept else self.start
 
     @property
     def overall(self) -> Ratio | None:
-        """Time of the fastest step over the first's, or the product of the kept changes' ratios; None if nothing was
-        kept or the first step failed.
+        """Time of the fastest step over the first's, or the product of the kept changes' ratios; None without kept
+        changes, or if the first step failed.
         """
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
     @property
     def untried(self) -> Iterable[Candidate]:
-        """The changes of the fastest step that were not tried, the next one first."""
+        """Untried changes of the fastest step, the next one first."""
         if not self._goes_on:
             return ()
         trial_s = self._trial_s(step_s(self.best.run))
         return self.outlook.candidates(self.best, trial_s, alternating=bool(self.taking.session.alternating))
 
     def leave(self, side: Side) -> Run | None:
-        """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
+        """Ends a side; its record, or None without a turn before an interruption."""
         if self.interrupted and side.run is None and not side.failure:
             return None
         return self.taking.leave(side)
 
     def _trial_s(self, other_s: float | None) -> float:
-        """Seconds of a comparison of the fastest step with another of that length, without compilation."""
         known_s = sum(each for each in (step_s(self.best.run), other_s) if each)
         if self.taking.session.alternating:
             return _MOST_PROCESSES * median(self._built_s) + self.steps * known_s
         return median(self._built_s) + (median(self._turns) * known_s if self._turns else 0.0)
 
     def _has_time(self, takes_s: float) -> bool:
-        """True if the budget has time left for it."""
         left_s = self.left_s
         if self.budget_s is not None:
             self.taking.session.timeout_s = max(left_s, 1.0)
@@ -142,7 +133,7 @@ class Walk:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget, negative if the walk took longer; infinite without one."""
+        """Remaining budget; negative if exceeded, infinite without one."""
         return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
 
     @property
@@ -156,14 +147,13 @@ class Walk:
     # --- trying -------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Candidate) -> None:
-        """Measure a change, for as long as it took to build its step, and keep or drop it."""
         began_s = self.clock()
         attempt = self._attempt(candidate.change, candidate.promise)
         built_s, base, side = self.clock(), attempt.base, attempt.side
         try:
             if side is not None:
                 self._seek_gain(base, side, most_s=built_s - began_s)
-        except UserError as error:  # where each turn has a process of its own, it says so only now
+        except UserError as error:  # with a process per turn, it is known only now
             attempt.side, attempt.failure = None, str(error)
         if attempt.side is not None:
             if self._is_cut_off(base, side, of=attempt):
@@ -180,8 +170,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """True if the end of the budget cut a turn of these sides short; the turns before it stay. A change `of` which
-        that is so counts as not tried."""
+        """True if the end of the budget cut a turn short; earlier turns stay. The change then counts as not tried."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
             return False
@@ -195,7 +184,6 @@ class Walk:
         return True
 
     def _settle(self, attempt: Attempt) -> None:
-        """Count a change among those that were tried; one that is kept makes the fastest step (`best`)."""
         self.outlook.settle(attempt)
         self.on_attempt(attempt)
         if attempt.kept:
@@ -203,8 +191,9 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """The side of a step. `by_itself`, it is known whether it runs, on what and how fast, which where each turn has
-        a process of its own takes one. Raises UserError for a step that the device, or this build of torch, refuses."""
+        """The side of a step. With `by_itself`, find out if it runs, where and how fast; with a process per turn this
+        takes one. Raises UserError for a step that the device, or this build of torch, refuses.
+        """
         self.on_change(words)
         side = self.taking.enter(label, spec)
         if by_itself and self.taking.session.alternating:
@@ -221,14 +210,15 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Measure two sides in turns. If all processes so far stayed in memory together, a step that does not fit so is
-        dropped: turns of new processes would hide small gains, its own and all later ones."""
+        """Alternate two sides. If all processes so far stayed in memory together, a step that does not fit with them is
+        dropped: a process per turn would hide small gains, also later ones.
+        """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
         self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)
 
     def _make_room(self) -> None:
-        """Where the first step ran out of memory, add the changes that need less until it runs, or time is over."""
+        """If the first step ran out of memory, add changes that need less until it runs, or time is over."""
         for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
             spec = self.best.spec
             if not (change.field in FREEING or change.makes_room) or change not in self.outlook.untried(spec):
@@ -251,15 +241,14 @@ class Walk:
 
 
 def _lacks_memory(side: Any) -> bool:
-    """True if a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
+    """Out of memory on a CPU, the kernel ends the process."""
     failure = side.failure
     return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
 
 
 _PROFILED_STEPS = 5
-"""Timed steps of the run whose profile is explained."""
+"""Timed steps of the profiled run."""
 _NOTICEABLY_OVER = 0.1
-"""Share of the budget that a walk may exceed without a note."""
 
 
 def advise(
@@ -280,16 +269,16 @@ def advise(
 ) -> Advice:
     """Search for the fastest step, one change at a time, and store the walk and all its runs.
 
-    `spec` and `fields` are as in `measure`; a step that says nothing of `steps` has 30 in each comparison:
+    `spec` and `fields` are as in `measure`; `steps` defaults to 30 in each comparison:
 
         advice = advise("small", context=512)
         advice.best, advice.overall.ratio
 
-    With `keep_precision`, number formats stay as they are; `opt_in` names changes that are tried only so: fp8. After
-    `budget_s` seconds no further change is tried, and no change may outlast the budget. The given step is always
-    measured; a Remark says at once if that leaves no time for a change. Of a step of several processes each turn
-    starts them anew. `on_change` is called with what is measured next, and `on_tried` with what came of each change.
-    An interrupted walk is stored as far as it got. Raises UserError for a step that cannot be measured.
+    `keep_precision` keeps number formats; `opt_in` names further changes: fp8. After `budget_s` seconds no change is
+    tried, and no change may outlast the budget. The given step is always measured; a Remark warns at once if that
+    leaves no time for changes. A step of several processes restarts them each turn. `on_change` gets the next
+    measurement in words, `on_tried` each tried change. An interrupted search is stored as far as it got. Raises
+    UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):
@@ -331,7 +320,7 @@ def advise(
 
 
 def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
-    """The record of a walk that is over; its sides leave."""
+    """Ends all sides."""
     untried, overall = list(walk.untried), walk.overall
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
@@ -377,8 +366,8 @@ def _notes(walk: Walk) -> Iterator[str]:
         )
     if walk.overall and not walk.met and len(walk.kept) > 1:
         yield (
-            "the first step and the fastest did not take turns with each other: their ratio is the product of those of "
-            "the changes that were kept, each measured in turns"
+            "the first step and the fastest did not alternate: their ratio is the product of the kept changes' ratios, "
+            "each from alternating turns"
         )
 
 

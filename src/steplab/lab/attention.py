@@ -33,7 +33,7 @@ def attention(
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> AttentionRun:
-    """Benchmark attention by itself, as `steplab attention` does, and store the record.
+    """Benchmark attention alone, as `steplab attention` does, and store the record.
 
     `fields` of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation, compile)
     are values or lists. Every combination is a cell. They replace the `grid`'s:
@@ -41,16 +41,16 @@ def attention(
         run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
         steplab.show(run)
 
-    Without either, the default grid for the device is measured. Further fields are passes, device, repeats, errors and
-    seed, as the command has them. `timeout_s` is how long one cell may go without progress. Raises UserError for a
-    request that is not supported, and SteplabError if the store cannot be written.
+    Without either, the default grid for the device is measured. Further fields are the command's passes, device,
+    repeats, errors and seed. `timeout_s` limits a cell's time without progress. Raises UserError for a request that is
+    not supported, and SteplabError if the store cannot be written.
     """
     study = attention_study({"grid": grid, **fields})
     return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
 def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> AttentionRun:
-    """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
+    """Measure a study's cells and store the record, also after an interruption.
 
     Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
     """
@@ -63,7 +63,7 @@ def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> Attent
 
 
 def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
-    """The study's cells; cells of one shape are timed in turns."""
+    """The study's cells; cells of one shape alternate."""
     numbers = {cell: number for number, cell in enumerate(study.cells)}
     return Cells(
         job="attention",
@@ -80,8 +80,8 @@ def account_for_memory(
 ) -> AttentionAccount:
     """The tensors of the smallest plain attention that runs out of memory.
 
-    With `hardware`, a known GPU's name, it is computed for these shapes; else it comes from the newest stored
-    benchmark with plain attention out of memory. Raises UserError if there is none.
+    With `hardware`, a known GPU's name, it is computed for these shapes; else it comes from the newest stored benchmark
+    with plain attention out of memory. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -102,10 +102,10 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark described by a grid, fields of cells, each a value or a list, or both, and by its options; without
-    a grid and fields the default one for the device.
+    """The benchmark of a grid, of fields of cells (values or lists), or both, with its options; by default the device's
+    grid.
 
-    Raises UserError that names what was given and what is valid.
+    Raises UserError with the valid values.
     """
     fields, asked = ATTENTION.asked(given)
     check_device(asked.device)

@@ -20,20 +20,15 @@ from steplab.units import counted
 
 
 class Measuring(TypedDict, total=False):
-    """Measures and stores a benchmark."""
-
     name: str
-    """Name of the record."""
     store: Path | str | None
-    """The store; None: the default one."""
     timeout_s: float | None
-    """Longest time of one cell in seconds, or longest pause where it reports progress; None: no limit."""
+    """Longest time of one cell in seconds, or longest pause if it reports progress; None: no limit."""
     on_progress: OnProgress
-    """Called as the processes tell where they are."""
+    """Called with the processes' progress."""
     on_cell: Callable[[int, Any], None]
-    """Called with the number and the result of each cell as it ends."""
     place: Place | None
-    """Place of the record in a study, to which the record of an interrupted benchmark does not belong."""
+    """Place of the record in a study; not for an interrupted benchmark."""
 
 
 Cell = TypeVar("Cell", bound=Outcome)
@@ -50,14 +45,14 @@ def measure_benchmark(
     concluded: Callable[[Run], Run] = lambda run: run,
     **how: Unpack[Measuring],
 ) -> Run:
-    """Measure the cells and store the record; an interrupted benchmark is stored with the cells that had ended.
+    """Measure the cells and store the record, also after an interruption.
 
-    `run` is the record without its cells. `with_costs` adds to a cell what follows from its spec; `with_facts` adds
-    the facts that the ranks report; `with_traces` reads the traces after all measuring, which reading would slow;
-    `concluded` adds what follows from all cells.
+    `run` is the record without its cells. `with_costs` adds figures that follow from a cell's spec; `with_facts` adds
+    the ranks' facts; `with_traces` reads traces after all measuring, which it would slow; `concluded` adds figures over
+    all cells.
 
-    Under torchrun every process calls it, and only the first stores the record. Raises UserError for a request that is
-    not supported, and SteplabError if the store cannot be written.
+    Under torchrun every process calls it, and only the first stores the record. Raises UserError for an unsupported
+    request, and SteplabError if the store cannot be written.
     """
     run = dataclasses.replace(run, name=checked_name(how.get("name", "")))
     ended: dict[int, Cell] = {}

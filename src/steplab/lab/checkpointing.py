@@ -1,7 +1,7 @@
-"""Chooses the checkpointing of a step that asks for `auto`: the least recomputation with which it fits its GPU.
+"""Chooses the checkpointing of a step that requests `auto`: the least recomputation that fits its GPU.
 
-That is none; or else selective, which runs no matrix product again; or else full for as few of the first blocks as
-possible. What fits is what `plan memory` says fits.
+Candidates are none; selective, without repeated matrix products; full for as few of the first blocks as possible. `plan
+memory` decides the fit.
 """
 
 import bisect
@@ -26,34 +26,28 @@ Noted = TypeVar("Noted", Run, Numerics, MemoryPrediction, StepTimePrediction)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A step with its checkpointing chosen."""
-
     spec: StepSpec
     notes: tuple[str, ...] = ()
-    """The choice and its reason, for the record; empty if the step named it."""
+    """The choice and its reason; empty if the step named it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """The memory of a GPU."""
-
     gpu: str
-    """Name of the GPU."""
     usable_bytes: int
-    """Memory that a program can count on."""
+    """Memory that is surely available."""
     most_bytes: int
-    """Memory that no program can exceed."""
+    """Upper limit."""
 
     def holds(self, predicted: MemoryPrediction) -> bool:
-        """True if a step is sure to run."""
         return _safe_bytes(predicted) <= self.usable_bytes
 
 
 def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Chosen:
-    """The step with its checkpointing chosen for a GPU, by default the one at hand, if it asks for `auto`.
+    """The step with its checkpointing chosen for a GPU, by default this machine's, if it requests `auto`.
 
-    Where there is no GPU, nothing is recomputed. Raises UserError for a step that does not fit even with full
-    checkpointing, and for one whose memory cannot be predicted.
+    Without a GPU it recomputes no block. Raises UserError for a step that does not fit even with full checkpointing,
+    and for unpredictable memory.
     """
     if spec.checkpointing != AUTO:
         return Chosen(spec=spec)
@@ -70,7 +64,6 @@ def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Cho
 
 
 def with_notes(found: Noted, notes: tuple[str, ...]) -> Noted:
-    """A record or a prediction with further notes."""
     return replace(found, notes=(*found.notes, *notes)) if notes else found
 
 
@@ -105,7 +98,7 @@ def _least(spec: StepSpec, room: Room, gpu: HardwareSpec | None) -> Chosen:
 def _fitting(
     spec: StepSpec, room: Room, choice: str, found: MemoryPrediction, before: tuple[str, MemoryPrediction] | None
 ) -> Chosen:
-    """before: the choice of less recomputation that does not fit."""
+    """before: the choice with less recomputation, which does not fit."""
     why = f"predicted peak {format_bytes(found.peak_bytes)}, sure to run with {format_bytes(_safe_bytes(found))}"
     why += f" of the {format_bytes(room.usable_bytes)} of {room.gpu}"
     if not room.holds(found):
@@ -122,7 +115,7 @@ def _chosen(spec: StepSpec, choice: str, why: str) -> Chosen:
 
 
 def _safe_bytes(predicted: MemoryPrediction) -> int:
-    """Memory that a GPU must have; a lower bound counts as the peak."""
+    """A lower bound counts as the peak."""
     if predicted.safe_device_bytes is not None:
         return predicted.safe_device_bytes
     return safe_device_bytes(predicted.reserved_bytes or predicted.peak_bytes)
@@ -134,7 +127,7 @@ def _room_of(gpu: HardwareSpec) -> Room:
 
 
 def _room_here(spec: StepSpec) -> Room | None:
-    """The memory of the GPU that a step is to run on; None if it runs on none. Raises UserError if it is not told."""
+    """The memory of the step's GPU; None without a GPU. Raises UserError if unknown."""
     kind, _, number = spec.device.partition(":")
     if kind != "cuda" and not (kind == "auto" and visible_gpus()):
         return None

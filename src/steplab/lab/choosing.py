@@ -20,31 +20,28 @@ from steplab.store.location import is_store_header
 from steplab.store.selection import BACK, LAST
 
 _MOST_TOGETHER = 60
-"""Largest number of records of one kind without a study in one report; older ones are left out."""
 _TRIED_FIRST = 10
-"""Number of newest records of each kind that are tried before all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The records that a text stands for."""
+    """The records named by a text."""
 
     side: Side
-    """Their name in the comparison."""
+    """Name in the comparison."""
     records: tuple[Record, ...]
     """The records, at least one, oldest first."""
 
 
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
-    """The records that are given, or that a text stands for, in this store or in the file that it names.
+    """The given records, or those that a text names, in this store or in a file.
 
-    The text is tried in this order: `last`, or `last~2` for the record two before it; a record's whole id; the id or
-    the name of a study; a name or a tag, for all records that have it; the beginning of the id of a record, or of a
-    study; a git revision, for the newest record of each cell that was measured in a clean checkout of it. FILE names
-    the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those that TEXT names in that
-    store.
+    The text is, in this order of trials: `last`, or `last~2` for two records before; a record's whole id; a study's id
+    or name; a name or tag, for all its records; the beginning of a record's or study's id; a git revision, for the
+    newest record of each cell measured in a clean checkout of it. FILE names the records in an export (.jsonl), or the
+    newest of another store (.db); FILE:TEXT the records of TEXT in that store.
 
-    Raises UserError if it stands for none, and SteplabError for a file that cannot be read.
+    Raises UserError for a text without records, and SteplabError for an unreadable file.
     """
     if not isinstance(given, str):
         held = [given] if isinstance(given, Record) else list(given)
@@ -62,8 +59,9 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
 
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """The records of a store that texts stand for, each once: ids, studies, names, tags and revisions, as in
-    `find_records`. Raises UserError for a text that stands for none."""
+    """The records of a store named by texts, each once: ids, studies, names, tags and revisions, as in `find_records`.
+    Raises UserError for a text without records.
+    """
     return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 
@@ -128,14 +126,13 @@ def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
 
 
 def without_records(study: str, opened: Store) -> UserError:
-    """The error for a study without records, such as one interrupted at its first measurement."""
+    """Such as a study interrupted at its first measurement."""
     return UserError(
         f"study '{study}' has no record in {opened.path} that can be read; its command goes on by --resume"
     )
 
 
 def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record]:
-    """The newest record of each cell among those measured in a clean checkout of the revision, oldest first."""
     commit = _commit(revision)
     ids = [str(row["id"]) for row in rows if commit and commit.startswith(str(row.get("git_commit") or "?"))]
     newest: dict[object, Record] = {}
@@ -147,7 +144,7 @@ def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record
 
 
 def _commit(revision: str) -> str | None:
-    """The whole digits of a commit: those that git gives for the revision here, or the beginning of a commit."""
+    """All digits of a revision's commit here, or the beginning of a commit."""
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     except (OSError, subprocess.SubprocessError):
@@ -156,22 +153,18 @@ def _commit(revision: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRecords:
-    """The records of a report, with its title."""
-
     records: tuple[Record, ...]
-    """The records, at least one; those of one kind are in the order they were measured, of a study in its order."""
+    """At least one; records of one kind are in order of measurement, a study's in its order."""
     title: str
-    """Name of the study, or a description of the selection."""
+    """The study's name, or a description of the selection."""
     description: str = ""
-    """Description of the study; empty: none."""
 
     def of(self, kind: str) -> tuple[Any, ...]:
-        """The records of one kind, by its name in the registry."""
         return tuple(record for record in self.records if kind_of(record).name == kind)
 
 
 def refuse_several(chosen: Mapping[str, bool]) -> None:
-    """Raise UserError if records are chosen in more ways than one: by each name here that is true."""
+    """Raise UserError if more than one of these is true."""
     ways = [way for way, is_given in chosen.items() if is_given]
     if len(ways) > 1:
         raise UserError(f"{' and '.join(ways)} were given; choose the records in one way")
@@ -184,13 +177,11 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The given records, or those that given texts name (`records_of`); or a name's, or a study's; else the latest
-    measurement's.
+    """The given records, or those named by texts (`records_of`), a name, or a study; else the latest measurement's.
 
-    That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
-    records of its kind that belong to none.
+    That is the newest record's study; or its benchmark; or all records of its kind outside studies.
 
-    Raises UserError where there is nothing to report, and for more than one of records, a name and a study.
+    Raises UserError without anything to report, and for more than one of records, a name and a study.
     """
     refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})
     held = [record for record in given if isinstance(record, Record)]
@@ -220,7 +211,6 @@ def records_to_report(
 
 
 _MOST_THAT_ANSWER = 2000
-"""Largest number of records that answer questions where none are chosen; older ones are left out."""
 
 
 def records_that_answer(
@@ -230,7 +220,6 @@ def records_that_answer(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> tuple[Record, ...]:
-    """The chosen records, as in `records_to_report`; else all of the store."""
     if given or study is not None or name is not None:
         return records_to_report(given, study=study, name=name, store=store).records
     with open_store(store, write=False) as opened:
@@ -238,7 +227,7 @@ def records_that_answer(
 
 
 def _newest(opened: Store) -> Record:
-    """The newest measurement that can be read. Raises UserError if there is none."""
+    """The newest readable one. Raises UserError without one."""
     kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]
     for most in (_TRIED_FIRST, None):
         rows = [row for name in kinds for row in opened.rows(kind=name, limit=most)]

@@ -24,7 +24,6 @@ from steplab.units import format_time, parse_duration
 
 _FEWEST = 2
 _SETTLED = 1.5
-"""Largest ratio of a settled cell's median to the median of its quietest third."""
 
 
 def comm(
@@ -37,25 +36,24 @@ def comm(
 ) -> CommRun:
     """Benchmark collectives, as `steplab comm` does, and store the record.
 
-    `fields` are those of a cell (collective, size, world_size, backend, device, dtype), each a value or a list:
+    `fields` are a cell's (collective, size, world_size, backend, device, dtype), each a value or a list:
 
         run = steplab.comm(processes=2, collective="all_reduce", size=["100kB", "1MB"])
         run.profile  # the fitted line of each collective
 
-    Further fields are gpus, processes and repeats, as the command has them. Without `gpus` or `processes` all GPUs take
-    part, or two processes on the CPU. `timeout_s` is how long one cell may take. Raises UserError for a request that is
-    not supported, and SteplabError if the store cannot be written.
+    Further fields are the command's gpus, processes and repeats. Without `gpus` or `processes` all GPUs take part, or
+    two processes on the CPU. `timeout_s` limits a cell's time. Raises UserError for a request that is not supported,
+    and SteplabError if the store cannot be written.
     """
     study, device = comm_study(fields)
     return measure_comm(study, device=device, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The benchmark described by fields of cells, each a value or a list, and by its options, and the device of its
-    processes: cuda or cpu.
+    """The benchmark of fields of cells (values or lists) with its options, and its device: cuda or cpu.
 
-    The default number of processes is the number that torchrun started, otherwise one per GPU if there are two or more,
-    otherwise two on the CPU. Raises UserError that names what was given and what is valid.
+    The default number of processes is torchrun's, else one per GPU if there are two or more, else two on the CPU.
+    Raises UserError with the valid values.
     """
     fields, asked = COMM.asked(given)
     count, device = _processes(asked.gpus, asked.processes)
@@ -74,15 +72,15 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}, not {count}: a collective needs two processes")
-    refuse_too_many(count)  # before sizes are checked, whose error would name the wrong cause
+    refuse_too_many(count)  # before sizes are checked: their error would name the wrong cause
     return count, device
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
+    """Measure a study's cells and store the record, also after an interruption.
 
-    `device` is that of the processes, cuda or cpu. Under torchrun only the first process stores the record. Raises
-    UserError for a request that is not supported, and SteplabError if the store cannot be written.
+    `device` is the processes': cuda or cpu. Under torchrun only the first process stores the record. Raises UserError
+    for an unsupported request, and SteplabError if the store cannot be written.
     """
     return measure_benchmark(
         CommRun(**new_head(), study=study),
@@ -95,7 +93,6 @@ def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> 
 
 
 def collective_cells(study: CommStudy, device: str) -> Cells[CommCell]:
-    """The study's cells, each measured by all ranks together."""
     return Cells(
         job="comm",
         study=study,
@@ -111,7 +108,7 @@ def _failed(spec: CommSpec, failure: Failure) -> CommCell:
 
 
 def with_profile(run: CommRun) -> CommRun:
-    """The record with the machine's communication profile, and notes on the cells that the profile leaves out."""
+    """With the machine's communication profile, and notes on cells left out of it."""
     profile = profile_of(run.cells)
     notes = (*_waits(run.cells), *map(_why_left_out, left_out(run.cells)), *_why_no_line(run.cells, profile))
     return dataclasses.replace(run, profile=profile, notes=(*run.notes, *notes))
@@ -126,7 +123,6 @@ def _why_left_out(cell: CommCell) -> str:
 
 
 def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
-    """A note for each cell whose times may include waiting for Python."""
     for cell in cells:
         waiting = max(cell.ranks, key=lambda times: times.num_waits or 0, default=None)
         if waiting and waiting.num_waits:
@@ -151,8 +147,9 @@ def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
-    """Lines through the median times: one for each collective, transport, number format and world size and, if there
-    are several world sizes, one with a term per rank for all of them. The cells of `left_out` are not used."""
+    """Lines through median times, without `left_out`: one per collective, transport, number format and world size; for
+    several world sizes also one with a term per rank.
+    """
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
     unsettled = left_out(cells)

@@ -19,7 +19,6 @@ from steplab.records.run_figures import RUN_FIGURES
 from steplab.specs.step import FIELDS, STEP_FIELDS
 
 METRICS = tuple(figure.key for figure in RUN_FIGURES if not figure.is_words)
-"""The figures that have a history."""
 
 
 def compare(
@@ -30,14 +29,14 @@ def compare(
     allow: Collection[str] = (),
     store: Path | str | None = None,
 ) -> Comparison:
-    """How the records B differ from the records A, as `steplab compare` says it.
+    """Compare records B with records A, as `steplab compare` does.
 
         found = steplab.compare(before, after, allow=["torch"])
         found.outcome  # fine, undecided or regression
         steplab.show(found)
 
-    A and B are records, or a text; `find_records` says what that may be. `threshold` is the smallest difference that
-    matters, as a share; `allow` names fields that may differ.
+    A and B are records, or a text as in `find_records`. `threshold` is the smallest difference that matters, as a
+    share; `allow` names fields that may differ.
 
     Raises UserError if a text names no record, and errors.Inconclusive if records differ in a field outside `allow`.
     """
@@ -57,11 +56,10 @@ def history(
 ) -> tuple[Series, ...]:
     """A figure's history for each step and device, the longest first.
 
-    `fields` are the values that a step may have, by the fields' names; `name` is that of the runs. `metric` is a figure
-    of a run's row, with or without its unit: step_time or step_time_s. `threshold` is the smallest change that is
-    marked, as a share; None: 1 %.
+    `fields` restrict steps, by the fields' names; `name` is the runs'. `metric` is a figure of a run's row, with or
+    without its unit: step_time or step_time_s. `threshold` is the smallest marked change, as a share; None: 1 %.
 
-    Raises UserError for a metric that there is not, and if no run matches.
+    Raises UserError for an unknown metric, and if no run matches.
     """
     key = _metric(metric)
     with open_store(store, write=False) as opened:
@@ -110,7 +108,7 @@ def _is_said(column: str, row: Row) -> bool:
 
 
 def _points(key: str, rows: Sequence[Row]) -> Iterator[Point]:
-    """One point for the consecutive runs of each commit; a run without a commit is a point of its own."""
+    """A point for consecutive runs of each commit, and for each run without a commit."""
     groups = itertools.groupby(rows, key=lambda row: row.get("git_commit") or row["id"])
     for _, group in groups:
         some = list(group)

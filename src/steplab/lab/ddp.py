@@ -1,4 +1,4 @@
-"""The data-parallel study: measure the variants, read their traces, set formulas beside them, store one record."""
+"""The data-parallel study: measure variants, read traces, add formulas, store one record."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Kinds of variant whose communication by itself the link is fitted to: all-reduces, launched without waiting."""
+"""The link is fitted to these variants' communication alone: all-reduces, launched without waiting."""
 _POINTS_A_DECADE = 12
 
 
@@ -46,14 +46,14 @@ def ddp(
 ) -> DdpRun:
     """Compare variants of data parallelism on one step, as `steplab ddp` does, and store the record.
 
-    `fields` are those of the step of each rank, as in `measure`; `bucket_sizes` are in units of 1e6 bytes:
+    `fields` are each rank's step, as in `measure`; `bucket_sizes` are in units of 1e6 bytes:
 
         run = steplab.ddp("tiny", processes=2, variants=["bucketed:1", "sharded"], steps=5)
         steplab.show(run)
 
-    Further fields are gpus, processes, variants, bucket_sizes, transport, update and profiled_steps, as the command has
-    them. A trace of each variant is kept in the folder `traces` if one is named. Raises UserError for a request that is
-    not supported, and SteplabError if the store cannot be written.
+    Further fields are the command's gpus, processes, variants, bucket_sizes, transport, update and profiled_steps. The
+    folder `traces`, if given, gets a trace of each variant. Raises UserError for a request that is not supported, and
+    SteplabError if the store cannot be written.
     """
     study = ddp_study(named_fields(model, fields))
     return measure_ddp(
@@ -62,9 +62,9 @@ def ddp(
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """The step of each rank and the number of ranks: the requested number, the number that torchrun started, or two.
+    """Each rank's step, and the number of ranks: requested, torchrun's, or two.
 
-    On a CPU the defaults make a small step. Raises UserError for fields or numbers that contradict each other.
+    On a CPU the defaults make a small step. Raises UserError for contradictions.
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
@@ -78,10 +78,10 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study of a step with these fields, and with these options; by default with the bucket sizes for the device,
-    and with collectives as the transport. Bucket sizes are numbers in MB or their texts.
+    """The study of a step with these fields and options; by default with the device's bucket sizes and collectives.
+    Bucket sizes are in MB, as numbers or texts.
 
-    Raises UserError that names what was given and what is valid, and Unsupported for a transport that needs GPUs.
+    Raises UserError with the valid values, and Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
@@ -102,12 +102,11 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """Measure a study and store the record, which an interruption stores too, with the variants that it has.
+    """Measure a study and store the record, also after an interruption.
 
-    A trace of each variant is kept in the folder `traces`; None: in none. A file there that has the name of a trace and
-    is none is replaced with `force` alone.
-    Under torchrun every process calls it, and the first one alone stores and reads traces. Raises UserError for a
-    request that cannot be served, and SteplabError where the store cannot be written.
+    The folder `traces` gets a trace of each variant; None: no traces. `force` replaces other files of the same name
+    there. Under torchrun every process calls it, and only the first stores and reads traces. Raises UserError for an
+    unsupported request, and SteplabError if the store cannot be written.
     """
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
@@ -122,7 +121,7 @@ def measure_ddp(
 
 
 def ddp_cells(study: DdpStudy, traces: Path | None) -> Cells[DdpCell]:
-    """The study's variants, each measured by all ranks together; rank 0 writes their traces."""
+    """Rank 0 writes traces."""
     return Cells(
         job="ddp",
         study=study,
@@ -145,14 +144,14 @@ def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
 
 
 def _with_model(run: DdpRun) -> DdpRun:
-    """The record with the bytes that each cell sends, its expected memory, and the overhead model."""
+    """With sent bytes and expected memory of each cell, and the overhead model."""
     sent = (with_wire_bytes(cell, run.study) for cell in run.cells)
     cells = tuple(with_expected(cell, run.study, run.facts) for cell in sent)
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))
 
 
 def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> list[Destination]:
-    """Destinations of the traces, in a folder that is created if needed. Raises UserError if one cannot be written."""
+    """In a folder, created if needed. Raises UserError if one cannot be written."""
     if kept is None:
         return []
     try:
@@ -168,7 +167,7 @@ def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | 
 
 @contextmanager
 def _folder(targets: Sequence[Destination]) -> Iterator[Path]:
-    """A folder for the traces, which are moved from there to their destinations, also after an interruption."""
+    """Traces move from there to their destinations, also after an interruption."""
     with folder_for(targets[0] if targets else None) as folder:
         try:
             yield folder
@@ -184,12 +183,11 @@ def _with_trace(cell: DdpCell, trace: Path) -> DdpCell:
         return cell
     try:
         return dataclasses.replace(cell, traced=read_bounded("traced_steps", TracedSteps, [trace]))
-    except SteplabError as error:  # what was measured stands without it
+    except SteplabError as error:  # the measurement is complete without it
         return dataclasses.replace(cell, notes=(*cell.notes, f"trace: {error}"))
 
 
 def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> DdpCell:
-    """The cell with the memory that the formulas give."""
     if facts is None or cell.failure or not facts.num_parameters:
         return cell
     held = state_bytes(
@@ -213,15 +211,14 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
 
 
 def _stage(variant: Variant) -> int:
-    """The stage of ZeRO: peer copies leave averages on their owners alone, and collectives have buckets of all
-    gradients."""
+    """The stage of ZeRO: peer copies leave averages only on owners; collectives have buckets of all gradients."""
     if variant.kind == "sharded":
         return 2 if variant.transport == "peer_copy" else 1
     return 3 if variant.kind == "fsdp2" else 0
 
 
 def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
-    """The cell with the bytes that each rank sends in a step, by the factors of nccl-tests."""
+    """Bytes sent per rank and step, by the factors of nccl-tests."""
     if not cell.messages:
         return cell
     sent = (bus_factor(sent.collective, study.processes) * sent.total_bytes for sent in cell.messages)
@@ -229,7 +226,7 @@ def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
 
 
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """The model fitted to the variants' communication by itself; None if there are too few measurements."""
+    """Fitted to the variants' communication alone; None with too few measurements."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -261,9 +258,9 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Seconds of the backward pass without communication on the slowest rank; 0 if it was not timed.
+    """Seconds of backward without communication on the slowest rank; 0 if not timed.
 
-    With `baseline`, the samples that the baseline took in turns with the variant, when the machine has settled.
+    With `baseline`, its samples from turns with the variant, on a settled machine.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)
@@ -272,7 +269,6 @@ def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
 def _curve(
     link: Link, total: float, backward_s: float, num_tensors: int, cells: Sequence[DdpCell]
 ) -> Iterator[CurvePoint]:
-    """Predictions over the measured bucket sizes, and a little beyond."""
     sizes_mb = [cell.contender.bucket_size_mb for cell in cells if cell.contender.bucket_size_mb is not None]
     if not sizes_mb:
         return

@@ -1,8 +1,8 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-No store is ever replaced. Another file is replaced where it is empty or names steplab as its writer; what else is there
-stays, unless it is forced. A table in CSV, JSON or LaTeX and plain text have no place for the name, so that these are
-replaced by force alone. A device or a pipe is written to.
+No store is ever replaced. Another file is replaced if it is empty, names steplab as its writer, or is forced. A table
+in CSV, JSON or LaTeX and plain text have no place for the name, so that these are replaced by force alone. A device or
+a pipe is written to.
 """
 
 import contextlib
@@ -33,41 +33,36 @@ _COMPANIONS = {
     "-shm": "the shared memory of the store",
     "-journal": "the journal of the store",
 }
-"""Files that SQLite may keep with a database, by the suffix of their names."""
+"""Suffixes of files that SQLite keeps with a database."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
-"""Suffix of files that are compressed."""
 
 
 _MARKED = re.compile(rb'[=:] ?"steplab[ "]|"steplab_version":|' + MARK.encode())
-"""The name of the writer, as a page, a record, a timeline, and MARK in any other file have it near their beginning."""
+"""The writer's name, near the beginning of pages, records, timelines and, as MARK, other files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """The path of an output file, and the rules for replacing a file there."""
-
     path: Path
-    """Path as the user gave it."""
     store: Path | str | None = None
-    """The store of the command; None: the default store."""
+    """None: the default store."""
     force: bool = False
-    """True: replace a file that does not name steplab as its writer; the store is never replaced."""
+    """True: replace other programs' files, but never a store."""
 
     @property
     def is_written_to(self) -> bool:
-        """True if it is a device or a pipe, which is written to directly rather than replaced."""
+        """A device or a pipe is written to directly."""
         in_devices = self.path.parent in (_DEVICES, _DEVICES / "fd")
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Check before the work begins that the file can be written.
-
-        Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written.
+        """Check before the work begins. Raises UserError for a file that must not be replaced, and SteplabError for a
+        path that cannot be written.
         """
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):
-                pass  # a folder's permissions do not tell of every file system whether it takes a file
+                pass  # on some file systems a folder's permissions do not show if it takes a file
 
     def write(self, content: bytes) -> None:
         """Create or replace the file, or write to the device. Raises as `check` does."""
@@ -76,7 +71,7 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """A file to write to, which takes its place once the context is left without an error; or the device.
+        """A file that takes its place once the context ends without an error; or the device.
 
         Raises as `check` does.
         """
@@ -104,7 +99,7 @@ class Destination:
         return self.path
 
     def _checked(self) -> Path | None:
-        """The file itself, where the path is a link, once it may be replaced; None: it is written to.
+        """The file behind links, if it may be replaced; None: it is written to.
 
         Links are followed once: another user may change one in a shared folder after the check.
         """
@@ -161,9 +156,9 @@ class Destination:
 
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A temporary folder for an unfinished file, on the disk of its destination; it is removed at the end.
+    """A temporary folder for an unfinished file, on its destination's disk.
 
-    target: destination of the file; None: it is not kept. Raises as `check` does, before anything is measured.
+    target: destination; None: the file is not kept. Raises as `check` does, before measuring.
     """
     if target:
         target.check()
@@ -186,14 +181,14 @@ def refuse_the_same(*paths: Path | None) -> None:
 
 
 def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> SteplabError:
-    """The error for a raw file that could not be read; kept: where the file is, None if it was not kept."""
+    """kept: the unreadable file's place; None if it was not kept."""
     why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
     where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
     return SteplabError(f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}")
 
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
-    """Move a file out of a folder that is about to be removed; None if no other folder can take it."""
+    """Move a file out of a temporary folder; None if no other folder can take it."""
     for folder in (Path.cwd, tempfile.gettempdir):
         try:
             return Path(shutil.move(written, Path(folder()) / f"steplab-{what}-{run_id}{written.suffix}"))
@@ -213,7 +208,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """True if two paths name the same file; paths that do not exist yet are compared without links."""
+    """Paths that do not exist yet are compared without links."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return _real(path) == _real(other)
@@ -230,7 +225,6 @@ def _put(temporary: Path, target: Path) -> None:
 
 
 def _beginning(path: Path) -> bytes:
-    """The first bytes of a file, decompressed."""
     with path.open("rb") as file:
         head = file.read(_READ_BYTES)
     if head.startswith(b"\x1f\x8b"):
@@ -252,12 +246,12 @@ _FORMATS = {
 
 
 def format_of(path: Path) -> str | None:
-    """The format that the suffix of a file's name stands for, before .gz if it ends in that; None for another."""
+    """The format of a file name's suffix, before any .gz; None if unknown."""
     return _FORMATS.get(Path(path.name.removesuffix(_PACKED)).suffix.lower())
 
 
 def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
-    """The bytes of the file, compressed if its path ends in .gz; the same each time."""
+    """Compressed if the path ends in .gz; deterministic."""
     if path.suffix != _PACKED:
         return nullcontext(file)
     return cast(IO[bytes], gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0))

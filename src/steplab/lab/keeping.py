@@ -30,22 +30,21 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
-    """The store at `path`, or at the default path (store.location). Raises SteplabError as Store.open does."""
+    """None: the default path (store.location). Raises SteplabError as Store.open does."""
     return Store.open(path, write=write)
 
 
 def has_store(path: Path | str | None = None) -> bool:
-    """True if there is a store at `path`, or at the default path."""
     return (Path(path) if path else default_path()).exists()
 
 
 def check_store(path: Path | str | None = None) -> care.Condition:
-    """The condition of a store, of which everything is read. Raises SteplabError if it cannot be opened."""
+    """Reads everything. Raises SteplabError if the store cannot be opened."""
     return care.check(Path(path) if path else default_path())
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy a store, which others may use meanwhile, to a file, which is a store too.
+    """Copy a store, also while in use, to another store file.
 
     Raises as Destination does for a file that is not replaced.
     """
@@ -62,21 +61,21 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
         run = steplab.load()
         run.median_s, run.interval_s, run.mfu
 
-    Raises UserError where there is none, or more than one, and SteplabError if the store cannot be read.
+    Raises UserError for none or several, and SteplabError if the store cannot be read.
     """
     with open_store(store, write=False) as opened:
         return opened.get(record_id)
 
 
 def checked_line(what: str, text: str) -> str:
-    """The text, checked. Raises UserError, which calls it `what`, if it is not one line of printable text."""
+    """Raises UserError, naming `what`, unless it is one line of printable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
 
 
 def checked_name(name: str) -> str:
-    """The name of a record, checked. Raises UserError if it is not one line of printable text, or is too long."""
+    """Raises UserError unless it is one line of printable text of limited length."""
     if not isinstance(name, str):
         raise UserError(f"a name must be text, not {type(name).__name__}")
     if len(name) > LONGEST_NAME:
@@ -85,7 +84,7 @@ def checked_name(name: str) -> str:
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """An empty record for an imported file, named after the file (step.json.gz: step) unless a name is given.
+    """An empty record for an imported file, by default named after it (step.json.gz: step).
 
     Raises UserError for a name that is not one line of printable text.
     """
@@ -96,7 +95,7 @@ def imported_run(path: Path, name: str | None) -> Run:
 
 
 def checked_import(path: Path, run: Run) -> Run:
-    """The record of an imported file with its texts cleaned. Raises UserError if a value in it cannot be right."""
+    """With its texts cleaned. Raises UserError for an impossible value."""
     run = cleaned(run)
     with named_file(path):
         check(run)
@@ -105,7 +104,7 @@ def checked_import(path: Path, run: Run) -> Run:
 
 @contextmanager
 def named_file(path: Path | str) -> Iterator[None]:
-    """What the content of a file that the user named cannot be used for: another file is to be named (UserError)."""
+    """Turns errors of a named file's content into UserError: another file must be chosen."""
     try:
         yield
     except UserError:
@@ -115,23 +114,19 @@ def named_file(path: Path | str) -> Iterator[None]:
 
 
 class NotStored(SteplabError):
-    """A record was measured that the store does not take."""
+    """The store did not take a measured record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The place of a record in a study."""
-
     study_id: str
-    """Id of the study."""
     cell: str
-    """Key of the study's measurement that the record is of."""
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Add a record to the store, at its place in a study if it has one, and give it; if that fails, write it to a file.
+    """Store a record, at its place in a study if any, and return it; if that fails, write it to a file.
 
-    Raises NotStored naming the file that holds the record, or, if nothing can be written, why.
+    Raises NotStored with the file of the record, or the reason that it could not be written.
     """
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
@@ -153,9 +148,9 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Add tags to a record and remove others, and give the record as it is then.
+    """Add tags to a record and remove others; returns the changed record.
 
-    Raises UserError for a tag that is not one printable word, or for a tag to remove that the record does not have.
+    Raises UserError for a tag that is not one printable word, and for removing an absent one.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
@@ -173,7 +168,7 @@ def tag(
 
 
 def note(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
-    """Give a record this comment in place of an earlier one; an empty text removes it. Gives the record.
+    """Replace a record's comment; an empty text removes it. Returns the record.
 
     Raises UserError if the text is not one line of printable text.
     """
@@ -182,7 +177,7 @@ def note(record_id: str, text: str, *, store: Path | str | None = None) -> Recor
 
 
 def _existing_store(path: Path | str | None) -> Store:
-    """The store, to be written to; raises SteplabError where there is none, and makes none."""
+    """Opened to write; raises SteplabError without a store."""
     open_store(path, write=False).close()
     return open_store(path, write=True)
 
@@ -192,9 +187,9 @@ def import_files(
 ) -> tuple[int, int]:
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
-    Returns how many were added and how many were already stored. Raises UserError for a file that cannot be read or has
-    more than the limits allow (None: the usual ones), with file and line for a line that is not a valid record, and if
-    no file holds a record; SteplabError, with file and line, for a line with the id of another record in the store.
+    Returns the numbers of added and existing records. Raises UserError for an unreadable file, one beyond the limits
+    (None: the usual ones) or without records, and, with file and line, for an invalid record. Raises SteplabError, with
+    file and line, for the id of another stored record.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:

@@ -1,4 +1,4 @@
-"""Rank the layouts of a job on GPUs that are not at hand; this needs neither torch nor a GPU."""
+"""Rank the layouts of a job, without torch or a GPU."""
 
 import dataclasses
 import itertools
@@ -41,13 +41,13 @@ def plan_layout(
     """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
 
     `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
-    `network=45`, in GB/s that one GPU reaches, or `network=400Gb/s`, as an adapter's bandwidth is stated; `profile` is
-    a record of `steplab comm`, whose lines replace stated links. With checkpointing `auto` each layout has the one of
-    none, selective and full with which it is fastest. `tokens` are those of the whole training.
+    `network=45`, in GB/s that one GPU reaches, or `network=400Gb/s`, an adapter's stated bandwidth; `profile` is a
+    record of `steplab comm` that replaces stated links. With checkpointing `auto` each layout has the fastest of none,
+    selective and full. `tokens` is the whole training's number.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
-    Raises UserError for an invalid request, Unsupported for a step whose time or memory cannot be predicted.
+    Raises UserError for an invalid request, Unsupported for a step of unpredictable time or memory.
     """
     check_job(gpus, global_batch)
     if gpus_per_node is not None and gpus_per_node < 1:
@@ -79,7 +79,7 @@ def plan_layout(
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
     """The plan of the one layout that a step has, in nodes of the GPU as the catalogue has them.
 
-    Raises Unsupported for a step whose time or memory on several GPUs cannot be predicted.
+    Raises Unsupported for a step of unpredictable time or memory on several GPUs.
     """
     hardware = hardware_named(gpu.name)
     chosen = choose_checkpointing(spec, hardware)
@@ -110,7 +110,8 @@ def plan_layouts(
     **given: Any,
 ) -> tuple[LayoutPlan, ...]:
     """The plan of each alternative: every combination of the values. `grid` has a list for each field of the step,
-    `links` lists such as `network=200Gb/s,400Gb/s`, and `given` what all share, as in `plan_layout`."""
+    `links` lists such as `network=200Gb/s,400Gb/s`, and `given` the common fields, as in `plan_layout`.
+    """
     steps: list[dict[str, Any]] = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return tuple(
         plan_layout(**step, **given, gpus=number, global_batch=sequences, gpu=name, links=chosen)
@@ -172,4 +173,4 @@ def _bandwidths(links: Sequence[str]) -> tuple[dict[str, float], float | None]:
 
 
 _STATED = "Gb/s"
-"""Unit in which vendors state an adapter's bandwidth."""
+"""Vendors' unit of an adapter's bandwidth."""

@@ -16,7 +16,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.units import counted, parse_duration, parse_size
 
 STUDY = "study"
-"""The kind of rows that are studies and no records."""
+"""The kind of studies' rows."""
 
 _OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
     "<=": operator.le,
@@ -33,14 +33,12 @@ _CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Listing:
-    """The rows of a list."""
-
     rows: tuple[Row, ...]
-    """The rows, in the order asked for."""
+    """In the requested order."""
     num_left_out: int
-    """Number of further rows that match, beyond the limit."""
+    """Matching rows beyond the limit."""
     unknown: tuple[tuple[str, str], ...]
-    """Id and kind of each stored record of a kind that this version does not know."""
+    """Id and kind of records of kinds unknown to this version."""
 
     def __repr__(self) -> str:
         left_out = f", {self.num_left_out} left out" if self.num_left_out else ""
@@ -58,14 +56,13 @@ def list_records(
     sort: str | None = None,
     limit: int | None = None,
 ) -> Listing:
-    """The rows that match all that is given; the newest first unless `sort` names a field.
+    """Matching rows; newest first unless `sort` names a field.
 
     `kinds` are values of the field `kind`, or `study` alone for studies. `where` is one or more conditions joined by
-    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ for a text that contains
-    another. `since` is a date, a time or an age such as 2h. `sort` is a field, with ':desc' behind it to begin with the
-    largest.
+    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `since` is a date,
+    a time or an age such as 2h. `sort` is a field, with ':desc' for the largest first.
 
-    Raises UserError for a kind, a field, a condition or a time that is not valid.
+    Raises UserError for an invalid kind, field, condition or time.
     """
     for kind in kinds:
         if kind not in (*KINDS_IN_LISTS, STUDY):
@@ -108,7 +105,7 @@ def list_records(
 
 
 def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Names of fields from a list with commas. Raises UserError for one that no row has."""
+    """Names of fields from a list with commas. Raises UserError for an unknown one."""
     known, keys = dict.fromkeys(key for row in rows for key in row), [_key(part.strip()) for part in text.split(",")]
     for key in keys if rows else ():
         if key not in known:
@@ -129,7 +126,6 @@ def _no_field(name: str, known: Mapping[str, object]) -> UserError:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Condition:
     key: str
-    """The field that decides."""
     holds: Callable[[Row], bool]
 
 
@@ -160,7 +156,7 @@ def _condition(text: str) -> _Condition:
 
 
 def _number(key: str, text: str) -> float:
-    """A number in the base unit of the field, from text that may name a unit."""
+    """In the field's base unit; the text may name a unit."""
     try:
         return float(text)
     except ValueError:
@@ -189,7 +185,7 @@ def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
 
 
 def _earliest(since: str) -> str:
-    """The time in the form of records, from a date, a time (UTC unless it says otherwise) or an age."""
+    """In the form of records, from a date, a time (default UTC) or an age."""
     try:
         moment = datetime.fromisoformat(since)
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""This machine: its GPUs, its ceilings, and the processes that torchrun started on it, each with one command line."""
+"""This machine: its GPUs, measured peaks, and torchrun's processes."""
 
 import atexit
 import ctypes
@@ -44,7 +44,7 @@ def doctor(
 
 
 def visible_gpus() -> int:
-    """The number of CUDA devices that torch will probably find, estimated without importing torch."""
+    """CUDA devices that torch will probably find, without importing it."""
     try:
         if "+cpu" in importlib.metadata.version("torch"):
             return 0
@@ -56,7 +56,7 @@ def visible_gpus() -> int:
 
 
 def device_kind_here(name: str) -> str:
-    """The kind of device that a name probably is on this machine, estimated without importing torch."""
+    """A name's probable kind of device here, without importing torch."""
     kind = name.partition(":")[0]
     if kind != "auto":
         return kind
@@ -67,17 +67,15 @@ def device_kind_here(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisibleGpu:
-    """A GPU of this machine as torch would tell of it."""
-
     name: str
-    """torch.cuda.get_device_name()."""
+    """As torch.cuda.get_device_name()."""
     memory_bytes: int
-    """Total memory in bytes."""
 
 
 def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> VisibleGpu | None:
-    """The GPU of this number, by the CUDA driver (CUDA driver API, cuDeviceGetName and cuDeviceTotalMem), which needs
-    neither torch nor a context on it; None where the driver does not tell."""
+    """The GPU of this number by the CUDA driver (cuDeviceGetName and cuDeviceTotalMem), without torch or a context;
+    None if unreported.
+    """
     try:
         driver = load("libcuda.so.1")
     except OSError:
@@ -93,7 +91,7 @@ def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> Vi
 
 
 def is_first_rank() -> bool:
-    """True if this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
+    """True if this process stores and prints: rank 0 of torchrun, or without torchrun.
 
     Raises UserError if torchrun's variables contradict each other.
     """
@@ -104,7 +102,7 @@ def is_first_rank() -> bool:
 def fields_here(
     fields: Mapping[str, object], gpus: int | None = None, processes: int | None = None
 ) -> dict[str, object]:
-    """The fields of a step with the layout that follows from `--gpus` or `--processes`, or from torchrun.
+    """With the layout from `--gpus`, `--processes` or torchrun.
 
     Raises UserError if layout, device and number of processes contradict each other.
     """
@@ -113,7 +111,7 @@ def fields_here(
 
 
 def spread_here(spec: StepSpec) -> StepSpec:
-    """The step as it runs here; under torchrun, a step without a layout is data parallel over torchrun's processes.
+    """Under torchrun, a step without a layout is data parallel over its processes.
 
     Raises UserError if torchrun started another number of processes than the layout takes.
     """
@@ -129,7 +127,7 @@ def spread_here(spec: StepSpec) -> StepSpec:
 
 
 def refuse_torchrun(verb: str) -> None:
-    """Raise UserError if torchrun started several processes for a command that runs in one."""
+    """For a command that runs in one process."""
     around = torchrun_around()
     if around is not None:
         raise UserError(
@@ -145,5 +143,5 @@ def is_told_here(failure: Failure) -> bool:
 
 
 def let_the_first_store() -> None:
-    """Wait briefly before this program exits, because torchrun ends all others if it exits with an error."""
+    """Wait before this program exits: after an error torchrun ends all others."""
     atexit.register(time.sleep, _FIRST_STORES_S)

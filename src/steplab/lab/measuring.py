@@ -28,7 +28,7 @@ def measure(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step in a process of its own, and store the record.
+    """Measure one training step in a separate process, and store the record.
 
     `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with
     the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping);
@@ -38,8 +38,8 @@ def measure(
         run = steplab.measure("tiny", **{"model.num_layers": 4})
         run = steplab.measure("small", context=256, recipe="fast")  # precision, compile and others too
 
-    With a layout of several processes these are started; under torchrun each of its processes calls this with the same
-    arguments, and the first one stores the record of all.
+    A layout of several processes starts them; under torchrun each process calls this with the same arguments, and the
+    first stores the record of all.
 
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
     for a request that is not supported, and SteplabError if the store cannot be written.
@@ -58,7 +58,7 @@ def measure(
 
 
 def completed(run: Run, name: str, notes: Sequence[str], store: Store) -> Run:
-    """The record of a step as it was measured, with its name, its utilizations and further notes."""
+    """With name, utilizations and further notes."""
     run = with_utilizations(dataclasses.replace(run, name=name), store)
     return dataclasses.replace(run, notes=(*run.notes, *notes))
 
@@ -69,8 +69,9 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """The step that a call of `caller(spec, **fields)` asks for; `device_kind` gives the kind of a device by its name,
-    for a recipe. Raises UserError for an invalid request."""
+    """The step of a call `caller(spec, **fields)`; `device_kind` gives a device's kind by its name, for a recipe.
+    Raises UserError for an invalid request.
+    """
     if isinstance(spec, StepSpec):
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")
@@ -79,6 +80,6 @@ def asked_step(
 
 
 def named_fields(model: str | None, fields: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a call of Python by the names of the command line, the model among them."""
+    """By the names of the command line, with the model."""
     named: dict[str, object] = {"model": model} if model is not None else {}
     return named | {("pass" if name == "pass_name" else name): value for name, value in fields.items()}

@@ -37,7 +37,7 @@ def memory(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then watch the memory of one further step; store one record of both.
+    """Measure one training step as `measure` does, then watch the memory of one further step, in one record.
 
     `spec` and `fields` are as in `measure`. The watched step runs after all timing and does not affect it:
 
@@ -51,8 +51,8 @@ def memory(
 
     A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`. If only the watched step
     fails, the record has a note, and `run.memory_profile` is None. Raises UserError for a request that is not
-    supported, and SteplabError if the store or the snapshot cannot be written or the snapshot cannot be read; the
-    measurement is then stored, and the snapshot is kept with its marks.
+    supported, and SteplabError if the store or the snapshot cannot be written, or the snapshot not read; then the
+    measurement is stored, and the snapshot is kept with its marks.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
@@ -82,10 +82,7 @@ def memory(
 def _destinations(
     snapshot: Path | str | None, store: Path | str | None, force: bool
 ) -> tuple[Destination | None, Destination | None]:
-    """Destinations of the snapshot and its marks; the marks have none if the snapshot is written to a pipe.
-
-    Raises UserError for a file that must not be replaced, and for a name that does not end as a pickle's.
-    """
+    """The snapshot's and its marks' destinations; None for marks if the snapshot goes to a pipe."""
     if snapshot is None:
         return None, None
     path = Path(snapshot)
@@ -105,23 +102,22 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
 
     Raises Unsupported for a step that a dry run does not support.
 
-    device: name of the GPU by torch; None: a Hopper. The prediction is for a CUDA device, whatever device the step is
-    to run on; a report of a run on another device says so.
+    device: name of the GPU by torch; None: a Hopper. The prediction is always for a CUDA device, as reports of other
+    devices state.
     """
     return _remembered(dataclasses.replace(spec, device="auto"), device)
 
 
 @functools.lru_cache(maxsize=128)
 def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
-    """A step's prediction, cached: a page needs equal steps several times."""
+    """Cached: a page needs equal steps several times."""
     from steplab.plan.memory import predict_memory
 
     return predict_memory(spec, device=device)
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Predictions for the runs whose memory was watched on a CUDA device, by id; runs that a dry run does not support
-    are left out."""
+    """Predictions by id for runs with watched memory on a CUDA device, unless the dry run does not support them."""
     watched = [
         (run, run.spec)
         for run in runs
@@ -143,7 +139,7 @@ def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
 
 
 def marks_beside(snapshot: Path) -> Path:
-    """Path of a snapshot's marks: step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
+    """step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
     return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
 
 
@@ -180,11 +176,11 @@ def import_snapshot(
     """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
     or xz.
 
-    Nothing in the file is executed: only containers, texts and numbers are admitted. `name` is the file's by default.
-    The record has a memory profile and nothing else. If the marks that `memory` writes are in the same folder
-    (step.pickle, step.marks.json), its categories are owners, as in the measured record; otherwise they are memory from
-    before the history begins and memory allocated since. Raises UserError for a file that cannot be read or is not a
-    snapshot, has more than the limits allow (None: the usual ones) or has no allocation.
+    The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. The
+    record has only a memory profile. If the marks that `memory` writes are in the same folder (step.pickle,
+    step.marks.json), its categories are owners; else memory from before the history, and allocated since. Raises
+    UserError for an unreadable file, another content, one beyond the limits (None: the usual ones), or one without
+    allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

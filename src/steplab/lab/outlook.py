@@ -1,7 +1,7 @@
-"""The prospects of the changes of a step: how those that were tried ended, and the gains predicted for the others.
+"""The prospects of a step's changes: results of tried ones, and predicted gains of others.
 
-Time is predicted by `plan time`, or of several processes `plan layout`, where it knows the step and the GPU, otherwise
-by the findings on a profile; whether a step fits the GPU, by `plan memory`. `specs.changes.ORDER` ranks them by that.
+Time is predicted by `plan time` (for several processes `plan layout`) if it knows the step and the GPU, else by the
+findings on a profile. `plan memory` predicts the fit. `specs.changes.ORDER` ranks changes by that.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,55 +31,46 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
 
 _LEAST_TRIAL_S = 1.0
-"""Least time of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """The predicted gain of a change."""
-
     share: float
-    """Share of the step that it saves; negative if it costs time."""
+    """Saved share of the step; negative if it costs time."""
     source: str
-    """Source of the prediction: the kind of a finding, `plan time` or `plan layout`."""
+    """A kind of finding, `plan time` or `plan layout`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A change of the fastest step that was not tried."""
-
     change: Change
     promise: Promise | None
     takes_s: float
-    """Seconds that trying it takes, as far as is known."""
+    """Seconds of trying it, if known."""
     place: tuple[int, bool, float]
-    """Its place in the order."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Attempt:
-    """One change that was tried."""
-
     change: Change
     base: Any
-    """The side of the step without it."""
+    """Side without it."""
     promise: Promise | None
     side: Any = None
-    """The side of the step with it; None if it could not be built."""
+    """Side with it; None if it could not be built."""
     ratio: Ratio | None = None
     kept: bool = False
     failure: str | None = None
     took_s: float = 0.0
-    """Seconds from its beginning until it was decided."""
+    """Seconds until its decision."""
 
     @property
     def along(self) -> tuple[Change, ...]:
-        """The changes that were made with it."""
         return self.change.brings(self.base.spec)
 
     @property
     def is_settled(self) -> bool:
-        """True if it was kept, failed, or saves nothing although the host launches it in time."""
+        """True if it was kept, failed, or saves no time although the host keeps up."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -87,23 +78,19 @@ class Attempt:
 
 @dataclass(eq=False, kw_only=True)
 class Outlook:
-    """The prospects of the changes of a step."""
-
     spec: StepSpec
-    """The first step."""
     profile: Callable[[StepSpec], Run]
-    """Measures and profiles it, where nothing else predicts it."""
+    """Measures and profiles it, if no other prediction exists."""
     store: Path | str | None
     keep_precision: bool
-    """True if number formats stay as they are."""
+    """True to keep number formats."""
     opt_in: Collection[str] = ()
-    """Opt-in changes that are tried, by their values."""
+    """Tried opt-in changes, by value."""
     attempts: list[Attempt] = field(default_factory=list)
-    """The changes that were tried."""
     gone: set[tuple[str, str]] = field(default_factory=set)
-    """The field with the value, and with what that comes to, of each change that is not tried again."""
+    """Field, value and resolved value of changes that are not tried again."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Steps that did not pay with a change and what made room for it; without that, or with another, they may."""
+    """Unprofitable steps with a change and its room-maker; without it, or with another, they may pay."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"
@@ -115,8 +102,9 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Find out what there is to predict by, once the first step is built and its device is known; `may_profile`
-        says whether there is time for a profile."""
+        """Find sources of predictions, once the first step is built and its device known; `may_profile`: there is time
+        for a profile.
+        """
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -129,7 +117,7 @@ class Outlook:
                 self._findings, self._step_s = found.findings, found.step_s
 
     def see(self, run: Run) -> None:
-        """Predict from now on by the pace of the host that a measured step shows."""
+        """Adopt the host's pace of a measured step."""
         if self._gpu is None or run.spec is None or self._planned_s(run.spec) is None:
             return
         gpu = on_the_host_of(run, self._gpu)
@@ -137,17 +125,17 @@ class Outlook:
             self._gpu, self._planned = gpu, {}
 
     def compile_s(self, spec: StepSpec) -> float:
-        """Seconds to compile a step, on an unknown device by a known host; 0 if the number of blocks is unknown."""
+        """On an unknown device by a known host; 0 if the number of blocks is unknown."""
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
-        """The predicted gain of a change of a step; None: it is not known."""
+        """The predicted gain of a change; None: unknown."""
         before_s = self._planned_s(spec)
         after_s = self._planned_s(change.made(spec)) if before_s else None
         if before_s and after_s:
             if spec.layout == SINGLE:
                 return Promise(share=1 - after_s / before_s, source="plan time")
-            # A plan of layouts does not know every choice; of one that it does not, both have the same time.
+            # A plan of layouts does not know every choice; unknown ones have equal times.
             return Promise(share=1 - after_s / before_s, source="plan layout") if after_s != before_s else None
         for finding in self._findings:
             if finding.fields == {change.field: change.value} and finding.saves_s is not None and self._step_s:
@@ -155,12 +143,12 @@ class Outlook:
         return None
 
     def room(self, spec: StepSpec) -> FitVerdict | None:
-        """True if a step is predicted to fit the GPU; None: it is not known."""
+        """The predicted fit; None: unknown."""
         if self._gpu is None:
             return None
         if spec not in self._rooms:
             of_two = replace(spec, accumulation=min(spec.accumulation, 2))  # from the second on each holds the same
-            try:  # of steplab's own model: to trace another would run it in this process
+            try:  # steplab's model: tracing another would run it in this process
                 cards = predict_memory(of_two, device=self._device_name).cards
             except SteplabError:
                 cards = ()
@@ -168,11 +156,11 @@ class Outlook:
         return self._rooms[spec]
 
     def fits(self, spec: StepSpec, change: Change) -> bool:
-        """True if a step with a change may fit the GPU, as all do but those that are predicted not to."""
+        """True unless it is predicted not to fit."""
         return self.room(change.made(spec)) != "does not fit"
 
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
-        """The findings that no field of a step answers."""
+        """Findings without a field of the step."""
         found = self._findings or (explain(best, store=self.store).findings if best and not best.failure else ())
         return tuple(finding for finding in found if not finding.fields)
 
@@ -191,11 +179,11 @@ class Outlook:
     # --- what is next -------------------------------------------------------------------------------------
 
     def changes(self, spec: StepSpec) -> list[Change]:
-        """The changes that apply to a step, in the order in which they are tried where nothing else decides."""
+        """A step's applicable changes, in default order."""
         return changes_for(spec, self._device_kind, keep_precision=self.keep_precision, opt_in=self.opt_in)
 
     def untried(self, spec: StepSpec) -> list[Change]:
-        """The changes of a step that would make another step than those tried, and are worth trying after them."""
+        """Changes that make an untried step, and are worth trying."""
         timed = {(attempt.change.field, attempt.change.value) for attempt in self.attempts if attempt.ratio}
         return [
             change
@@ -206,8 +194,8 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """The changes of the fastest step that were not tried, the next one first; trying one takes `trial_s` seconds
-        and what compiling takes. Where each turn starts anew, `alternating`, a change is kept for larger savings alone.
+        """Untried changes of the fastest step, the next one first; a trial takes `trial_s` seconds and compilation.
+        With `alternating`, a process per turn, only larger savings are kept.
 
         Memory is predicted for promising changes, and for others on demand: a prediction takes up to a second.
         """
@@ -219,7 +207,6 @@ class Outlook:
         yield from (each for each in found if not self.fits(spec, each.change))
 
     def settle(self, attempt: Attempt) -> None:
-        """Count a change among those that were tried."""
         change, spec = attempt.change, attempt.base.spec
         if not attempt.kept and any(each.field in FREEING for each in attempt.along):
             self._given_room.add(change.made(spec))
@@ -249,8 +236,8 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """A change whose step does not fit, together with another that needs less memory and leaves the numbers alone,
-        if it may fit with that. Changes that also save time come first, alone.
+        """A change that does not fit, with another that needs less memory without effect on numbers, if both may fit.
+        Changes that also save time come first, alone.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong
@@ -265,9 +252,7 @@ class Outlook:
         return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
-        """The recipe's remaining settings as one change, once one of them did not pay alone: single savings may drown
-        in noise, and a launch-bound step may pay in CUDA graphs.
-        """
+        """The recipe's remaining settings as one change, once one did not pay alone: noise may hide single savings."""
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
         lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]
@@ -286,7 +271,7 @@ class Outlook:
         return change.field, self._meant(spec, change.field, change.value)
 
     def _meant(self, spec: StepSpec, name: str, value: str) -> str:
-        """The value that a field has on the device, such as the choice of `auto`."""
+        """The field's value on the device, such as the choice of `auto`."""
         if (name, value) == ("reshard_after_forward", "auto"):
             return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
         if (name, value) != ("attention", "auto") or spec.model.shape is None:
@@ -295,16 +280,14 @@ class Outlook:
 
 
 def now(spec: StepSpec, change: Change) -> tuple[str, str]:
-    """The field of a change and its present value."""
     return change.field, str(FIELDS[change.field].read(spec))
 
 
 def waited(side: Any) -> bool | None:
-    """True if the device waited for the host in the step of a side; None: not known."""
+    """True if the device waited for the host; None: unknown."""
     timing = side.run.timing if side and side.run else None
     return waits_for_host(timing.back_to_back) if timing else None
 
 
 def step_s(run: Run | None) -> float | None:
-    """Median step time in seconds; None without one."""
     return run.median_s if run and not run.failure else None

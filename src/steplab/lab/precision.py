@@ -1,6 +1,6 @@
-"""Compare precisions on one step: its data types, the values that they lose, inexact sums, and the time saved.
+"""Compare precisions on one step: data types, lost values, inexact sums, and time saved.
 
-Each audit and each timing has a process of its own. Records of one call share a study, so a report finds them.
+Each audit and timing has a separate process. Records of one call share a study, so a report finds them.
 """
 
 import dataclasses
@@ -26,22 +26,19 @@ from steplab.specs.study import StudySpec
 from steplab.store.database import Store
 
 AUDITED = ("fp16", "bf16")
-"""The precisions that are audited by default: those of autocast."""
+"""Audited by default: autocast's."""
 TIMED: tuple[str, ...] = get_args(Precision)
-"""The precisions that are timed by default, without those that the step's other fields rule out: all."""
+"""Timed by default, unless the step's other fields exclude them."""
 PARTS = ("audit", "accumulation", "timings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
-    """The records of a study of precisions."""
-
     numerics: tuple[Numerics, ...] = ()
-    """One audit per precision, in order; for sums alone, one record without a step."""
+    """An audit per precision, in order; for sums alone, one record without a step."""
     runs: tuple[Run, ...] = ()
-    """One timed step per precision, in order."""
     study_id: str | None = None
-    """Id of the runs' study in the store; None: nothing was timed."""
+    """The runs' study in the store; None without timings."""
 
 
 def precision(
@@ -58,15 +55,15 @@ def precision(
 ) -> PrecisionResult:
     """Audit and time one step in several precisions, as `steplab precision` does, and store the records.
 
-    `fields` are those of the step, as in `measure`, without the precision; `parts` are some of audit, accumulation and
+    `fields` are the step's, as in `measure`, without the precision; `parts` are some of audit, accumulation and
     timings:
 
         found = steplab.precision("toy", precisions=["bf16"], parts=["audit"])
         steplab.show(found.numerics[0])
 
-    `precisions` are audited and timed; by default fp16 and bf16 are audited, and all are timed that the step can have.
-    A precision that fails or that the device does not support gives a record with a failure. Raises UserError for a
-    request that is not supported in any of the precisions, and SteplabError if the store cannot be written.
+    `precisions` are audited and timed; by default fp16 and bf16 are audited, and all possible ones timed. A failing or
+    unsupported precision gives a record with a failure. Raises UserError if none is supported, and SteplabError if the
+    store cannot be written.
     """
     given = named_fields(model, fields)
     _check_parts(parts)
@@ -84,13 +81,13 @@ def precision(
         study_id = book.study_id()
     if not timed:
         return PrecisionResult(numerics=tuple(book.records))
-    # The sweep goes on with the newest study over these cells, which has just been begun.
+    # The sweep continues the newest study over these cells, which has just begun.
     result = sweep(study, store=store, resume=True, timeout_s=timeout_s, on_progress=on_sweep)
     return PrecisionResult(numerics=tuple(book.records), runs=result.runs, study_id=study_id)
 
 
 class _Book:
-    """Stores records as they are made, under the study that times the same step."""
+    """Stores records under the study that times the same step."""
 
     def __init__(self, store: Store, name: str, study: StudySpec) -> None:
         self.records: list[Numerics] = []
@@ -98,13 +95,12 @@ class _Book:
         self._study_id: str | None = None
 
     def study_id(self) -> str | None:
-        """The study's id; the study is begun at the first call. None: nothing is timed."""
+        """Begins the study at the first call. None without timings."""
         if self._study_id is None and self._study.cells:
             self._study_id = self._store.begin_study(self._study)
         return self._study_id
 
     def add(self, record: Numerics) -> None:
-        """Store a record."""
         record = dataclasses.replace(record, name=self._name, study=self.study_id())
         keep(self._store, record)
         self.records.append(record)
@@ -117,8 +113,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """The step in these precisions, or in all that its other fields allow: bf16_master needs an optimizer that keeps
-    masters."""
+    """In these precisions, or in those that other fields allow: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []
@@ -138,7 +133,7 @@ def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
 
 
 def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress: OnProgress) -> None:
-    """Store one record per step; if every step is refused, store none and raise the first refusal."""
+    """Store one record per step; if all steps are refused, raise the first refusal."""
     first: SteplabError | None = None
     served = False
     waiting: list[Numerics] = []

@@ -1,4 +1,4 @@
-"""Predict the memory of any model, and what its traced operators are; traces and their facts are kept."""
+"""Predict the memory of any model, and trace its operators; traces and their facts are kept."""
 
 import functools
 import hashlib
@@ -30,24 +30,22 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
-"""A context that builds a step, and a function that runs it; both emit events."""
+"""A context that builds a step and yields a function that runs it; both emit events."""
 T = TypeVar("T")
 _LEFT = 64
-"""Newest traces that stay."""
 
 
 class _Trace(msgspec.Struct, array_like=True, gc=False):
     pieces: list[tuple[str, str, int, str, str]]
-    """Fields of every different piece."""
+    """Fields of each different piece."""
     phases: list[str]
     operators: list[Operator]
     runs: list[list[int]]
-    """Events of the build and of each run of the step: 4 n + kind, n being a piece, an allocation in order, a phase or
-    an operator, by kind."""
+    """Events of the build and of each run: 4 n + kind; n is a piece, an allocation in order, a phase or an operator."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
-    """`trace`, or where the same was traced before, what it told; what: which trace of the step it is."""
+    """`trace`, or its cached result; what: which trace of the step."""
     if spec.model.kind != "hf":
         return trace
     path = _folder() / f"{_key(spec, what)}.trace"
@@ -58,7 +56,7 @@ def kept(spec: StepSpec, what: str, trace: Open) -> Open:
 
 
 def kept_facts(spec: StepSpec, what: str, kind: type[T], find: Callable[[], T]) -> T:
-    """The dataclass that `find` returns, or that it returned before for the same step."""
+    """The dataclass from `find`, or its cached result for the same step."""
     if spec.model.kind != "hf":
         return find()
     path = _folder() / f"{_key(spec, what)}.trace"
@@ -81,7 +79,7 @@ def _key(spec: StepSpec, what: str) -> str:
 
 @functools.cache
 def _sources() -> tuple[tuple[str, int, int], ...]:
-    """Sizes and times of steplab's files that a trace depends on."""
+    """Sizes and times of steplab's files behind a trace."""
     root = Path(__file__).parents[1]
     files = [path for name in _DEPENDS_ON for path in sorted((root / name).glob("*.py"))]
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
@@ -130,7 +128,7 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
             run()
 
         yield run_once_more
-        told = _written(runs)  # before the context ends, which frees what is there
+        told = _written(runs)  # before the context ends and frees it
     _keep(path, told)
 
 
@@ -176,10 +174,9 @@ def memory_of(
     sequence_parallel: bool = True,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
-    """Predict the memory of any model. Foreign models are traced if possible; `operators` then gets the traced step's
-    operators.
+    """Third-party models are traced if possible; `operators` then gets the step's operators.
 
-    gpu: the GPU whose cuBLAS workspace is counted; None: a Hopper.
+    gpu: decides cuBLAS's workspace; None: a Hopper.
     """
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
@@ -197,7 +194,7 @@ def memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """The step by a trace. `operators` then holds the last step's; compiled code reports none."""
+    """`operators` then holds the last step's; compiled code reports none."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
@@ -241,7 +238,7 @@ def _deep_model(spec: StepSpec) -> SpreadModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """The operators of an eager step of a traced model after the first, in order; they are those that a compiler joins.
+    """Operators of a traced model's later eager step, in order, as a compiler fuses them.
 
     Raises Unsupported for a model that cannot be run on tensors without content.
     """
@@ -253,8 +250,6 @@ def operators_of(spec: StepSpec) -> Sequence[Operator]:
 
 
 def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
-    """blocks: how many of them; None: all."""
-
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.spread import with_blocks
         from steplab.fake_step.step import fake_step
@@ -296,6 +291,6 @@ def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> No
 
 
 def is_traced(spec: StepSpec) -> bool:
-    """True if the operators of the model are known by running it on tensors without content, which needs torch."""
+    """True for models that run on tensors without content, which needs torch."""
     needed = {"hf": ("torch", "transformers"), "factory": ("torch",)}.get(spec.model.kind, ())
     return bool(needed) and all(importlib.util.find_spec(name) is not None for name in needed)

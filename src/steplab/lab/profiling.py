@@ -31,7 +31,7 @@ from steplab.specs.step import StepSpec
 
 _TRACES = (".json", ".json.gz", ".json.xz", ".sqlite")
 LONGEST_S = 60.0
-"""Longest time for the dry run of a model: one of 32 layers takes a few seconds, and Python starts before it."""
+"""Longest dry run: a model of 32 layers takes a few seconds, after Python's start."""
 
 
 def profile(
@@ -55,13 +55,13 @@ def profile(
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys`, the steps are
-    recorded by Nsight Systems in place of torch.profiler, and its SQLite export is written to `trace`. A file that is
-    not an earlier trace is replaced only with `force`, and the store never.
+    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys`, Nsight
+    Systems records the steps instead of torch.profiler, with its SQLite export in `trace`. A file that is not an
+    earlier trace is replaced only with `force`, and the store never.
 
     A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
-    `run.profile` is None. Raises UserError for a request that is not supported, and SteplabError if the store or the
-    trace cannot be written or the trace cannot be read; the measurement is then stored, and the trace is kept.
+    `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
+    cannot be written, or the trace not read; then the measurement is stored, and the trace is kept.
     """
     refuse_torchrun("profile a step")
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
@@ -102,13 +102,12 @@ def import_trace(
     limits: Limits | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export of any program; of
-    a folder with a trace for each rank, all of them side by side.
+    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; for a folder with
+    a trace per rank, of all ranks.
 
-    `name` is the file's by default. `step_range` is a pattern, as of a shell, of the names of ranges that are steps;
-    None: torch's and steplab's. The record has a profile and nothing else, because a trace contains neither the
-    spec nor step times without a profiler. Raises UserError for a file that cannot be read, is not a trace, or
-    has more than the limits allow; `limits` None are the usual ones.
+    `name` is the file's by default. `step_range` is a shell pattern for names of ranges that are steps; None: torch's
+    and steplab's. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError for
+    an unreadable file, another content, or one beyond the limits; `limits` None are the usual ones.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
@@ -132,10 +131,10 @@ def read_ranks(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> tuple[Profile, TracedRanks]:
-    """The profile of the first rank of those whose traces are in a folder, and all of them side by side.
+    """The profile of the first rank of a folder of traces, and all ranks.
 
-    As many files are read at once, each in its own process, as there are processors. Raises UserError for a folder
-    without a trace, and for a file that is none.
+    Files are read in parallel, one process each. Raises UserError for a folder without a trace, and for a file that is
+    none.
     """
     from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
 
@@ -161,7 +160,7 @@ def read_ranks(
 
 
 def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
-    """Destination of the trace. Raises UserError for a name that does not end as a trace's."""
+    """Raises UserError for a name that does not end as a trace's."""
     if trace is None:
         return None
     target = Destination(path=Path(trace), store=store, force=force)
@@ -172,7 +171,7 @@ def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None,
 
 
 def is_recorded_elsewhere(run: Run) -> bool:
-    """True if a record lacks a profile because this program runs under nsys, whose own report has the steps."""
+    """True if nsys runs this program, and so has the steps in its own report."""
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
 
@@ -183,7 +182,7 @@ def read_profile(
     limits: Limits | None = None,
     step_range: str | None = None,
 ) -> Profile:
-    """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
+    """`source` is the program that wrote it; None: as the trace states.
 
     Raises UserError for a file that is not a trace, or has more than the limits allow.
     """
@@ -202,16 +201,16 @@ def _with_notes_on_nsys(run: Run, written: Path) -> Run:
 
 
 def with_profile(run: Run, found: Profile) -> Run:
-    """The run with its profile, to which the measuring process's notes on the trace are moved."""
+    """Moves the measuring process's notes on the trace into the profile."""
     moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
     kept = tuple(note for note in run.notes if note not in moved)
     return dataclasses.replace(run, profile=dataclasses.replace(found, notes=moved + found.notes), notes=kept)
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """The run, its profile with what compiling leaves of the step; where that cannot be predicted, a note says why.
+    """The run with its profile's shares after compilation, or a note if they cannot be predicted.
 
-    Only of an eager step on CUDA. A model of the user's own is run on tensors without content, in another process.
+    Only for an eager step on CUDA. A user's model runs on tensors without content, in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

@@ -59,19 +59,18 @@ def recorder(
     (specs.step: fp32, tf32, bf16, fp16), the record has an MFU. By the rule of thumb these are 6 x parameters x tokens.
 
     The first `warmup` steps count as warm-up, and the next `steps` are measured (None: all). `device` is by default the
-    current GPU. Nothing is synchronised before the end, so steplab does not change how the loop runs.
+    current GPU. steplab does not synchronise before the end, so the loop runs unchanged.
 
     `profile=range(20, 23)` runs steps 20 to 22, counted from 0, and the one before under torch.profiler; these are not
     timed. `model` names the modules in that profile.
 
-    In several processes every rank opens a recorder once torch.distributed has a process group, and runs the same
-    steps; `tokens_per_step` are those of all ranks. The first rank stores one record, with the samples of all and a
-    profile of its own.
+    In several processes every rank opens a recorder after torch.distributed has a process group, and runs the same
+    steps; `tokens_per_step` is over all ranks. The first rank stores one record, with the samples of all and its own
+    profile.
 
-    A loop that raises is stored with the steps until then, in several processes by the first rank alone, and the
-    exception is raised again. Raises SteplabError before the loop begins if the store cannot be written, and UserError
-    for a device that does not exist, for steps that cannot be profiled, for FLOPs without a precision, and for ranks
-    without a process group.
+    A loop that raises is stored with its earlier steps (by the first rank), and the exception passes on. Raises
+    SteplabError before the loop if the store cannot be written, and UserError for an absent device, steps that cannot
+    be profiled, FLOPs without a precision, and ranks without a process group.
     """
     from steplab.measurement.recorder import Recorder
 
@@ -115,8 +114,7 @@ def recorder(
 
 
 def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
-    """The number that an argument stands for, which may be numpy's or a tensor. Raises UserError if it is none that a
-    record can have."""
+    """From a number, numpy's or a tensor. Raises UserError unless a record can have it."""
     try:
         number = float(given)  # type: ignore[arg-type]
     except OverflowError:
@@ -148,8 +146,7 @@ def _flops(given: object, precision: object) -> float | None:
 
 
 def _device_name(device: "torch.device | str") -> str:
-    """The name of a device for steplab, which knows one CPU: torch may say cpu:0. Raises UserError for a name that no
-    device has."""
+    """steplab's name of a device: one CPU, also for torch's cpu:0. Raises UserError for an unknown name."""
     kind, _, index = str(device).partition(":")
     name = f"cuda:{index}" if kind == "cuda" and index else kind if index == "0" else str(device)
     check_device(name)
@@ -164,6 +161,6 @@ def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None
     if recording.trace is not None:
         try:
             run = with_profile(run, read_profile(recording.trace, "torch.profiler"))
-        except Exception as error:  # what was timed is kept
+        except Exception as error:  # the timing is kept
             run = dataclasses.replace(run, notes=(*run.notes, f"profile: {error}"))
     return keep(store, run)

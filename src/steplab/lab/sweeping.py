@@ -1,4 +1,4 @@
-"""Measure a study, each measurement in processes of its own; an interrupted study can be resumed."""
+"""Measure a study, each measurement in new processes; an interrupted study can be resumed."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -37,25 +37,21 @@ from steplab.store.database import Store
 DEFAULT_TIMEOUT_S = 3600.0
 
 Measure = Callable[..., Record]
-"""Measures and stores one record; takes name, store, place, timeout_s and on_progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyJob:
-    """One measurement of a study."""
-
     key: str
-    """Its key in the store."""
     what: str
-    """Words that distinguish it from other measurements of the study."""
+    """Words that distinguish it within the study."""
     measure: Measure
-    """Measures it and stores the record. Raises SteplabError where that cannot be done at all."""
+    """Measures it and stores the record. Raises SteplabError if impossible."""
     num_steps: int = 0
-    """Warm-up and measured steps; 0: not known."""
+    """Warm-up and measured steps; 0: unknown."""
 
 
 def jobs_of(study: StudySpec) -> list[StudyJob]:
-    """The measurements of a study in the order they are made. Raises UserError for invalid options of a benchmark."""
+    """In order of measurement. Raises UserError for invalid options of a benchmark."""
     watched = [part for part in study.parts if part.step]
     steps = [*study.cells, *(part.step for part in watched if part.step)]
     told = dict(zip(map(cell_key, steps), labels(steps), strict=True))
@@ -84,14 +80,14 @@ def _measured(
     place: Place,
     **options: Any,
 ) -> Record:
-    """Measure one step. A refused step becomes a record too, so that it has a row."""
+    """A refused step becomes a record too, for its row."""
     try:
         return work(spec, store=store, place=place, **options)
     except NotStored:
         raise
     except SteplabError as error:
         with open_store(store, write=True) as opened:
-            if place.cell in opened.finished_cells(place.study_id):  # measured, and only what was watched is missing
+            if place.cell in opened.finished_cells(place.study_id):  # measured, and only the watched part is missing
                 raise
             failure = Failure(kind="error", message=str(error))
             return keep(opened, kind(**new_head(), name=options["name"], spec=spec, failure=failure), place)
@@ -111,7 +107,6 @@ _STEPS: dict[str, tuple[str, Measure]] = {
     "memory": ("memory", partial(_measured, Run, memory)),
     "precision": ("audit", partial(_measured, Numerics, _audit)),
 }
-"""Name of each part of steps, and its function."""
 
 
 def _doctor(given: Mapping[str, Any]) -> Measure:
@@ -136,11 +131,11 @@ _BENCHMARKS: dict[str, tuple[Benchmark[Any], Callable[[Mapping[str, Any]], Measu
     "comm": (COMM, _comm),
     "ddp": (DDP, _ddp),
 }
-"""A study's benchmarks by name, and the function that builds each measurement from its options."""
+"""By name, the function that builds each measurement from its options."""
 
 
 def _of_benchmark(part: Part) -> StudyJob:
-    """Raises UserError for options that are not valid."""
+    """Raises UserError for invalid options."""
     benchmark, measurement = _BENCHMARKS[part.kind]
     measure = measurement(benchmark.of_table(part.options))
     return StudyJob(key=part_key(part), what=benchmark.what, measure=measure)
@@ -148,40 +143,33 @@ def _of_benchmark(part: Part) -> StudyJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepProgress:
-    """Progress of a study."""
-
     index: int
-    """Number of the measurement that is running or has just ended among those to make, from 0."""
+    """Number of the current or just ended measurement, from 0."""
     to_run: int
-    """Number of measurements to make in this call."""
+    """Measurements of this call."""
     skipped: int
-    """Number of measurements that a resumed study found finished."""
+    """Measurements that a resumed study found finished."""
     what: str
-    """Words that distinguish it from other measurements of the study."""
+    """Words that distinguish it within the study."""
     num_steps: int
-    """Its warm-up and measured steps; 0: not known."""
+    """Its warm-up and measured steps; 0: unknown."""
     within: Progress | None = None
-    """Progress inside the measurement."""
     record: Record | None = None
-    """The record; None until it ended, or if it could not be made."""
+    """None until it ended, or if refused."""
     refusal: str = ""
-    """Why the record could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult:
-    """The result of a study."""
-
     study_id: str
-    """Id of the study in the store."""
     runs: tuple[Run, ...]
-    """The newest record of each timed step, including records of an earlier attempt."""
+    """The newest record of each timed step, also from earlier attempts."""
     num_measured: int
-    """Number of measurements, including those of an earlier attempt."""
+    """Measurements, also of earlier attempts."""
     num_failed: int
-    """Number of measurements that failed, or could not be made."""
+    """Failed or refused measurements."""
     refusals: tuple[str, ...]
-    """Measurements that could not be made, each with the reason."""
+    """Refused measurements, each with the reason."""
 
 
 def study(
@@ -196,7 +184,7 @@ def study(
 ) -> SweepResult:
     """Run a preset or a TOML file of measurements, as `steplab study` does; every record is stored.
 
-    `fields` replace those of every step in it, each a value or a list, as the options of `steplab study` do:
+    `fields`, each a value or a list, replace every step's, as the options of `steplab study` do:
 
         result = steplab.study("quick")
         steplab.report(study=result.study_id).save("page.html")
@@ -221,15 +209,15 @@ def sweep(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: Callable[[SweepProgress], None] = lambda progress: None,
 ) -> SweepResult:
-    """Make the study's measurements one after the other; each is in the store as soon as it has ended.
+    """Make the study's measurements in sequence; each is stored as it ends.
 
         cells = steplab.study_from_grids("contexts", "", [{"model": ["tiny"], "context": [32, 64]}])
         steplab.sweep(cells).runs
 
     `resume` continues the newest study of the same measurements. It repeats killed and timed-out ones, not those that
-    ended, ran out of memory or raised. A step that fails is stored as a record, and the study continues; why a
-    benchmark could not be made stands in the study's description. `timeout_s` is for one measurement. Raises
-    SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
+    ended, ran out of memory or raised. A failing step is stored as a record, and the study continues; the study's
+    description has the reasons for refused benchmarks. `timeout_s` is for one measurement. Raises SteplabError if the
+    store cannot be written, UserError for a study that needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)
@@ -274,7 +262,7 @@ def sweep(
 
 
 def missing_jobs(study: StudySpec, *, store: Path | str | None = None) -> list[StudyJob]:
-    """The measurements that `sweep` with `resume` would make of this study."""
+    """The measurements that `sweep` with `resume` would make."""
     study, finished = fitted(study, visible_gpus()), set[str]()
     if has_store(store):
         with open_store(store, write=False) as opened:
@@ -296,7 +284,7 @@ def _result(store: Store, study: StudySpec, study_id: str, num_jobs: int, refusa
 
 
 def _key_of_record(cell: StepSpec) -> str:
-    """The key of the step that a cell's record is of: where the cell leaves a choice, that with what was chosen."""
+    """The key of a record's step. Where the cell leaves a choice, the key of the resolved step."""
     try:
         return cell_key(choose_checkpointing(cell).spec)
     except SteplabError:  # it was refused, and the record says why

@@ -1,4 +1,4 @@
-"""Measure steps in turns on one device, store their records and compare them; one may be of another git revision."""
+"""Measure alternating steps on one device, store and compare their records; one may be of another git revision."""
 
 import dataclasses
 import os
@@ -33,29 +33,27 @@ from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 STEPS = 30
-"""Measured steps of each side unless others are asked for."""
+"""Default number of measured steps of each side."""
 STARTS, _SOON_S = 3, 60.0
-"""Starts of each side by `ab`, and seconds that the first may take for others to follow unasked."""
+"""Starts of each side by `ab`, and longest first start in seconds for others by default."""
 LEAST_GAIN = 0.003
-"""The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
+"""The smallest gain of a kept change, as a share of the step; several add up."""
 _PLAIN = 0.03
-"""A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
+"""A difference beyond this share after the fewest turns with an interval gets no more turns."""
 _MOST_ROUNDS = 2.5
-"""How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
+"""Most time of further turns, in multiples of the first: three rounds in all."""
 
 
 class StoredSession:
-    """A session whose records are stored as sides leave; those that are left at its end, too, even if it is
-    interrupted."""
+    """Stores records as sides leave, and the remaining ones at its end, also after an interruption."""
 
     def __init__(self, session: Session, store: Store, name: str) -> None:
         self.session = session
-        """The session itself, which measures the sides."""
+        """Measures the sides."""
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
-        """The choices for each side."""
         self.left: dict[Side, Run] = {}
-        """The record of each side that has left, in the order in which they did."""
+        """Records of sides that have left, in order."""
 
     def __enter__(self) -> Self:
         self.session.__enter__()
@@ -73,7 +71,7 @@ class StoredSession:
             raise KeyboardInterrupt(f"stored with the turns until then: {stored}")
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
-        """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""
+        """Raises UserError for an impossible step."""
         chosen = choose_checkpointing(spec)
         side = self.session.enter(label, chosen.spec, surroundings)
         self._chosen[side] = chosen.notes
@@ -82,9 +80,9 @@ class StoredSession:
     def seek_gain(
         self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
     ) -> None:
-        """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
-        time; at most `steps` of each. Open ratios get as many turns again, until `most_s` seconds have passed, or
-        twice more. Unless the session `alternates`, a second side that does not fit fails.
+        """Alternate two sides until their difference is plain, or a saving by the second is ruled out; at most `steps`
+        of each. Open ratios get the same number of turns again, until `most_s` seconds have passed, or twice more.
+        Unless the session `alternates`, a second side that does not fit fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -106,17 +104,15 @@ class StoredSession:
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """Time of the second side over the first's; None if one failed. If each turn is a process, the spread of such
-        processes is the smallest difference that counts.
+        """Time of the second side over the first's; None if one failed. With a process per turn, their spread is the
+        smallest difference that counts.
         """
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
         return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
-        """End a side, and store its record; a side that had no turn is measured by itself first. The record of a side
-        that left.
-        """
+        """End a side, and store and return its record; a side without turns is first measured alone."""
         if side not in self.left:
             if side.failure is None and side.run is None:
                 self.session.measure([side], side.spec.steps)
@@ -127,21 +123,17 @@ class StoredSession:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """Steps that were measured in turns."""
-
     starts: tuple[tuple[Run, ...], ...]
-    """The records of each start: of the sides in the order in which they were given."""
+    """Records of each start, in the sides' order."""
     each: tuple[tuple[Ratio | None, ...], ...]
-    """Step time of each further side over the first's, by start; None if either is missing."""
+    """By start, step time of each further side over the first's; None if one is missing."""
 
     @property
     def ratios(self) -> tuple[Ratio | None, ...]:
-        """The ratio of each further side over all starts (comparison.turns.of_starts)."""
         return over_starts(self.each)
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The records of all starts."""
         return tuple(run for runs in self.starts for run in runs)
 
 
@@ -157,7 +149,7 @@ def ab(
     on_side: Callable[[str], None] = lambda label: None,
     **fields: object,
 ) -> Compared:
-    """Measure two or more steps in turns, A B B A A B and so on, and compare each with the first.
+    """Measure two or more alternating steps, A B B A A B and so on, and compare each with the first.
 
     `fields` are common to all sides, as in `measure`; `sides` has each side's own. A single side is compared with the
     step without it. With `against`, a git revision, the first side imports its code from there:
@@ -165,11 +157,11 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    A record of each side and start is stored. `starts`: how often the sides start anew, because two processes of one
-    step differ by more than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is
-    the smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn; `on_side`
-    gets each side's label as it is built. Raises UserError if a step cannot be measured, or differs from the others in
-    steps or device.
+    A record of each side and start is stored. `starts`: number of restarts of the sides, because two processes of one
+    step differ by more than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the
+    smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn; `on_side` gets
+    each side's label when its building starts. Raises UserError if a step cannot be measured, or differs from the
+    others in steps or device.
     """
     refuse_torchrun("measure in turns")
     if against and sides:
@@ -213,11 +205,11 @@ def label_of(number: int) -> str:
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Surroundings]:
-    """A worktree of a revision of the repository around the working folder, which is removed at the end.
+    """A temporary worktree of a revision of the repository around the working folder.
 
-    Its processes work in the same folder of the repository as this one, and import what this one imports from the
-    repository from the worktree instead: a user's model, and steplab itself where it is the repository's. Files that
-    git does not track are not there. Raises UserError outside of a repository, and for an unknown revision.
+    Its processes work in the same folder of the repository, and import from the worktree instead: a user's model, and
+    steplab itself if the repository has it. Untracked files are absent. Raises UserError outside of a repository, and
+    for an unknown revision.
     """
     here = Path.cwd().resolve()
     root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
@@ -238,7 +230,7 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 def _import_path(root: Path, tree: Path) -> str:
     """PYTHONPATH with the repository's entries, and its part of `sys.path`, moved to the worktree.
 
-    An editable installation adds such an entry, which would otherwise be found in the repository.
+    An editable installation adds entries that would otherwise be found in the repository.
     """
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = []
@@ -275,11 +267,11 @@ def try_findings(
     on_trial: Callable[[str], None] = lambda what: None,
     session: Callable[..., Session] = Session,
 ) -> Findings:
-    """The findings with a trial for each whose change is a field of the spec.
+    """The findings, with trials of changes to the spec's fields.
 
-    The step with each change is measured in turns with the unchanged step, and every measurement is stored.
-    `timeout_s` limits each step's warm-up and each turn; `on_trial` gets each step's name as it begins. A change that
-    runs out of memory, fails or is not supported gives a trial with a failure.
+    Each changed step alternates with the unchanged one, and every measurement is stored. `timeout_s` limits each step's
+    warm-up and each turn; `on_trial` gets each step's name as it begins. A change that runs out of memory, fails or is
+    not supported gives a trial with a failure.
 
     Raises UserError if the run has no step that can be run again, and SteplabError if the unchanged step fails or runs
     on another device.
@@ -365,7 +357,7 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
 
 
 def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """The spec with `auto` replaced by the run's kind of device, so that a machine without that kind refuses it."""
+    """Replaces `auto` by the run's kind of device, so that a machine without it refuses."""
     kind = run.environment.device.kind if run.environment else None
     return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 
@@ -380,7 +372,6 @@ def _refuse_another_device(run: Run, found: Environment | None) -> None:
 
 
 def failure_words(failure: Failure | None) -> str:
-    """Why a run with this failure has no step time, in one line."""
     if failure is None:
         return "it has no step time"
     kind = failure.kind.replace("_", " ")

@@ -1,4 +1,4 @@
-"""MFU and HFU of a step, each stored with the figures that it is computed from."""
+"""MFU and HFU of a step, stored with their inputs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,18 +24,17 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFigure:
-    """A device's dense peak in one data type, or why there is none."""
+    """A device's dense peak in one data type, or why it is unknown."""
 
     flops_per_s: float | None
-    """The dense peak; None: not known."""
+    """None: unknown."""
     source: str
-    """Source of the peak, a data sheet or a measurement; or the reason why it is not known."""
+    """A data sheet or a measurement; or the reason that it is unknown."""
     measured: bool = False
-    """True if `steplab doctor` measured it."""
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
-    """The run with its MFU and HFU, against the catalogue's peak or the one measured on this machine."""
+    """Against the known GPU's peak or this machine's measured one."""
     if run.spec is None or run.environment is None:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
@@ -48,7 +47,7 @@ def with_utilizations(run: Run, store: Store) -> Run:
 
 
 def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, store: Store) -> Run:
-    """The record of a loop with its MFU, from the model FLOPs of one step of all ranks that its user stated."""
+    """A loop's MFU, from the user's model FLOPs of one step of all ranks."""
     if run.failure or run.environment is None or not run.median_s:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[precision], store)
@@ -60,7 +59,7 @@ def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, sto
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
-    """The device's dense peak: stated for a GPU of the catalogue, otherwise measured by `steplab doctor`.
+    """Stated for a known GPU, else measured by `steplab doctor`.
 
     The highest measurement is used, because other work only lowers one. Measurements on another device, with other
     threads, or on a busy machine are not used.
@@ -94,7 +93,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
 
 
 def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
-    """MFU under every convention whose sizes are known, and HFU; empty for a failed or foreign step."""
+    """MFU under every convention with known sizes, and HFU; empty for a failed or third-party step."""
     step_s = run.median_s
     if run.spec is None or run.model is None or step_s is None:
         return ()
@@ -129,7 +128,6 @@ def _utilization(
 
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
-    """Notes on utilizations above 100 %, which are impossible with a correct peak."""
     over = [u for u in used if u.exceeds_peak]
     done = _done_over(used)
     if not over:
@@ -148,7 +146,7 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
 
 
 def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
-    """Those above the peak by FLOPs that are done; conventions other than these may count some that are not."""
+    """Those above the peak by executed FLOPs; other conventions may count more."""
     return [u for u in used if u.exceeds_peak and u.convention in ("causal", "counted", "as_executed")]
 
 
@@ -166,7 +164,7 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """FLOPs of a step under each convention; those without a closed form were counted as it ran, in one process."""
+    """Under each convention; without a closed form, counted during a run in one process."""
     if model.is_counted:
         of_one: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
             ("mfu", "counted", model.needed_flops),

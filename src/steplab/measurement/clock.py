@@ -1,14 +1,14 @@
 """The one way to time on a device.
 
-Back to back: nothing waits between steps, as in training. Marks (CUDA events) are put on the device's timeline at the
-borders of the phases and read only once the loop is over. Python may run ahead of the device exactly as without
-steplab. This is the step time people mean.
+Back to back: nothing waits between steps, as in training. Marks (CUDA events) on the device's timeline border the
+phases and are read only after the loop, so Python may run ahead of the device as without steplab. This is the reported
+step time.
 
-Synchronised: the device is idle before and after every phase, and the clocks of both Python and the device run. Where
-Python's figure is much the larger, launching kernels costs more than running them.
+Synchronised: the device is idle before and after every phase, and both Python's clock and the device's run. Where
+Python's time is much longer, launching kernels costs more than running them.
 
-With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead,
-so the time contains the device's waits for it. To time the device alone, it is held idle first, for longer than Python
+With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead, so
+the time contains the device's waits for it. To time the device alone, it is first held idle for longer than Python
 takes to launch the work. The driver's launch queue, of about a thousand kernels, limits how far ahead Python can get.
 
 With cold caches: before each call the device's cache is overwritten, as often as keeps the device busy until Python has
@@ -38,24 +38,22 @@ Marks = tuple[Any, Any]
 LONGEST_HOLD_S = 0.5
 """The longest hold before a step; Python fills the launch queue in less."""
 _MARGIN = 1.5
-"""Factor on the time that Python took to launch the work; the next launch may take longer."""
+"""Factor on Python's launch time; the next launch may take longer."""
 _LEAST_FLUSH_BYTES = 256 * MIB
 MOST_FLUSHES = 40
-"""The most flushes before a call: some milliseconds, in which Python launches any but one of hundreds of kernels."""
+"""Most flushes before a call: some milliseconds, enough to launch any call of fewer than hundreds of kernels."""
 _FLUSHES_TIMED = 20
 _LEAST_WARMUP_CALLS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A named part of the step."""
-
     name: str
     run: Callable[[], None]
 
 
 def seconds_of(work: Callable[[], object], device: Device) -> float:
-    """Seconds by Python's clock, with the device idle at both ends."""
+    """By Python's clock, with the device idle at both ends."""
     device.synchronize()
     started = time.perf_counter()
     work()
@@ -79,10 +77,10 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Returns the samples of each phase (summed if it runs several times in a step) and of the whole step, and Python's
-    seconds for the whole loop. The device is idle at its first mark, so that both clocks begin together there; this
-    shows how far Python was ahead. `head_start` is called before the first step, and may launch work that is not timed
-    with the steps; `before_drain` is called when the last step has been launched and may still be running.
+    Returns samples of each phase (summed over a step) and of the whole step, and Python's seconds for the loop. The
+    device is idle at its first mark, so both clocks begin together; this shows how far Python was ahead. `head_start`
+    is called before the first step, and may launch untimed work; `before_drain` when the last step was launched and may
+    still run.
     """
     device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
     device.synchronize()
@@ -135,8 +133,7 @@ def run_synchronised(
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
     """Time each phase by both clocks with the device idle before and after it, and take its peak memory.
 
-    The peak of a phase is the largest of all iterations; the times of a phase that runs several times in a step are
-    summed.
+    A phase's peak is the largest of all iterations; its times are summed over a step.
     """
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
@@ -163,8 +160,7 @@ def run_synchronised(
 
 
 def lengthen_launch_queues() -> None:
-    """Ask CUDA for its longest launch queue, unless the user has set another. To be called before CUDA is first
-    used."""
+    """Ask CUDA for its longest launch queue, unless the user set one. Call before CUDA is first used."""
     if torch.version.cuda is not None:
         os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
 
@@ -176,26 +172,22 @@ class HeadStart:
     """
 
     def __init__(self, device: Device, collectives: Collectives, longest_s: float = LONGEST_HOLD_S) -> None:
-        """`longest_s` is the longest useful hold, after which Python has filled the launch queue or waits for the
-        device."""
         self._device, self._collectives, self._longest_s = device, collectives, longest_s
         self._token = torch.zeros(1, device=device.torch_device)
         self.seconds = 0.0
-        """The length of the hold, in seconds."""
         if device.asynchronous:  # the first call of either takes long and is not part of a hold
             device.hold(1e-3)
             self._meet()
             device.synchronize()
 
     def give(self) -> None:
-        """Hold the device, and then wait on it until the holds of all ranks are over; returns at once."""
+        """Hold the device until the holds of all ranks are over; returns at once."""
         if self._device.asynchronous:
             self._device.hold(self.seconds)
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:
-        """Lengthen the hold for work that Python took `started_s` to launch on the slowest rank; returns whether it
-        grew."""
+        """Lengthen the hold for work that took `started_s` to launch on the slowest rank; returns whether it grew."""
         slowest_s = max(self._collectives.host_gather(started_s))
         before_s, self.seconds = self.seconds, max(self.seconds, min(_MARGIN * slowest_s, self._longest_s))
         return self.seconds > before_s
@@ -209,9 +201,9 @@ class HeadStart:
         meet: Callable[[], object] = lambda: None,
         before: Callable[[], object] = lambda: None,
     ) -> Samples:
-        """Time `iterations` steps back to back after a head start: again with a longer hold as long as Python
-        `is_behind` on some rank, and a longer one helps. Ranks `meet` before each attempt; `before` launches work
-        behind the hold that is not timed."""
+        """Time `iterations` steps back to back after a head start. Repeat with a longer hold while Python `is_behind`
+        on some rank and that helps. Ranks `meet` before each attempt; `before` launches untimed work behind the hold.
+        """
         begun_s = started_s = 0.0
 
         def give() -> None:
@@ -245,8 +237,8 @@ def run_turns(
     """At least `steps` samples of each variant, `turn` in a row, and the longest hold before a step; every rank calls
     this.
 
-    Python has a head start before each step. The order of variants is reversed in every other round, so that none
-    always follows the same one. A variant has no work under way between two steps.
+    Python has a head start before each step. Every other round reverses the order of variants. A variant has no work
+    under way between steps.
     """
     head_starts = [HeadStart(device, collectives, LONGEST_HOLD_S) for _ in variants]
     found: list[list[Samples]] = [[] for _ in variants]
@@ -278,21 +270,15 @@ def _hardly_ahead(samples: Samples) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class ColdCall:
-    """A call that is timed with cold caches."""
-
     run: Callable[[Any], object]
-    """The call, on what `prepare` returns."""
     prepare: Callable[[], Any] = lambda: None
-    """Work before each call that is not timed, in front of the flush."""
+    """Untimed work before each call and its flush."""
     num_flushes: int = 1
-    """How often the cache is overwritten before the call."""
     num_waits: int = 0
-    """The number of timed calls in which the device may have waited for Python."""
+    """Timed calls where the device may have waited for Python."""
 
 
 class ColdCaches:
-    """Times calls on one device, whose cache is overwritten before each."""
-
     def __init__(self, device: Device) -> None:
         self._device = device
         self._flush = flush_buffer(device)
@@ -301,7 +287,7 @@ class ColdCaches:
             self._flush_s = seconds_of(self._flush_often, device) / _FLUSHES_TIMED
 
     def warm_up(self, call: ColdCall, warmup_s: float) -> float:
-        """Call until the device is up to speed; returns the seconds of a call at the end, everything included."""
+        """Call until the device is up to speed; returns the last seconds per call."""
         calls, batch = 0, 1
         self._device.synchronize()
         started = time.perf_counter()
@@ -359,7 +345,6 @@ class ColdCaches:
         return [tuple(self._device.seconds_between(*span) for span in each) for each in spans]
 
     def _enough_flushes(self, call: ColdCall) -> int:
-        """The number of flushes that keep the device busy for longer than Python takes to launch the call."""
         if self._flush is None:
             return 1
         issued_s = []
@@ -387,7 +372,7 @@ class ColdCaches:
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:
-    """The buffer that is written before each call; None if the device has no cache to flush."""
+    """None if the device has no cache to flush."""
     if device.torch_device.type != "cuda":
         return None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))

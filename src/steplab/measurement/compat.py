@@ -3,14 +3,13 @@
 The size of a refused allocation: torch's message rounds it to two decimals, its observer does not. Without the observer
 the message is used.
 
-Compiled modules, and modules that react to hooks. If torch stores this elsewhere, they count as ordinary, and their
-profile shows the hooks' effect.
+Compiled modules, and modules that react to hooks. If missing, they count as ordinary, and their profile shows the
+hooks' effect.
 
 The memory of a watched step: the allocator's history, the tree of the profiler's events, the tensors in the nodes of
 autograd's graph. If one is missing, recording ends in an error, and the record has a note.
 
-A kernel that spins for a number of cycles, to hold a device: if it is missing, whatever is timed with a head start
-fails and names it.
+A kernel that spins for a number of cycles, to hold a device. If missing, timing with a head start fails and names it.
 
 Autocast's rule for an operator, from the dispatcher's kernels; without it an audit of precision fails and names it.
 """
@@ -31,7 +30,6 @@ _refused: list[int] = []
 
 
 def watch_refused_allocations() -> None:
-    """Have torch report each allocation that the CUDA allocator refuses."""
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and torch.cuda.is_available():
         attach(lambda device, size, device_total, device_free: _refused.append(size))
@@ -55,11 +53,10 @@ def bytes_in_message(message: str) -> int | None:
 
 
 def minds_hooks(module: nn.Module) -> bool:
-    """Whether hooks on a module, or inside it, would change what runs.
+    """True if hooks on a module, or inside it, would change the run.
 
-    A compiled module (module.compile(), torch.compile(module), or a block whose forward pass is compiled) would trace
-    the hooks into its graph, or compile again; in inference, TransformerEncoderLayer leaves its fused path if it has
-    hooks.
+    A compiled module would trace hooks into its graph, or compile again; in inference, TransformerEncoderLayer leaves
+    its fused path if it has hooks.
     """
     if getattr(module, "compiled_within", False):
         return True
@@ -68,15 +65,14 @@ def minds_hooks(module: nn.Module) -> bool:
 
 
 def minds_function_modes(module: nn.Module) -> bool:
-    """Whether a mode over torch's functions would change what a module runs: in inference such modules leave a fused
-    path."""
+    """True if a mode over torch's functions would make a module leave a fused path in inference."""
     fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
     return isinstance(module, fused) and not module.training
 
 
 @contextmanager
 def memory_history() -> Iterator[None]:
-    """A context in which the CUDA allocator records its actions and the Python lines that caused them."""
+    """A context: the CUDA allocator records its actions and the Python lines behind them."""
     record: Any = torch.cuda.memory._record_memory_history
     # Recording the stacks of C++ as well would make the snapshot a hundred times slower.
     record(enabled="all", context="alloc", stacks="python", clear_history=True)
@@ -93,14 +89,14 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def profiled_events(profiler: profile) -> list[Any]:
-    """The profiler's events as trees: operators with their inputs, ranges, and what was allocated and released."""
+    """The profiler's events as trees: operators with inputs, ranges, allocations and releases."""
     results: Any = profiler.profiler
     roots: list[Any] = results.kineto_results.experimental_event_tree()
     return roots
 
 
 def next_sequence_number() -> int:
-    """The number that the next node of autograd's graph made by this thread will get."""
+    """The number of this thread's next autograd node."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -119,36 +115,33 @@ def kept_by_node(node: Any) -> list[Any]:
 
 
 def sequence_number(node: Any) -> int:
-    """The number of a node; nodes of one thread are numbered in the order in which they are made."""
+    """Nodes of one thread are numbered in the order of their creation."""
     number: int = node._sequence_nr()
     return number
 
 
 def running_node() -> Any:
-    """The node of autograd's graph that is running in the backward pass; None outside of it."""
+    """The autograd node running in backward; None outside."""
     return torch._C._current_autograd_node()
 
 
 def autocast_has_rule(op: str, device_type: str) -> bool:
-    """True if autocast has a kernel for the operator (named without `aten::`) on that kind of device; others run
-    unchanged.
-    """
+    """True if autocast has a kernel for the operator (without `aten::`) on that kind of device."""
     return any(_kernels_of(op, f"Autocast{device_type.upper()}"))
 
 
 def is_made_of_parts(op: str) -> bool:
-    """Whether an operator is composite, so that autocast sees each operator that it consists of."""
+    """True for a composite operator: autocast sees its parts."""
     found = _kernels_of(op, "CompositeImplicitAutograd")
     return bool(found) and all(found)
 
 
 def is_operator(op: str) -> bool:
-    """Whether torch's dispatcher has an operator of that name."""
     return bool(_kernels_of(op, "Undefined"))
 
 
 def _kernels_of(op: str, key: str) -> list[bool]:
-    """For each overload, whether it has a kernel for a dispatch key; overloads that write to `out` are left out."""
+    """Overloads that write to `out` are left out."""
     found = []
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
         if not schema.overload_name.endswith("out"):
@@ -170,8 +163,8 @@ def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
 def compile_alike_in_all_wrappers() -> None:
     """Have torch compile a block to the same code for every kind of data parallelism, or raise.
 
-    DistributedDataParallel would divide the graphs of its blocks by its buckets, and a block that is compiled too often
-    would run uncompiled from then on, which is another step. The setting is process-wide in torch.
+    DistributedDataParallel would divide its blocks' graphs by buckets, and a block compiled too often would run
+    uncompiled from then on. The setting is process-wide in torch.
     """
     import torch._dynamo.config as dynamo
 

@@ -1,9 +1,8 @@
 """The jobs of a measuring process: each declared once, with the types of its messages.
 
-A parent sends a job's name and task (messages.Request). The process imports the job's function and calls it with the
-task, an observer and, where several processes do the job together, their world. The observer's calls, and last the
-function's result, are sent back and decoded by the types declared here. This module imports no torch: the function is
-named by a string.
+A parent sends a job's name and task (wire.Request). The process calls the job's function with the task, an observer
+and, among several processes, their world. The observer's calls, and last the result, are sent back and decoded by the
+types declared here. Functions are named by strings, so this module imports no torch.
 """
 
 from collections.abc import Callable
@@ -33,91 +32,73 @@ Study = TypeVar("Study")
 
 
 class StepTask(msgspec.Struct, kw_only=True):
-    """Time a step, and then, if requested, record further steps."""
-
     spec: StepSpec
-    """The step to time."""
     profiled_steps: int = 0
-    """The number of further steps that are profiled once the step is timed; 0 for none."""
+    """Further steps to profile after timing; 0: none."""
     trace: str | None = None
-    """The file for their trace, compressed if it ends in .gz; None if nsys records them."""
+    """File for their trace, compressed if it ends in .gz; None if nsys records them."""
     snapshot: str | None = None
-    """The file for the allocator's history of one further step; None if its memory is not recorded."""
+    """File for the allocator's history of one further step; None: not recorded."""
     marks: str | None = None
-    """The file for what that history does not contain (records.memory_marks)."""
+    """File for facts missing from that history (records.memory_marks)."""
 
 
 class TurnsTask(msgspec.Struct, kw_only=True):
-    """Time a step in turns with the steps of other processes."""
+    """Time a step that alternates with other processes' steps."""
 
     spec: StepSpec
-    """The step to time."""
     session: str
-    """Identity of the session of all that take turns."""
+    """Identity of the session of alternating steps."""
     label: str
-    """Name of the step in the session."""
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
-    """Audit the precision of a step; without a step, run the accumulation study on a device."""
+    """Audit a step's precision; without a step, run the accumulation study."""
 
     spec: StepSpec | None
-    """The step to audit; None for the accumulation study alone."""
     device: str
-    """The device of the accumulation study if there is no step."""
 
 
 class SharesTask(msgspec.Struct, kw_only=True):
-    """Predict what compiling leaves of an eager step."""
+    """Predict the times of an eager step once compiled."""
 
     spec: StepSpec
-    """The eager step, of one process."""
     gpu: str
-    """Name in the catalogue of the GPU whose rates are taken."""
+    """Known GPU that gives the rates."""
 
 
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
-    """Measure some cells of a benchmark."""
-
     study: Study
-    """The benchmark with all of its cells."""
     groups: list[list[int]]
-    """The numbers of the requested cells; the cells of one group are timed in turns."""
+    """Numbers of the requested cells; cells of one group alternate."""
     traces: str | None = None
-    """The folder for a trace of each cell; None for no traces."""
+    """Folder for a trace of each cell; None: no traces."""
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the cells of all groups."""
         return [number for group in self.groups for number in group]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One kind of measurement."""
-
     work: str
     """"module:function", which is called with the task, the observer and the world (None for a single process)."""
     task: Any
-    """The type of the task."""
     result: Any = None
-    """The type of the function's result; None if the cells are the result."""
+    """None if the cells are the result."""
     cell: Any = None
-    """The type of a benchmark's cells."""
     facts: Any = None
-    """The type of the facts that hold for all cells of a benchmark."""
+    """Type of facts common to all cells."""
     holds_device: bool = False
-    """Whether the job holds the device until Python is ahead of it, which needs longer launch queues
-    (measurement.clock)."""
+    """True if the job holds the device until Python is ahead; that needs longer launch queues (measurement.clock)."""
 
     def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
-        """The function, imported with all that it needs."""
         module, _, function = self.work.partition(":")
         loaded: Callable[[Any, Observer, World | None], object] = getattr(import_module(module), function)
         return loaded
 
     def do(self, task: msgspec.Raw, observer: "Observer", world: "World | None") -> object:
-        """Import the function and call it. Raises SteplabError for a task that cannot be served."""
+        """Raises SteplabError for an impossible task."""
         return self.load()(msgspec.json.decode(task, type=self.task), observer, world)
 
 

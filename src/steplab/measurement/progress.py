@@ -1,13 +1,9 @@
-"""The progress of a measurement, as it is reported to whoever waits for it."""
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The progress of the cell under way."""
-
     stage: str
     """The stage: starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace,
     memory or snapshot; of an audit sums, build, reference, audit and scaling; after the process read, dry run and
@@ -15,7 +11,7 @@ class Progress:
     done: int
     """Completed steps of this stage; while reading, bytes; while predicting, runs."""
     total: int
-    """All steps of this stage, or bytes; 0 if it has none."""
+    """Steps or bytes of this stage, or 0."""
 
 
 OnProgress = Callable[[Progress], None]

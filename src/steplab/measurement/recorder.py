@@ -31,14 +31,11 @@ from steplab.units import counted
 
 
 class ProfiledSteps:
-    """The steps of a loop that are profiled, and their trace."""
-
     def __init__(self, steps: range, module: nn.Module | None, trace: Path | None) -> None:
-        """Take the numbers of the steps, from 0, of which the first cannot be profiled.
+        """`steps` are numbers from 0; the first cannot be profiled.
 
-        `module` is the model, whose submodules mark their forward passes; `trace` is the file that is written, None on
-        a rank that leaves the profile to another. Raises UserError for steps that are none, not consecutive, or begin
-        with the first.
+        `module` is the model; its submodules mark their forward passes. `trace` is the file; None: another rank writes
+        the profile. Raises UserError for no steps, steps that are not consecutive, or the first.
         """
         if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
             raise UserError(
@@ -46,9 +43,9 @@ class ProfiledSteps:
                 f"{text_of(steps)[:80]}"
             )
         self.notes: list[str] = []
-        """Gaps of the profile, or the reason for none."""
+        """Gaps of the profile, or why it is missing."""
         self.trace: Path | None = None
-        """The trace, once the last of the steps is over; None: not yet, or it failed."""
+        """None: not yet complete, or failed."""
         self._steps, self._module, self._path = steps, module, trace
         self._spans = Spans(nvtx=False)
         self._running = ExitStack()
@@ -56,25 +53,22 @@ class ProfiledSteps:
         self._has_failed = False
 
     def takes(self, number: int) -> bool:
-        """Whether a step is one of them, or the one before."""
         return self._steps.start - 1 <= number < self._steps.stop
 
     def are_over(self, number: int) -> bool:
-        """Whether step `number` is behind them; it is the same on all ranks, also where profiling fails."""
+        """True if step `number` is behind them, on all ranks, also where profiling fails."""
         return number >= self._steps.stop
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """A range of this name, which is recorded while the profiler runs."""
         return self._spans(name)
 
     def around_step(self, number: int, device: Device) -> AbstractContextManager[object]:
-        """The range around a step; before the first step, the profiler is started."""
+        """Starts the profiler before the first step."""
         if number == self._steps.start - 1 and self._path and not self._profiler and not self._has_failed:
             self._start(device)
         return self._spans("warmup step" if number < self._steps.start else "step")
 
     def after_step(self, number: int, device: Device) -> None:
-        """Stop the profiler after the last step, and write the trace."""
         if self._profiler is None or self._path is None or number != self._steps.stop - 1:
             return
         device.synchronize()
@@ -82,11 +76,11 @@ class ProfiledSteps:
             self._running.close()
             self._profiler.export_chrome_trace(str(self._path))
             self.trace, self._profiler = self._path, None
-        except Exception as error:  # such as a full disk: the training goes on
+        except Exception as error:  # such as a full disk; training continues
             self._give_up(failure_of(error, None).message)
 
     def end(self, num_steps: int) -> None:
-        """Give up if the loop is over, after `num_steps` steps, and not all of the steps have run."""
+        """The loop is over after `num_steps` steps; without all profiled ones, note it."""
         if self._path is None or self.trace or self._has_failed:
             return
         with suppress(Exception):  # the trace is not kept
@@ -102,7 +96,7 @@ class ProfiledSteps:
                 started.enter_context(profiler)
                 left_out = started.enter_context(self._spans.on(self._module))
                 self._running = started.pop_all()
-        except Exception as error:  # such as another profiler that is running: the training goes on
+        except Exception as error:  # such as another active profiler; training continues
             self._give_up(failure_of(error, None).message)
         else:
             self._profiler = profiler
@@ -119,20 +113,18 @@ Span = tuple[Any, Any]
 @dataclass(slots=True)
 class _Step:
     number: int
-    """Number in the loop, from 0; profiled steps count, and steps that raised do not."""
+    """From 0, with profiled steps, without steps that raised."""
     start: Any
-    """Mark at its beginning."""
     end: Any = None
-    """Mark at its end."""
     parts: dict[str, list[Span]] = field(default_factory=dict)
-    """Marks around each phase, each time that it ran."""
+    """Marks around each run of a phase."""
 
 
 class Recorder:
-    """Collects marks on the device's timeline, and converts them to seconds when the loop is over.
+    """Collects marks on the device's timeline, and converts them to seconds after the loop.
 
-    It keeps two marks per step and two per phase, so it is meant for hundreds or thousands of steps. In several
-    processes each one has a recorder, and the first makes the record.
+    It keeps two marks per step and per phase, enough for thousands of steps. Each process has a recorder; the first
+    makes the record.
     """
 
     def __init__(
@@ -149,11 +141,11 @@ class Recorder:
     ) -> None:
         """Open the device. In a process group every rank calls this, and `finish` if its loop succeeds.
 
-        `folder` is for the trace of the steps in `profile`, which names the modules of `model`. Raises UserError for
-        processes of torchrun without a process group.
+        `folder` is for the trace of the steps in `profile`, which names the modules of `model`. Raises UserError under
+        torchrun without a process group.
         """
         self.run: Run | None = None
-        """The record, once the loop is over; in several processes, on the first alone."""
+        """Set after the loop; only in the first process."""
         self._name, self._tokens_per_step = name, tokens_per_step
         self._warmup, self._most = warmup, None if steps is None else warmup + steps
         self._ranks = _ranks()
@@ -169,22 +161,18 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process makes the record: it is the first, or the only one."""
         return self._ranks is None or self._ranks.rank == 0
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes that record the loop together."""
         return self._ranks.size if self._ranks else 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether the requested steps are recorded, so that further steps would change nothing."""
         return self._has_all_steps and (self._profiled is None or self._profiled.are_over(self._number))
 
     @property
     def trace(self) -> Path | None:
-        """The trace of the profiled steps; None: there is none."""
         return self._profiled.trace if self._profiled else None
 
     @property
@@ -193,7 +181,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of the loop. A step that raises is not counted."""
+        """A step that raises is not counted."""
         if self._inside:
             raise UserError("rec.step() inside another step; close the first one before the next begins")
         number, profiled = self._number, self._profiled
@@ -218,10 +206,10 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        r"""A named part of the step; the times of a part that occurs several times in a step are summed.
+        r"""A named part of the step; its times within a step are summed.
 
-        Any name is taken, for none shall end a training: control characters are written out (`\n`), a long name is cut,
-        and `step`, the name of the whole, becomes `step (phase)`.
+        No name may end a training: control characters are written out (`\n`), long names cut, and `step` becomes `step
+        (phase)`.
         """
         name = _phase_name(name)
         if not self._inside:
@@ -273,7 +261,6 @@ class Recorder:
     def _gathered(
         self, measured: Sequence[_Step], memory: Memory, error: BaseException | None
     ) -> tuple[tuple[RankSamples, ...], tuple[str, ...]]:
-        """The samples of every rank in the steps that all have measured, and notes on what is missing."""
         if self._ranks is None:
             return (), ()
         if error is not None:
@@ -294,7 +281,7 @@ class Recorder:
         return refused or failure_of(error, None)
 
     def _between(self, steps: Sequence[_Step]) -> tuple[float, ...] | None:
-        """Seconds between the end of each step and the beginning of the next, where both were timed."""
+        """Where both steps were timed."""
         neighbours = [(one.end, two.start) for one, two in pairwise(steps) if two.number == one.number + 1]
         return tuple(self._device.seconds_between(end, start) for end, start in neighbours) or None
 
@@ -320,14 +307,14 @@ def _phase_name(given: object) -> str:
 
 
 def _open(device: str) -> Device:
-    """The device; `auto` and `cuda` are the GPU that is current, because the loop has chosen it for its process."""
+    """`auto` and `cuda` are the current GPU: the loop has chosen it for its process."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{torch.cuda.current_device()}"
     return open_device(device)
 
 
 def _ranks() -> GroupCollectives | None:
-    """The collectives over all ranks; None for a single process. Raises UserError if there is no group yet."""
+    """None for a single process. Raises UserError without a group."""
     if dist.is_available() and dist.is_initialized():
         return GroupCollectives() if dist.get_world_size() > 1 else None
     around = torchrun_around()

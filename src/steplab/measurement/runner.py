@@ -68,7 +68,6 @@ class Runner:
         self.observer.on_cell(number, cell)
 
     def settle(self) -> None:
-        """Memory held now counts as the idle device's."""
         self.idle_bytes = allocated_bytes(self.device)
 
     def free(self) -> int | None:

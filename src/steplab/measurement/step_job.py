@@ -1,7 +1,7 @@
 """Measures one step in this process: build, compile, warm up, repeat, and then record further steps if requested.
 
-Each step has its own process, because peak memory, process-wide torch settings and the memory that a failed allocation
-keeps alive must not affect the next one.
+Each step has its own process, because peak memory, torch's process-wide settings and memory kept by a failed allocation
+must not affect the next one.
 """
 
 import dataclasses
@@ -47,50 +47,47 @@ from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
 
 
 class Watcher(Protocol):
-    """Runs steps and records them; it is made before the model is built."""
+    """Runs and records steps; built before the model."""
 
     @property
     def stage(self) -> str:
-        """The stage that is under way while the steps run; the watcher's notes begin with it."""
+        """Stage while the steps run; the watcher's notes begin with it."""
 
     @property
     def export_stage(self) -> str:
-        """The stage that is under way while the files are written."""
+        """Stage while the files are written."""
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are recorded."""
+        """Number of recorded steps."""
 
     @property
     def span(self) -> Span:
-        """The ranges that the model is built with."""
+        """The model's ranges."""
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps, write the files, and return notes on what the files lack.
+        """Run the steps, write the files, and return notes on gaps.
 
-        `on_export` is called when the steps are over and writing begins. Whatever a step or torch raises passes
-        through.
+        `on_export` is called between the steps and the writing. Errors of a step or torch pass through.
         """
 
 
 Watch = Callable[[StepSpec, Device], Watcher]
-"""Makes the watcher of a step. Raises Unsupported if it does not work on this device."""
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
-    """The record of the step. Raises UserError or Unsupported for a request that cannot be served at all."""
+    """Raises UserError or Unsupported for an impossible request."""
     return measure_here(task.spec, observer, _watch(task, world), world)
 
 
 def measure_in_turns(task: TurnsTask, observer: Observer, world: World | None) -> Run:
-    """The record of a step that waits for each of its turns. Raises as `measure_step` does."""
+    """The step waits for each of its turns. Raises as `measure_step` does."""
     return measure_here(task.spec, observer, world=world, turns=Turns(session=task.session, label=task.label))
 
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:
     def place(path: str) -> Path:
-        """The file in which this rank writes. All ranks record, so that all run the same steps; the files of the
-        first are kept."""
+        """This rank's file. All ranks record, so that all run the same steps; the first's files are kept."""
         if world is None or world.rank == 0:
             return Path(path)
         assert world.folder is not None  # ranks of torchrun are not recorded
@@ -112,11 +109,9 @@ def measure_here(
 ) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
-    In a world every rank calls this, and a record without a failure has the samples of all.
-
-    With `watch`, further steps are recorded after all timing; if that fails, the record has a note. With `turns`, the
-    steps are measured in the turns that the observer gives, and the observer gets the record after each. Raises
-    UserError or Unsupported for a request that cannot be served at all.
+    In a world every rank calls this, and a record without a failure has the samples of all. With `watch`, further steps
+    are recorded after all timing; if that fails, the record has a note. With `turns`, steps are measured in the
+    observer's turns, and it gets the record after each. Raises UserError or Unsupported for an impossible request.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved_step(spec, device.torch_device)
@@ -139,7 +134,7 @@ def measure_here(
 
 
 def _least_state_bytes(spec: StepSpec) -> int:
-    """Bytes that parameters, gradients and optimizer state take at least; 0 for a model that is not built in."""
+    """Least bytes of parameters, gradients and optimizer state; 0 for a model that is not built in."""
     if spec.model.shape is None or not spec.model.shape.num_heads:
         return 0
     width = 2 if spec.precision in ("bf16_pure", *WITH_MASTERS) else 4
@@ -150,11 +145,12 @@ def _least_state_bytes(spec: StepSpec) -> int:
 
 
 _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
-"""Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
-GPU that are shorter than _SHORT_S the second lets the host run ahead."""
+"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps shorter than _SHORT_S the
+second lets the host run ahead.
+"""
 _SHORT_S = 0.1
 _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
-"""Steps with one thread, from which comparison.samples decides; and how long one may take by the time with all."""
+"""Steps with one thread for comparison.samples; and one's longest time, from the time with all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +165,6 @@ class _Warm:
 
     @property
     def last_s(self) -> float:
-        """Time of the last warm-up step in seconds; 0 without one."""
         step = find_phase(self.samples, "step")
         return step.best_s[-1] if step and step.best_s else 0.0
 
@@ -263,7 +258,7 @@ class _Cell:
         return self.watch(watcher, run, warm.step) if watcher else run
 
     def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
-        """Times of steps with one thread, where a first one is faster: on a busy CPU threads wait for each other."""
+        """Times of steps with one thread, if a first one is faster: on a busy CPU threads wait for each other."""
         threads, step = torch.get_num_threads(), find_phase(measured, "step")
         on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
         if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
@@ -280,10 +275,10 @@ class _Cell:
         return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
-        """Measure the steps of each turn as it is given.
+        """Measure the steps of each turn.
 
-        The steps before them, in which caches and clocks settle, are kept apart. Between turns the device's memory
-        holds what a step leaves for the next, and nothing in the allocator's cache.
+        Earlier steps, while caches and clocks settle, are kept apart. Between turns the device holds only the state for
+        the next step, and an empty allocator cache.
         """
         device = self.device
         warm = self.warm_up()
@@ -318,7 +313,7 @@ class _Cell:
         self.runner.environment = dataclasses.replace(self.runner.environment, **found)
 
     def peak(self, step: Step) -> PeakMemory | None:
-        """The peak memory of the steps since the last reset, or of a replayed one while it was recorded."""
+        """Since the last reset, or of a replayed step while it was recorded."""
         return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
 
     def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
@@ -336,7 +331,7 @@ class _Cell:
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
-        """Wait for the other ranks, so that no sample contains the time that one of them took to build or compile."""
+        """Wait for the other ranks, so that samples do not contain their build or compile time."""
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
@@ -346,8 +341,7 @@ class _Cell:
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
     def check_weights(self, step: Step) -> None:
-        """Say once if training has made weights infinite or NaN. A GPU draws less power on such numbers, and may run at
-        a higher clock than it does on others."""
+        """Warn once if weights became infinite or NaN: a GPU draws less power on such numbers, and may clock higher."""
         said = any(note.startswith(NOT_FINITE) for note in self.notes)
         if said or self.spec.pass_name != "train" or step.module is None:
             return
@@ -358,7 +352,7 @@ class _Cell:
             )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
-        """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
+        """For a third-party model, after all timing, because counting slows the step down."""
         if self.spec.cuda_graph == "step":
             self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return
@@ -368,7 +362,7 @@ class _Cell:
             return
         try:
             counted = count_flops(phases, self.device.torch_device)
-        except Exception as error:  # no exception of a foreign model may cost what was measured
+        except Exception as error:  # no exception of a third-party model may cost the measurement
             if self.world is not None:  # the other ranks would wait for this one in vain
                 raise
             self.notes.append(f"MFU and HFU: counting the FLOPs failed: {failure_of(error, None).message}")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number formats by the names that specs have for them."""
 
 
 def tensors_in(held: Any) -> Iterator[Tensor]:
@@ -40,7 +39,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def not_finite(module: nn.Module) -> str | None:
-    """The name of the first trained parameter of which this rank has a number that is infinite or NaN."""
+    """Name of this rank's first trained parameter with an infinite or NaN value."""
     for name, parameter in module.named_parameters():
         part = local_part(parameter.detach())
         if parameter.requires_grad and part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite():
@@ -49,5 +48,4 @@ def not_finite(module: nn.Module) -> str | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type as records have it, such as float32."""
     return str(dtype).removeprefix("torch.")

@@ -43,7 +43,6 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """Number of parameters of a built-in model, without allocating it."""
     from steplab.model.transformer import Transformer
 
     with torch.device("meta"):
@@ -187,7 +186,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
-    """Raise Unsupported for an option that steplab cannot apply, so that no record claims it."""
+    """Raise Unsupported for an inapplicable option, so that records do not claim it."""
     for option in options:
         value = FIELDS[option].read(spec)
         if value != FIELDS[option].default:

@@ -2,7 +2,7 @@
 
 A checkpointed block keeps only its input; its backward pass reruns its forward pass up to the last tensor that it needs
 (torch's early stop), which skips the last matmul. The non-reentrant variant works under torch.compile and gives the
-same bits. No random state is kept, as there is no dropout.
+same bits. Without dropout, random state is not kept.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,9 @@ _KEPT_IF_COMPILED = [*_KEPT_BY_SELECTIVE, rotary_heads.OPERATOR.default]
 
 
 def kept_by_selective(*, is_compiled: bool) -> list[OpOverload]:
-    """The operators whose outputs selective checkpointing keeps. Compiled code includes queries, keys and values after
-    rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both."""
+    """Selective checkpointing keeps these operators' outputs. Compiled code includes queries, keys and values after
+    rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both.
+    """
     return _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
 
 
@@ -65,8 +66,8 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     """Change a block's forward pass in place: it is recomputed, compiled, or both.
 
     No parameter is renamed, and hooks on the block itself stay outside. The compiler also sees the recomputation, and
-    decides what to keep. A fully recomputed block that is split over ranks is the exception: its compiled forward pass
-    is run again, because torch 2.13 loses what it needs of the mesh.
+    decides what to keep. Exception: a fully recomputed block that is split over ranks reruns its compiled forward pass,
+    because torch 2.13 loses its mesh.
 
     Args:
         index: the block's place, from 0.

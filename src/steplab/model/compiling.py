@@ -40,7 +40,6 @@ def notes_on_compiling() -> tuple[str, ...]:
 
 
 def compiled(function: Callable[..., Any], mode: str) -> Any:
-    """`function` compiled; `mode` is a StepSpec's `compile`, other than off."""
     what_inductor_lacks()  # lowers steplab's operators
     return torch.compile(function, mode=None if mode in ("default", "block") else mode)
 

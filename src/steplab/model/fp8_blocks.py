@@ -35,8 +35,6 @@ class AddRMSNormAmax(AddRMSNorm):
 
 
 class Fp8SelfAttention(FusedSelfAttention):
-    """As the base class, with the largest magnitude of the merged projection's gradient known."""
-
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None, amax: Tensor) -> Tensor:  # type: ignore[override]
         assert rotary_2TD is not None
         weight, num_heads = self.query_key_value.weight, self.widths[0] // self.head_dim
@@ -45,8 +43,6 @@ class Fp8SelfAttention(FusedSelfAttention):
 
 
 class Fp8SwiGLU(FusedSwiGLU):
-    """As the base class, with the largest magnitudes of h and of the gradient of gate and up known."""
-
     def forward(self, x_BTC: Tensor, amax: Tensor) -> Tensor:  # type: ignore[override]
         return fp8_swiglu(x_BTC, self.gate_up.weight.to(_BF16), self.down.weight.to(_BF16), x_amax=amax)
 
@@ -68,7 +64,6 @@ _IN_FP8: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def products_in_fp8(module: nn.Module) -> None:
-    """Switch the blocks of a plain Transformer to fp8 in place."""
     for block in repeated_blocks(module):
         for each in block.modules():
             if kind := _IN_FP8.get(type(each)):
@@ -76,9 +71,9 @@ def products_in_fp8(module: nn.Module) -> None:
 
 
 def products_by_torchao(module: nn.Module) -> None:
-    """Let torchao convert the linear layers within a model's repeated blocks, with a scale for each tensor. Raises
-    Unsupported without torchao, and for a model without blocks or without a layer whose inputs and outputs are
-    multiples of 16."""
+    """Let torchao convert the linear layers within a model's repeated blocks, with a scale per tensor. Raises
+    Unsupported without torchao, blocks, or a layer with multiples of 16 as inputs and outputs.
+    """
     try:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
     except ImportError as error:

@@ -1,8 +1,7 @@
 """The plain Transformer's block with one kernel for each part between matrix products.
 
 It serves merged projections, RMSNorm, rotary embedding and SwiGLU, with that block's parameter names. It takes and
-returns the residual stream as two tensors, the stream and the branch to be added; the next norm adds them, so that the
-sum needs no kernel, forward or backward.
+returns the residual stream as two tensors, stream and branch. The next norm adds them, so the sum needs no kernel.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """
@@ -33,15 +32,13 @@ class AddRMSNorm(nn.RMSNorm):
 
 
 class LastNorm(AddRMSNorm):
-    """The norm after the last block, whose sum nothing reads."""
+    """The norm after the last block; its sum is unused."""
 
     def forward(self, stream: Stream) -> Tensor:  # type: ignore[override]
         return super().forward(*stream)[0]
 
 
 class FusedSelfAttention(SelfAttention):
-    """Splits and rotates heads in one kernel."""
-
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         assert rotary_2TD is not None
         q_BHTD, k_BNTD, v_BNTD = rotary_heads(
@@ -52,8 +49,6 @@ class FusedSelfAttention(SelfAttention):
 
 
 class FusedSwiGLU(MergedSwiGLU):
-    """Applies silu and the product of gate and up in one kernel."""
-
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_BTC)))
 

@@ -18,7 +18,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
-    """Replaces casts of products to fp32 whose results leave the graph, as gradients of weights do, on CUDA."""
+    """Replaces casts of products to fp32 that leave the graph, as weights' gradients do, on CUDA."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for cast in graph.find_nodes(op="call_function", target=_prims.convert_element_type.default):
@@ -27,7 +27,6 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
                 _widen(graph, cast, product, views)
 
     def uuid(self) -> Any:
-        """The pass's identity in Inductor's cache."""
         return get_hash_for_files((__file__,))
 
 

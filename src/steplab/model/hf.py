@@ -19,7 +19,7 @@ from steplab.ops.attention.peers import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
-"""The values of StepSpec's attention that transformers supports: its own code, or torch's kernels."""
+"""Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all known types."""
@@ -77,14 +77,12 @@ _TASKS = {
     "sequence": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
 }
-"""Training task -> class that builds the model."""
 _NAMES_OF_TASKS = {
     "causal": "CAUSAL_LM",
     "sequence": "SEQ_TO_SEQ_CAUSAL_LM",
     "masked": "MASKED_LM",
     "image": "IMAGE_CLASSIFICATION",
 }
-"""The same in the names of transformers' tables."""
 
 
 def _task_of(config: Any, name: str) -> str:
@@ -118,7 +116,6 @@ def _batch(task: str, config: Any, spec: StepSpec, device: torch.device) -> dict
 
 
 def _sizes(text: Any) -> tuple[int | None, int | None]:
-    """Layers and attention width, for the count of FLOPs."""
     heads = getattr(text, "num_attention_heads", None)
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
@@ -139,11 +136,9 @@ def _num_active(model: nn.Module, config: Any) -> int | None:
 
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Names of the number of experts of a token, in configurations."""
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:
-    """Switch on transformers' own checkpointing, which covers every layer."""
     if spec.checkpointing == "none":
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"
@@ -163,7 +158,7 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
 
 
 class WithSdpaBackend(nn.Module):
-    """A model whose scaled_dot_product_attention calls use one kernel only."""
+    """Its scaled_dot_product_attention calls use one kernel only."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         super().__init__()

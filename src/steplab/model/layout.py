@@ -66,7 +66,8 @@ def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
 
 def arrive_whole(embedding: nn.Module) -> None:
     """Copy the embedding's output for compiled blocks. Otherwise it may be a running collective, wrapped in a torch
-    tensor class, for which a compiled block returns a gradient that the embedding cannot use."""
+    tensor class, and a compiled block returns an unusable gradient for it.
+    """
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
@@ -84,13 +85,12 @@ def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
 
 @contextmanager
 def ready_for_loss() -> Iterator[None]:
-    """A context in which torch's cross_entropy, forward and backward, takes logits split by their vocabulary."""
+    """A context: torch's cross_entropy, forward and backward, takes logits split by vocabulary."""
     with loss_parallel():
         yield
 
 
 Around = Callable[[], AbstractContextManager[object]]
-"""Gives a context, such as autocast's."""
 
 
 def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
@@ -128,7 +128,7 @@ class TransformerStage(nn.Module):
 
 
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
-    """The stages of these numbers; `whole` is emptied, so that parameters of no stage are freed."""
+    """`whole` is emptied, so that parameters of other stages are freed."""
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
     del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

@@ -1,9 +1,8 @@
 """The plain Transformer under test, short enough to read at once.
 
-Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, heads of
-keys and values, SwiGLU or GELU, biases, separate or merged linear layers of one input, and an output head with its own
-weight or the embedding's. The class of the blocks, and the functions for attention, loss and block calls are arguments,
-so that they can be exchanged and compared on one model.
+Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, grouped
+heads, SwiGLU or GELU, biases, merged linear layers, and a tied or separate output head. The blocks' class and the
+functions for attention, loss and block calls are arguments, for comparisons on one model.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.
@@ -34,7 +33,6 @@ NORM_EPS = 1e-5
 
 
 def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-    """Call the block unchanged; autograd saves what it needs."""
     output: Tensor = block(x_BTC, rotary_2TD)
     return output
 
@@ -92,7 +90,6 @@ class Transformer(nn.Module):
 
 
 def embed(tokens_BT: Tensor, embedding: nn.Embedding, positions: nn.Embedding | None) -> Tensor:
-    """The residual stream before the first block, with learned positions if any."""
     x_BTC: Tensor = embedding(tokens_BT)
     if positions is None:
         return x_BTC
@@ -125,7 +122,7 @@ class Block(nn.Module):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Tensor:
-        """The residual stream in the form that the first block takes."""
+        """The residual stream as the first block takes it."""
         return x_BTC
 
     @staticmethod

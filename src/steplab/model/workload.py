@@ -25,13 +25,11 @@ class Workload:
     attention_width: int | None = None
     """Query heads x head dimension; None: unknown."""
     is_causal: bool = True
-    """True if a token attends only to earlier ones."""
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
     knows_tokens: bool = True
     """True if its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()
-    """Choices made while it was built, in words for the record."""
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
@@ -45,7 +43,8 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 def loss_of(output: Any) -> Tensor:
     """The scalar to differentiate: the module's result, its `.loss` or ["loss"], or the single scalar of a tuple such
-    as (logits, loss). Raises UserError if there is none."""
+    as (logits, loss). Raises UserError without one.
+    """
     loss = output.get("loss", output) if isinstance(output, dict) else getattr(output, "loss", output)
     if isinstance(loss, (tuple, list)):
         scalars = [each for each in loss if isinstance(each, Tensor) and each.numel() == 1]
@@ -67,12 +66,12 @@ def _shown(value: Any) -> str:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Number of parameters, tied ones counted once (as by nn.Module.parameters)."""
+    """Tied ones count once, as in nn.Module.parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def num_lookup_parameters(module: nn.Module) -> int | None:
-    """Parameters of embeddings that are only looked up, and are not also a linear layer's weight."""
+    """Parameters of embeddings that are not also a linear layer's weight."""
     linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
     embeddings = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     return sum(weight.numel() for key, weight in embeddings.items() if key not in linear)

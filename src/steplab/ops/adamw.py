@@ -1,9 +1,9 @@
 """AdamW with one kernel for all parameters of a group, after a short kernel that counts the step.
 
 Its parameters are float32, or bfloat16 weights with float32 masters (`bf16_with_masters`). Autocast rounds a linear
-layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32. A bfloat16 weight that
-the optimizer writes as its rounded master enters the same products and has the same gradient, so no number changes
-without these casts.
+layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32. A bfloat16 weight,
+written as its rounded master, enters the same products with the same gradient, so numbers stay equal without these
+casts.
 """
 
 import math
@@ -33,17 +33,14 @@ class Rates:
 
     @property
     def decay(self) -> float:
-        """Factor that remains of a parameter after weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """The learning rate, divided by the first moment's bias correction."""
         return self.lr / (1 - self.beta_1**self.step)
 
     @property
     def second_correction(self) -> float:
-        """One over the root of the second moment's bias correction."""
         return float((1 - self.beta_2**self.step) ** -0.5)
 
 
@@ -82,9 +79,7 @@ def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> di
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
-"""State for each element of a parameter; `master` only for bfloat16 weights."""
 _RATES = 3
-"""Entries of a tensor in the table of rates."""
 
 
 class OneKernelAdamW(torch.optim.Optimizer):
@@ -94,8 +89,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
     parameter after the other, which is slow.
 
     For a bfloat16 weight, a step reads the bfloat16 gradient, updates master and moments in float32 and writes the
-    rounded master to the weight: 28 bytes a parameter, as for a float32 parameter (Micikevicius et al. 2018, "Mixed
-    Precision Training", section 3.1).
+    rounded master (Micikevicius et al. 2018, "Mixed Precision Training", section 3.1). That moves 28 bytes a parameter,
+    as in float32.
 
     The state has torch's names and `master`, so either class loads the other's state. The number of steps is on the
     device, as in torch's fused AdamW, so a CUDA graph can capture a step. Take one step before the capture, keep the
@@ -112,9 +107,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
         *,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """masters: the float32 values of each bfloat16 parameter, from `bf16_with_masters`. The optimizer keeps these
-        tensors and updates them in place. It writes weights from them, so `step` raises UserError for a weight that
-        differs from its master."""
+        """masters: float32 values of each bfloat16 parameter, from `bf16_with_masters`. The optimizer updates them in
+        place and writes weights from them, so `step` raises UserError for a weight that differs from its master.
+        """
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         self._masters = masters or {}  # for add_param_group
@@ -125,7 +120,6 @@ class OneKernelAdamW(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}  # of bfloat16 weights after their last step; autograd counts changes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or loaded optimizer; torch keeps only state and groups."""
         super().__setstate__(state)
         self.__dict__.setdefault("_masters", {})
         self.__dict__.setdefault("_tables", {})
@@ -133,7 +127,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         self.__dict__.setdefault("_versions", {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises Unsupported, and adds nothing, for options and parameters that it does not support."""
+        """Raises Unsupported, and adds nothing, for options and parameters that it does not support."""
         _refuse_other_options(param_group)
         super().add_param_group(param_group)
         added = self.param_groups.pop()
@@ -270,9 +264,7 @@ class _Settings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tables:
     where: list[list[int]]
-    """Addresses, as in `addresses`."""
     sizes: list[int]
-    """Elements, as in `counts`."""
     on_host: Tensor | None
     """CPU memory that `addresses` was copied from; None once a CUDA graph copies from it."""
     addresses: Tensor
@@ -292,7 +284,6 @@ def _addresses(tensors: Sequence[Tensors]) -> list[list[int]]:
 
 
 def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
-    """The tables of the step before, with changes copied to the device."""
     device = tensors[0][0].device
     where = _addresses(tensors)
     sizes = [each[0].numel() for each in tensors]
@@ -401,7 +392,6 @@ def _refuse_other_values(weight: Tensor, master: Tensor) -> None:
 
 
 def _refuse_other_options(group: Mapping[str, Any]) -> None:
-    """Raise Unsupported for a group of torch's AdamW with another update."""
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise Unsupported(f"AdamW in one kernel with {name}", "it has no such update", _INSTEAD)

@@ -68,7 +68,7 @@ def adamw_kernel(
         weight_ptr = tl.multiple_of(tl.load(row_ptr + 5).to(tl.pointer_type(tl.bfloat16)), 16) + start
     else:
         weight_ptr = parameter_ptr
-    if rest >= BLOCK:  # the compiler sees a constant here, so nothing is masked
+    if rest >= BLOCK:  # the compiler sees a constant here, without a mask
         _update(
             parameter_ptr, gradient_ptr, first_ptr, second_ptr, weight_ptr, BLOCK,
             decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK, HAS_MASTERS,
@@ -97,8 +97,7 @@ def _update(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """The first `count` elements of a block; with masters the weight becomes the rounded parameter. Nothing of it is
-    read again before the next step."""
+    """The first `count` elements of a block; with masters the weight becomes the rounded parameter."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)

@@ -12,7 +12,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def amax_so_far(amax_ptr):
-    """Bits of amax [1], float32 and 0 before the kernel; read past the L1 cache, whose copy may be old."""
+    """Bits of amax [1], float32 and 0 before the kernel; read past the L1 cache, where a copy may be old."""
     return tl.load(amax_ptr.to(tl.pointer_type(tl.int32)), cache_modifier=".cg")
 
 
@@ -65,9 +65,10 @@ def add_rms_norm_backward_kernel(
     HAS_BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With n = sum rstd and h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format.
-    grad is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n
-    over its rows, every num_programs-th."""
+    """With n = sum rstd, h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format. grad
+    is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n over
+    its rows, every num_programs-th.
+    """
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -118,7 +119,8 @@ def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.const
 @triton.jit
 def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
     """Cosines and sines of the rows' positions; for values, of an angle of zero. A block is compared for values,
-    because the interpreter of Triton 3.9 widens a scalar's comparison to int32, which is no mask."""
+    because the interpreter of Triton 3.9 widens a scalar's comparison to int32, which is no mask.
+    """
     places = position * half + columns
     turning = inside & (columns < tl.where(part < 2, half, 0))
     cosine = tl.load(table_ptr + places, mask=turning, other=1.0)

@@ -46,7 +46,6 @@ def plain_linear_cross_entropy(
 
 _REFUSED = "a chunked loss", "choose plain for it"
 _NOTHING = (None,) * 7
-"""Gradients of targets and of the losses' options."""
 
 
 class ReducedLoss(torch.autograd.Function):
@@ -128,7 +127,7 @@ class TokenLosses(torch.autograd.Function):
 
 
 def reduced(losses_N: Tensor, targets_N: Tensor, *, mean: bool, ignore_index: int) -> Tensor:
-    """The sum of the losses, or their mean over the targets that are not ignored (at least one)."""
+    """The mean is over targets that are not ignored (at least one)."""
     total = losses_N.sum()
     return total / (targets_N != ignore_index).sum() if mean else total
 

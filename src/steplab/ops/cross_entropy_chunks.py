@@ -4,12 +4,12 @@ For each chunk, logits = hidden W^T + b. Each row (`Terms`) gives the loss and i
 
     d hidden = G W          d W += G^T hidden          d b += sum of the rows of G
 
-So only one chunk's logits are in memory, and a training step has the same three matrix products as without chunks.
-These are gradients of sum(scale * loss), made before the backward pass, which multiplies them by one number. (Hsu et
-al. 2024, "Liger Kernel", section 3.2.)
+So memory holds one chunk's logits, and a training step has the same three matrix products as without chunks. These are
+gradients of sum(scale * loss); the backward pass multiplies them by one number. (Hsu et al. 2024, "Liger Kernel",
+section 3.2.)
 
-Products are summed in float32. A bf16 weight's gradient is rounded once a chunk, so the rounding error of C chunks is
-at most C times a single product's; a float32 one, as under autocast, is summed in float32.
+Products are summed in float32. A bf16 weight's gradient is rounded once a chunk: C chunks have at most C times a single
+product's rounding error. A float32 one, as under autocast, is summed in float32.
 
 Each implementation is two operators of torch: losses and gradients (steplab::cross_entropy_chunked), and scaling in
 place; their derivative is in cross_entropy.py. The step over rows is plain PyTorch (`plain_rows`), the reference, or a
@@ -41,7 +41,6 @@ class Terms:
     """
 
     ignore_index: int
-    """A token with this target has no loss and no gradient."""
     label_smoothing: float
     """Weight of the uniform distribution in the targets, from 0 to 1 (Szegedy et al. 2016, section 7)."""
     z_loss: float
@@ -56,11 +55,9 @@ of the vocabulary that is not ignored has a loss of NaN.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of hidden, weight and bias; None: not wanted."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The number format of losses and of sums, for logits in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -121,12 +118,9 @@ def losses_in_chunks(
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Entries of the vocabulary that are in one product."""
-
     entries: slice
     filled_up: slice
-    """The product's columns of logits, including padding of the weight, whose logits and gradients are zero and
-    ignored."""
+    """The product's columns of logits, including padding: its logits and gradients are zero and ignored."""
     weight: Tensor
     bias: Tensor | None
 
@@ -154,7 +148,7 @@ def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """out = a b, or out += a b, with `out` in the factors' format or a wider one, in which it is summed."""
+    """out = a b, or out += a b, summed in the format of `out`: the factors' or a wider one."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif out.is_cuda:
@@ -248,8 +242,9 @@ _SCALE = "(Tensor(a!) gradient, Tensor factor) -> ()"
 class Operators:
     losses: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     """(hidden [N, C], weight [V, C], bias [V] or None, targets [N], scale [N] or None, ignore_index, label_smoothing,
-    z_loss, dtype, wanted) -> losses [N] and the gradients of hidden, weight and bias, as in losses_in_chunks; unwanted
-    gradients are empty."""
+    z_loss, dtype, wanted) -> losses [N] and gradients of hidden, weight and bias, as in losses_in_chunks; unwanted ones
+    are empty.
+    """
     scale: Callable[[Tensor, Tensor], None]
     """(gradient, factor): multiplies a gradient in place by a number on its device."""
 
@@ -303,4 +298,3 @@ OPERATORS = {
     "chunked": _define("chunked", plain_rows, _plain_scale),
     "fused": _define("fused", triton_rows, triton_scale),
 }
-"""By implementation."""

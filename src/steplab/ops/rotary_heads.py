@@ -28,7 +28,6 @@ def plain_rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) ->
 
 
 def _rotated(x_BHTD: Tensor, table_2TD: Tensor) -> Tensor:
-    """The pairs (x[i], x[i + D/2]) turned by their position's angle."""
     cosine_TD, sine_TD = table_2TD
     a, b = x_BHTD.chunk(2, -1)
     return torch.cat((a * cosine_TD - b * sine_TD, b * cosine_TD + a * sine_TD), -1).to(x_BHTD.dtype)

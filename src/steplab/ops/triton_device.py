@@ -11,12 +11,12 @@ from .errors import Unsupported
 from .triton_places import runs_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Formats that a kernel computing in float32 supports."""
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and for derivatives that such
-    an operator lacks: forward-mode and torch.func's."""
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and for missing derivatives:
+    forward-mode and torch.func's.
+    """
     if x.dtype not in DTYPES:
         shown = str(x.dtype).removeprefix("torch.")
         raise Unsupported(f"{what} in {shown}", "its kernel serves float32, bfloat16 and float16", instead)
@@ -28,8 +28,9 @@ def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
 
 
 def refuse_func_grad(what: str, instead: str) -> None:
-    """Raise Unsupported within torch.func.grad and its derivatives (vjp, jacrev), which take no derivative of an
-    operator with a backward pass declared to autograd. torch's own error names a class that the caller never wrote."""
+    """Raise Unsupported within torch.func.grad, vjp and jacrev: they do not differentiate operators with a declared
+    backward pass. torch's own error names a class that the caller never wrote.
+    """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
     levels = torch._C._functorch.get_interpreter_stack() or []

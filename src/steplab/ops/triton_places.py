@@ -12,26 +12,26 @@ A program of 1,024 with masters takes 128 registers, and lengthens an update dur
 alone.
 """
 RATES_BLOCK = 128
-"""Tensors whose rates one program computes: one for each thread."""
+"""Tensors per program of the rates' kernel: one per thread."""
 NUM_PROGRAMS = 528
 """Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200; the same on every GPU, because it
-determines the order in which the weight's gradient is summed."""
+decides the order of sums of the weight's gradient.
+"""
 
 FP8_MULTIPLE = 16
 """Tokens, inputs and outputs of a linear layer in fp8 are multiples of this: operands are read by 16 bytes."""
 
 
 def runs_on(device_type: str) -> bool:
-    """True if Triton's kernels run on such a device."""
     return device_type == "cuda" or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 CHUNK_BYTES = 2**29
 """Most bytes of logits in memory at a time. At a vocabulary of 131,072 in bf16 that is 2,048 tokens: a multiple of
-every tile size of cuBLAS, and large enough that a chunk's three matrix products run as fast as the whole batch's."""
+cuBLAS's tile sizes, and enough for products as fast as the whole batch's.
+"""
 ROW_MULTIPLE = 64
-"""A row of logits is padded to a multiple of this many elements, so that each begins at a multiple of the 16 bytes that
-cuBLAS and the kernels load at once."""
+"""Rows of logits are padded to a multiple of this many elements, to begin at multiples of 16 bytes, one load."""
 ALIGNED = 8
 """A vocabulary that is no multiple of this, 16 bytes of bf16, has its last entries in a separate product:
 `whole_entries`."""
@@ -44,7 +44,6 @@ class Implementation:
     name: str
     """Name that --loss takes."""
     summary: str
-    """Short description, for the help text."""
     in_chunks: bool = True
     """True if it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
     in_kernel: bool = False
@@ -60,7 +59,6 @@ TABLE = (
         name="fused", summary="the same with softmax, loss and gradient in one Triton kernel", in_kernel=True
     ),
 )
-"""All of them, in the order of the choices."""
 
 NAMES = tuple(row.name for row in TABLE)
 """The choices of --loss."""
@@ -87,6 +85,6 @@ def whole_entries(num_entries: int) -> int:
 
 
 def chunk_tokens(num_tokens: int, num_entries: int, item_bytes: int) -> int:
-    """Tokens in a chunk: all, or the largest power of two whose logits take at most CHUNK_BYTES."""
+    """Tokens in a chunk: all, or the largest power of two with logits of at most CHUNK_BYTES."""
     most = max(CHUNK_BYTES // (padded_entries(num_entries) * item_bytes), 1)
     return num_tokens if num_tokens <= most else 1 << (most.bit_length() - 1)

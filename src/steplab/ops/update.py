@@ -21,9 +21,9 @@ from .errors import Unsupported, UserError
 class UpdateByParts:
     """Partial steps of an optimizer, which together equal one step over all parameters.
 
-    A parameter that comes again begins the next update, and so does a number that changes between two parts, as by a
-    scheduler of the learning rate. Some optimizers count steps in their groups or attributes: every part of an update
-    starts from the numbers before it, so that they change once in each update.
+    A repeated parameter begins the next update, as does a number changed between parts, such as the learning rate. Some
+    optimizers count steps in groups or attributes: every part starts from the numbers before the update, so they change
+    once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -41,7 +41,6 @@ class UpdateByParts:
         }
         self._updated: set[Tensor] = set()
         self._before: list[dict[str, float | None]] = []
-        """The numbers in each group, and in the attributes, before the update."""
         self._counted: list[dict[str, float | None]] = []
         self._left: list[dict[str, float | None]] = []
 
@@ -88,7 +87,6 @@ class UpdateByParts:
                     del place[name]
 
     def _end_part(self) -> None:
-        """Note the numbers that the step has changed; a group without parameters in a part may lack a count."""
         for place, before, counted in zip(self._places(), self._before, self._counted, strict=True):
             for name, value in _numbers(place).items():
                 has_changed = value is not None and (name not in before or before[name] != value)
@@ -176,8 +174,9 @@ class UpdateInBackward:
             self._active = before
 
     def finish(self) -> None:
-        """Update parts in which some parameters got no gradient, and make the current stream wait for all updates. Call
-        it after the last backward pass of a step."""
+        """Update parts with missing gradients, and make the current stream wait for all updates. Call it after the last
+        backward pass of a step.
+        """
         for place, missing in enumerate(self._missing):
             if missing:
                 self._launch(place)
@@ -190,7 +189,7 @@ class UpdateInBackward:
     def _begin(self) -> None:
         self._missing = [set(part) for part in self._parts]
         self._made_on: list[set[torch.cuda.Stream]] = [set() for _ in self._parts]
-        """Streams on which a part's gradients were made: a model may have several."""
+        """Streams of a part's gradients: a model may have several."""
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
         with self._lock:
@@ -219,7 +218,7 @@ class UpdateInBackward:
 
 
 def _hook(update: ReferenceType[UpdateInBackward], place: int) -> Callable[[Tensor], None]:
-    """The hook of a parameter of one part. Hooks stay with a parameter; a replaced update ignores them."""
+    """Hooks stay with a parameter; a replaced update ignores them."""
 
     def arrived(parameter: Tensor) -> None:
         in_use = update()

@@ -22,37 +22,35 @@ from .errors import Unsupported
 from .sizes import aligned_bytes, owner_slots, shares_of, worth_padding
 
 Owners = Mapping[Tensor, int]
-"""The rank that owns each parameter."""
 
 
 def aligned(tensor: Tensor) -> int:
-    """Elements of a gradient in a buffer, with the gap after it."""
     return aligned_bytes(tensor.nbytes) // tensor.element_size()
 
 
 class Bucket(Protocol):
-    """Gradients that are sent together. Call `launch`, then `wait`, which returns the averages. Until the next launch
-    the averages may be changed, as they are the parameters' gradients."""
+    """Gradients that are sent together. Call `launch`, then `wait` for the averages. They are the parameters'
+    gradients, so they may be changed until the next launch.
+    """
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator for all of this rank's buckets of the module."""
+        """Memory of all the module's buckets outside torch's allocator."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
 
     def wait(self) -> Sequence[Tensor | None]:
-        """The averages of the last launch, each shaped as its parameter; None on ranks other than its owner."""
+        """Averages, each shaped as its parameter; None except on its owner."""
 
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The averages plus gradients that came too late for the launch: the input of the next launch."""
+        """Averages plus late gradients: the input of the next launch."""
 
     def release(self) -> None:
-        """Drop references to gradients outside of the bucket's own memory."""
+        """Drop references to gradients outside the bucket's memory."""
 
 
 def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Views of a buffer, each shaped as its parameter."""
     views, start = [], 0
     for parameter in parameters:
         views.append(buffer.as_strided(parameter.size(), layout_of(parameter), buffer.storage_offset() + start))
@@ -61,7 +59,7 @@ def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
 
 
 def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their targets, unless they are there already."""
+    """Copies only gradients that are not there already."""
     moved = [
         (target, gradient)
         for target, gradient in zip(targets, gradients, strict=True)
@@ -75,8 +73,7 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """The averages plus gradients that came too late: the input of the next launch. size: number of ranks, which
-    multiplies each average that only its owner has; else 1."""
+    """Averages plus late gradients. size: number of ranks, to multiply averages that only owners have; else 1."""
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
         if average is not None:
@@ -87,7 +84,6 @@ def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | No
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are the same elements of the same memory."""
     return a is b or (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride())
 
 
@@ -100,7 +96,7 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """True if its elements fill a stretch of memory, each once, in any order."""
+    """True if elements fill a stretch of memory, each once, in any order."""
     if not tensor.numel():
         return True
     expected = 1
@@ -135,7 +131,7 @@ def references_of_its_own() -> int:
 
 
 def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The gradient itself if it has these strides and the parameter's dtype, else a copy that has them."""
+    """A copy unless it has these strides and the parameter's dtype."""
     if gradient is not None and gradient.stride() == strides and gradient.dtype == parameter.dtype:
         return gradient
     made = torch.empty_strided(parameter.size(), strides, dtype=parameter.dtype, device=parameter.device)
@@ -143,7 +139,6 @@ def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) 
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of a tensor that fills its memory, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -151,8 +146,6 @@ COMPRESSED_DTYPES = (torch.float32, torch.float64)
 
 
 class CollectiveBucket:
-    """Gradients that one collective reduces; see Bucket."""
-
     shared_bytes = 0
 
     def __init__(
@@ -201,8 +194,6 @@ class CollectiveBucket:
 
 
 class OwnedBucket:
-    """Gradients that travel together to their owners; see Bucket."""
-
     shared_bytes = 0
 
     def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], collectives: Collectives) -> None:
@@ -234,7 +225,6 @@ class OwnedBucket:
             ]
 
     def wait(self) -> list[Tensor | None]:
-        """The averages of parameters that this rank owns, from the last launch."""
         for pending in self._pending:
             pending.wait()
         self._pending = []

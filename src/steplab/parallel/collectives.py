@@ -26,9 +26,7 @@ class Collectives(Protocol):
     """Collective operations of one group's ranks. Tensors are contiguous."""
 
     rank: int
-    """This process's place in the group, from 0."""
     size: int
-    """Number of ranks in the group."""
 
     def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
         """Sum or average over ranks in place, then copy `into` a tensor of that shape, maybe of another dtype."""

@@ -44,7 +44,7 @@ _PREFIX = "module."
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are averaged over the ranks of a group.
+    """A module with gradients averaged over the ranks of a group.
 
     All ranks build it together, after the module is on its device. They check that modules and settings are equal, and
     take rank 0's parameters and buffers. Buffers are not synchronised after that.
@@ -62,18 +62,17 @@ class DataParallel(nn.Module):
             gradients, outside torch's allocator.
         to_owners: each gradient is averaged only on its parameter's owner, with half the traffic, and becomes None
             elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before the
-            next backward pass. Code that needs all gradients (the norm for clipping, a check for infinities) has to ask
-            all ranks.
+            next backward pass. Code that needs all gradients (the norm for clipping, a check for infinities) must
+            combine all ranks.
         compress: `bf16` sends and sums gradients of float32 and float64 in bf16, with memory for a copy in bf16.
 
-    Several of these modules in one group must run their backward passes and synchronise in one order on all ranks,
-    because otherwise gradients of different modules are averaged. Every synchronisation compares the orders and raises
-    UserError on all ranks if they differ. Ranks that wait for each other in a collective before that do so until its
-    timeout.
+    Several of these modules in one group must run backward and synchronise in one order on all ranks; else gradients of
+    different modules are averaged. Every synchronisation compares orders and raises UserError on all ranks if they
+    differ. Ranks already waiting in a collective do so until its timeout.
 
-    Finish every backward pass on all ranks before this is dropped. Memory of peer copies is freed only when all
-    launches are over, so the rank would wait, possibly in Python's garbage collector, for messages that others never
-    send. A RuntimeWarning reports this.
+    Finish every backward pass on all ranks before dropping this. Memory of peer copies is freed only after all
+    launches, so the rank would wait, maybe in Python's garbage collector, for messages never sent. A RuntimeWarning
+    reports this.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class DataParallel(nn.Module):
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._trained_names = [name for name, _ in trained]
         # Backward's threads have the gradients' device as current, and the caller may have another; the driver and
-        # Triton use the current one for peer copies. A negative number is no device, and changes nothing.
+        # Triton use the current one for peer copies. A negative number is no device and has no effect.
         self._gpu = next((p.get_device() for _, p in trained if p.is_cuda), -1)
         self._owners: dict[Tensor, int] | None = {} if to_owners else None
 
@@ -136,12 +135,12 @@ class DataParallel(nn.Module):
         """Average the gradients of all backward passes since the last call; call it before the optimizer's step.
 
         Every rank must call it. Afterwards every parameter's `.grad` is the same on all ranks (with `to_owners`, only
-        its owner has it). Before, gradients in transit are not in `.grad`, `zero_grad` does not reach them, and `step`
-        of any torch optimizer with these parameters raises UserError. To discard a failed backward pass, call this on
-        all ranks, then `zero_grad`.
+        its owner has it). Before, gradients in transit are not in `.grad`, `zero_grad` does not reach them, and
+        optimizers' `step` raises UserError. To discard a failed backward pass, call this on all ranks, then
+        `zero_grad`.
 
-        Raises UserError within `no_sync`, for a parameter that was frozen when this was built and no longer is, and on
-        all ranks if they synchronise different modules or sent gradients of several in different orders.
+        Raises UserError within `no_sync`, for a parameter unfrozen since this was built, and on all ranks if they
+        synchronise different modules or sent gradients in different orders.
         """
         for _ in self.finish_in_parts(1):
             pass
@@ -154,8 +153,8 @@ class DataParallel(nn.Module):
                 update.of(parameters)  # these alone: steplab.ops.update.UpdateByParts(optimizer)
 
         Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes. More parts take longer to
-        update, because none of their kernels fills the GPU to the end. A collective call, with the other's errors. If
-        the caller stops early, the rest is still waited for.
+        update, because their kernels do not fill the GPU to the end. A collective call, with the other's errors. If the
+        caller stops early, the rest is still waited for.
         """
         if not self._reducer.active:
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")
@@ -176,8 +175,7 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes add to this rank's gradients and send nothing; the next one outside sends
-        all."""
+        """A context: backward passes add to this rank's gradients and send nothing; the next one outside sends all."""
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -186,7 +184,7 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters in each bucket, in the order of launch."""
+        """Names of parameters per bucket, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
 
     @property
@@ -240,8 +238,6 @@ class DataParallel(nn.Module):
 
 
 def _forms(module: nn.Module) -> dict[str, str]:
-    """The form of each parameter and buffer, in words; ranks have to agree on it."""
-
     def form(tensor: Tensor) -> str:
         gradient = "trained" if tensor.requires_grad else "not trained"
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -262,8 +258,9 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The tensor without repeated elements, as in an expanded mask, which cannot be written; strides: of another tensor
-    that shows the repetition."""
+    """The tensor without repeated elements, as in an expanded mask; strides: of another tensor that shows the
+    repetition.
+    """
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -271,14 +268,12 @@ def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> 
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """A hook before loading, which adds `module.` to the inner module's names."""
     for key in list(state):
         if key.startswith(prefix):
             state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)
 
 
 def check_transport(transport: str | PeerMemory, compress: str | None, to_owners: bool = False) -> None:
-    """Raise UserError for an unknown name, and Unsupported for a combination that does not work."""
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
     if compress not in WIRE_DTYPES:
@@ -299,8 +294,9 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """The buckets of groups of parameters; a collective call if the transport is peer_copy. transport may be a
-    PeerMemory to copy through. owners: of all parameters; each gradient is averaged only there."""
+    """The buckets of groups of parameters; a collective call for peer_copy. transport may be a PeerMemory. owners: of
+    all parameters; gradients are averaged only there.
+    """
     if transport != "collectives" and groups and collectives.size > 1:
         memory = open_peer_memory(transport, collectives, group, list(chain(*groups)))
         return peer_buckets(groups, memory, owners)

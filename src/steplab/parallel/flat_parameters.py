@@ -6,11 +6,10 @@ For S bytes of parameters on N ranks, updates reach the other ranks by
 - `all_gather` of equal shares: 1 call, (N − 1) / N · S bytes to each rank; smaller shares are padded;
 - `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, without padding.
 
-`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory: then, from nine ranks
-on, the broadcasts move no more bytes, and below that the memory is worth more than the time. On CPUs it uses the
-broadcasts, because gloo's all-gather needs its own memory. On 2 and 4 ranks of a CPU, 75 parameters of 38 MB took 46
-and 95 ms by `broadcast`, 283 and 302 by `all_gather`, 95 and 133 by a broadcast a parameter, and 445 and 782 by copies
-into a buffer and back. So parameters move into the buffer once.
+`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory: from nine ranks on,
+broadcasts then move no more bytes. On CPUs it uses broadcasts, because gloo's all-gather needs its own memory: 75
+parameters of 38 MB on 4 ranks took 95 ms by `broadcast`, 302 by `all_gather`. Copies into a buffer and back would take
+782, so parameters move into the buffer once.
 """
 
 from collections.abc import Sequence
@@ -31,16 +30,15 @@ _LINE = 0
 
 
 class ParameterCopies:
-    """Updated parameters that owners copy into the other ranks' buffers, without a collective.
+    """Owners copy updated parameters into the other ranks' buffers, without a collective.
 
     The buffers of all parameters are in memory that all ranks reach, at the same places. After its update each rank
-    signals that it no longer reads the old parameters. After all signals, it copies its parameters into the others'
-    buffers, in the order in which the next forward pass reads them. The copy engines work during that pass. A signal
-    after each buffer announces its part.
+    signals that it no longer reads the old parameters. After all signals, the copy engines copy its parameters into the
+    others' buffers during the next forward pass, in that pass's order. A signal after each buffer announces its part.
     """
 
     def __init__(self, memory: PeerMemory, sizes_bytes: Sequence[int]) -> None:
-        """Buffers of these sizes, equal on all ranks; a collective call."""
+        """A collective call; sizes are equal on all ranks."""
         self._memory = memory
         self._sizes = tuple(sizes_bytes)
         *self._starts, end = [0, *accumulate(pages(size) for size in sizes_bytes)]
@@ -61,7 +59,6 @@ class ParameterCopies:
         return self._own.untyped_storage().nbytes()
 
     def buffer(self, place: int) -> Tensor:
-        """This rank's buffer of that number, as bytes."""
         return self._own[self._starts[place] : self._starts[place] + self._sizes[place]]
 
     def begin(self) -> None:
@@ -105,7 +102,7 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], ranks: Collectives, exchange: Exchange
     ) -> None:
-        """Plan the buffer; the parameters keep their memory until `move_in`."""
+        """Parameters keep their memory until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
         self._elements, width = [param.numel() for param in params], params[0].element_size()
@@ -142,7 +139,7 @@ class FlatParameters:
         return self._used and self._buffer.numel() > 0
 
     def bring_back(self) -> None:
-        """Move parameters that were given other memory back into the buffer; call it before `start_exchange`."""
+        """Move parameters with other memory back into the buffer, before `start_exchange`."""
         self._move_in(self._moved_out())
 
     def start_exchange(self) -> None:
@@ -159,11 +156,10 @@ class FlatParameters:
                 for owner, (start, end) in enumerate(self._slots.bounds)
                 if end > start
             ]
-        # A backward pass that saved the old values must fail, as it does after an optimizer's change.
+        # A backward pass that saved the old values must fail, as after an optimizer's change.
         torch.autograd.graph.increment_version(self.params)
 
     def wait(self) -> None:
-        """Return when the exchange is over (on a GPU: the current stream waits for it)."""
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             pending.wait()
@@ -196,7 +192,6 @@ class FlatParameters:
 
 
 def _gathers(shares: Sequence[int], device: torch.device, exchange: Exchange) -> bool:
-    """True to exchange by one all-gather instead of broadcasts; see the module's docstring."""
     if exchange != "auto":
         return exchange == "all_gather"
     return worth_padding(shares, device.type)

@@ -10,10 +10,10 @@ neighbours:
 
 `lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
 (recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled
-code. The caller names units and splits; nothing here knows the module.
+code. The caller names units and splits; this file does not depend on the module.
 
 torch's schedules run a pipeline of stages along pp. Microbatches of a rank's batch follow each other through the
-stages. The shape of messages between stages is given, so that no step is spent on finding it.
+stages. The caller gives the shape of messages between stages, which saves a step for finding it.
 
 | schedule      | order on a rank                                                          | stages a rank |
 |---------------|--------------------------------------------------------------------------|---------------|
@@ -41,12 +41,12 @@ from .buckets import refuse_sparse
 from .errors import Unsupported, UserError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""Names of the axes, outermost first."""
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
     """The mesh of all ranks; a collective call. A missing axis has size 1. Raises UserError for an unknown axis, a size
-    below 1, or sizes whose product is not the number of ranks."""
+    below 1, or sizes that do not multiply to the number of ranks.
+    """
     for axis, size in sizes.items():
         if axis not in AXES:
             raise UserError(f"axis '{axis}' is not known; choose among {', '.join(AXES)}")
@@ -73,7 +73,7 @@ def data_share(mesh: DeviceMesh) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A submodule whose parameters are gathered together, when its forward pass begins."""
+    """A submodule with parameters gathered together, when its forward pass begins."""
 
     module: nn.Module
     """Called as a module, so that hooks on it run."""
@@ -86,12 +86,12 @@ class Sharding:
     """How FSDP2 stores and sends parameters."""
 
     gather_dtype: torch.dtype | None = None
-    """The dtype in which parameters are gathered and used; None: their own."""
     reduce_dtype: torch.dtype | None = None
     """Gradients are averaged in it; None: in their own dtype."""
     reshard_after_forward: bool = True
-    """True to free a unit's gathered parameters after its forward pass and gather them again for its backward pass:
-    less memory for half as much communication again."""
+    """True to free a unit's gathered parameters after forward and gather them again for backward: less memory, half as
+    much communication again.
+    """
 
 
 def lay_out(
@@ -167,9 +167,10 @@ def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None]:
-    """A context in which backward passes add to whole gradients on each rank and send nothing; the next one outside
-    sends all. `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered after
-    a backward pass, so that the next forward pass need not gather them."""
+    """A context: backward passes add to whole gradients on each rank and send nothing; the next one outside sends all.
+    `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered after a backward
+    pass, so that the next forward pass need not gather them.
+    """
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
     module.set_reshard_after_backward(not keep_gathered)
@@ -191,7 +192,6 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "inte
 
 
 def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
-    """The stages of this rank, from 0: stages are dealt round the ranks of pp."""
     rank, ranks = mesh.get_local_rank("pp"), mesh["pp"].size()
     return [rank + ranks * turn for turn in range(stages_a_rank)]
 

@@ -1,29 +1,29 @@
-"""Buckets whose gradients travel by copies into the other ranks' memory, without collectives or bucket buffers to fill.
+"""Buckets of gradients that travel by copies into the other ranks' memory, without collectives.
 
 A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps on two lines
 of work:
 
 1. *out*, on the line of copies: each rank copies from autograd's tensors into landing places of the parts' owners, and
 signals them.
-2. on the line of means: after all signals, the owner writes the mean of its own and the landed gradients into its part.
+2. on the line of means: after all signals, the owner writes the mean of its and the landed gradients into its part.
 3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
 the means stay.
 
 After all signals the bucket holds the averages, which are the parameters' gradients.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers over an NVSwitch. The order is
-out(1), out(2), home(1), out(3), home(2), ..., so that the engine sends one chunk while another's means are made. A
-bucket's last means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
+out(1), out(2), home(1), out(3), home(2), ..., so the engine sends one chunk during another's means. A bucket's last
+means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
 
-*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other; otherwise two ranks
+*Ranks take turns.* In turn s rank r copies to rank r + s, so every rank receives from one other; otherwise two ranks
 would share a third one's link. A rank begins a turn when the next rank has ended the turn before. A chunk among n > 2
 ranks takes 2 (n-1) turns. With owners there are no turns, because a bucket's parts are too uneven.
 
 For B bytes each of n ranks sends and receives 2 (n-1)/n B by the copy engines, as in a ring, or half with owners. The
 multiprocessors read and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
 
-No rank overwrites memory that is still read. Landing places and gradients live until their bucket is home. A peer
-writes its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
+Memory is not overwritten while it is read. Landing places and gradients live until their bucket is home. A peer writes
+its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
 Averages may be changed in place after the wait, and are also the source of my copies home; so a bucket counts as home
 only after my own signal, which follows my copies.
 
@@ -45,9 +45,8 @@ from .peer_memory import PeerMemory, Piece
 from .sizes import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
 
 COPIES, MEANS = range(2)
-"""The two lines."""
 Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Copies to one peer: targets, sources and sizes in bytes."""
+"""To one peer: targets, sources and sizes in bytes."""
 
 
 def peer_buckets(
@@ -66,11 +65,12 @@ def peer_buckets(
 
 
 class PeerCopies:
-    """The memory that the buckets of one module share, and the buckets in transit. It holds no reference to the
-    buckets: otherwise the memory, which is not Python's, would stay until the garbage collector runs."""
+    """Memory shared by one module's buckets, and the buckets in transit. It does not refer to the buckets: otherwise
+    the memory, which is not Python's, would stay until the garbage collector runs.
+    """
 
     def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
-        """Allocate the memory. `go_home`: all ranks get all means."""
+        """`go_home`: all ranks get all means."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
@@ -95,12 +95,12 @@ class PeerCopies:
         )
 
     def landing(self, on_rank: int, of_rank: int) -> int:
-        """The address of the ring on one rank in which another's gradients land; rings are adjacent."""
+        """Address of one rank's ring for another's gradients; rings are adjacent."""
         ring = (of_rank - on_rank - 1) % self.memory.size
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
-        """The start of `num_bytes` bytes of the rings that are no longer in use; equal on all ranks."""
+        """Start of `num_bytes` unused bytes of the rings; equal on all ranks."""
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
@@ -117,7 +117,6 @@ class PeerCopies:
         return start
 
     def _are_met(self, start: int, end: int) -> bool:
-        """True if anything in transit lies between these places of the rings."""
         for bucket in self.under_way:
             first, last = bucket.landing
             if first < end and start < last:
@@ -125,7 +124,7 @@ class PeerCopies:
         return False
 
     def start(self, chunk: "Chunk", addresses: Sequence[int], room: int) -> None:
-        """Send a chunk of gradients out, start its means, and send the previous chunk's home."""
+        """Send a chunk out, start its means, and send the previous chunk's home."""
         memory, before = self.memory, self._unreturned
         returned = self.num_launched
         self.num_launched += 1
@@ -188,7 +187,7 @@ class PeerCopies:
 
 
 class Chunk:
-    """A part of a bucket that travels separately: everything that is equal in all launches, computed in advance."""
+    """A part of a bucket that travels separately, as far as equal in all launches."""
 
     def __init__(
         self,
@@ -199,7 +198,7 @@ class Chunk:
         landing: int,
         dtype: torch.dtype,
     ) -> None:
-        """Plan the chunk of that number; `starts` as in PeerBucket, `landing`: its place within the bucket's."""
+        """`starts` as in PeerBucket; `landing`: its place within the bucket's."""
         rank, borders = copies.memory.rank, division.chunks[number]
         overlaps = [division.overlaps(number, peer) for peer in copies.peers]
         self._sent = [
@@ -213,7 +212,7 @@ class Chunk:
         self._kept = division.overlaps(number, rank)
         self.dtype = dtype
         self.landed = copies.landing(rank, copies.peers[0]) + landing
-        """Landing places of other ranks' gradients, from the beginning of a ring."""
+        """From the beginning of a ring."""
         begin = borders[rank] if division.owners is None else 0
         parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self.mine = parts[rank]
@@ -223,7 +222,7 @@ class Chunk:
         ]
 
     def outward(self, addresses: Sequence[int], room: int) -> list[Copies]:
-        """Copies of gradients to each peer, of its own part."""
+        """Copies of each peer's part of the gradients."""
         found: list[Copies] = []
         for sent, sizes in zip(self._sent, self._sizes, strict=True):
             targets = [landing + room for landing, _, _ in sent]
@@ -235,8 +234,6 @@ class Chunk:
 
 
 class PeerBucket:
-    """Gradients that are sent together; see buckets.Bucket."""
-
     def __init__(
         self, copies: PeerCopies, parameters: Sequence[nn.Parameter], division: Division, starts: Sequence[int]
     ) -> None:
@@ -254,7 +251,7 @@ class PeerBucket:
         ]
         self._sources: list[Tensor] = []
         self.number = 0
-        """The number of its last chunk in the last launch, from 1; 0 before."""
+        """Number of its last chunk in the last launch, from 1; 0 before."""
         self.landing = (0, 0)
 
     def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
@@ -298,30 +295,27 @@ class PeerBucket:
         return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
 
     def release(self) -> None:
-        """As Bucket.release, after `wait`."""
         while self in self._copies.under_way:
             self._copies.under_way.remove(self)
         self.drop()
 
     def drop(self) -> None:
-        """Drop the gradients, which the current stream may then overwrite."""
+        """The current stream may then overwrite the gradients."""
         self._sources = []
 
 
 def _gradients_told_by(rank: int) -> int:
-    """The counter of launches whose gradients from this rank have landed; on that rank itself, of turns."""
+    """Counter of landed launches from this rank; on that rank itself, of turns."""
     return 2 * rank
 
 
 def _means_told_by(rank: int) -> int:
-    """The counter of launches whose means from this rank are in the bucket."""
+    """Counter of launches with this rank's means in the bucket."""
     return 2 * rank + 1
 
 
 BLOCK = 4096
-"""Numbers that one program averages."""
 PIECES = 8
-"""Most pieces of a launch."""
 UNIT_BYTES = 16
 """Pieces begin at multiples of this and are given in these units, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3
@@ -346,7 +340,7 @@ class Means:
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
         """The kernel for numbers of a type; `aligned`: all begin at multiples of 16 bytes."""
         # Triton's own launch decides what to compile for: places and sizes of 64 bits, and numbers that are multiples
-        # of nothing. The counts are negative, so that nothing is done.
+        # of nothing. With negative counts the kernel does no work.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
         arguments = (numbers,) * PIECES, (_WIDE,) * PIECES, (-_WIDE,) * PIECES
         compiled = mean_kernel[(1,)](

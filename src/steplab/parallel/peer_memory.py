@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, lines of work on it, and counters for their waits.
 
 A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory. A line appends "set this
-counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So ranks,
-lines and streams signal progress in one way, and Python never waits.
+counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So Python
+never waits.
 
 `SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel. It calls the driver
 directly (`CudaDriver`), because torch's own copy takes Python several times as long.
@@ -27,29 +27,25 @@ from .sizes import COUNTER_BYTES
 
 
 class Piece(NamedTuple):
-    """Numbers that are averaged."""
-
     own: int
-    """The address of this rank's numbers."""
     start_bytes: int
-    """Their beginning in the target and in the others' numbers; a multiple of 16."""
+    """Beginning in the target and in the others' numbers; a multiple of 16."""
     num_bytes: int
 
 
 class PeerMemory(Protocol):
-    """Operations of ranks that reach each other's memory; places in memory are addresses. Lines are 0 and 1. One call
-    starts several operations, because Python is busy with a backward pass."""
+    """Operations of ranks that reach each other's memory, by address. Lines are 0 and 1. One call starts several
+    operations, because Python is busy with a backward pass.
+    """
 
     rank: int
-    """This process's number, from 0."""
     size: int
-    """Number of ranks."""
     device: torch.device
-    """The device that has the memory."""
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """Allocate as many bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's. Also
-        allocates `num_counters` counters, all zero, on every rank. Every rank calls it, once."""
+        """Allocate these bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's. Also
+        allocates `num_counters` zero counters. Every rank calls it once.
+        """
 
     def follow_current(self, line: int) -> None:
         """The line's next work waits for all work already given to the current stream."""
@@ -79,7 +75,7 @@ class PeerMemory(Protocol):
 
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
-"""Pairs of streams that are tested, trials of each, and kernels of a trial."""
+"""Tested pairs of streams, trials of each, and kernels of a trial."""
 _HELD_CYCLES = 20_000_000
 """GPU cycles, some ten milliseconds, during which those kernels queue up."""
 
@@ -119,7 +115,7 @@ class SymmetricMemory:
         self._own = symmetric.empty(start + num_counters * COUNTER_BYTES, dtype=torch.uint8, device=self.device)
         self._own.zero_()
         self._handle = symmetric.rendezvous(self._own, self._group)
-        self._meet()  # nobody writes before all are zero
+        self._meet()  # ranks write only after all are zero
         self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
         self._counters = [base + start for base in self._bases]
         self._choose_lines()
@@ -129,14 +125,14 @@ class SymmetricMemory:
         return self._own[:num_bytes], self._bases
 
     def _meet(self) -> None:
-        """Return when all ranks have come here with all their work done."""
         torch.cuda.synchronize(self.device)
         self._handle.barrier()
         torch.cuda.synchronize(self.device)
 
     def _choose_lines(self) -> None:
-        """Choose the pair of streams whose waits slow the current stream least; all ranks test together, by counters
-        that are zeroed afterwards."""
+        """Choose the pair of streams with waits that slow the current stream least; all ranks test together, by
+        counters that are zeroed afterwards.
+        """
         pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
         least_ms = [float("inf")] * _PAIRS
         for trial in range(_TRIALS * _PAIRS):
@@ -147,7 +143,6 @@ class SymmetricMemory:
         self._lines = [stream.cuda_stream for stream in self._streams]
 
     def _tried_ms(self, number: int) -> float:
-        """Time of small kernels while the lines wait for them, and then for the other ranks, as for a bucket."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         numbers = torch.zeros(1, device=self.device)

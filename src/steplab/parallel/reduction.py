@@ -1,16 +1,15 @@
 """Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
 
 One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
-all ranks exchange what they have*. From the exchange every rank learns two things about each parameter:
+all ranks exchange flags*. Every rank then knows of each parameter:
 
 - if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
 - if any rank has a late gradient, after the launch (a second backward pass, or a second use under reentrant
-checkpointing). Such a bucket is launched again with the first average plus the late gradients. The average is equal on
-all ranks and so its own average: by linearity this gives the average of the sums.
+checkpointing). Its bucket is launched again with the first average plus the late gradients. The average is equal on all
+ranks and so its own average: by linearity this gives the average of the sums.
 
 A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
-in reduction. A parameter without a gradient in the last step is not waited for in the next, so that it does not hold
-back later buckets.
+in reduction. A parameter without a gradient in the last step does not hold back later buckets in the next.
 
 Unaveraged gradients would make ranks diverge silently. So a hook refuses the step of any torch optimizer with such
 parameters; an update by other means is not noticed. Different orders of two modules' backward passes would average
@@ -41,10 +40,8 @@ from .sizes import grouped, runs_of
 
 
 class Strategy(NamedTuple):
-    """The parameters of a way to synchronise gradients."""
-
     bucket_bytes: float
-    """The size that a bucket must not exceed by another gradient; 0 puts each gradient into its own bucket."""
+    """Largest bucket of several gradients; 0 puts each gradient into its own."""
     during_backward: bool
     """True to launch a bucket as soon as its gradients are ready; False: after backward."""
     one_at_a_time: bool
@@ -52,8 +49,9 @@ class Strategy(NamedTuple):
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """The strategy of that name; the size, in MB of 1e6 bytes, affects only `bucketed`. Raises UserError for an unknown
-    name, and for a size that is not positive."""
+    """The size, in MB of 1e6 bytes, affects only `bucketed`. Raises UserError for an unknown name, and for a size that
+    is not positive.
+    """
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
     strategies = {
@@ -73,10 +71,9 @@ class LaunchOrder:
     def __init__(self) -> None:
         self._num_modules = 0
         self.checksum = 0
-        """A checksum of the modules' numbers, one for each launch in order."""
 
     def join(self) -> int:
-        """The number of a new module; the same on all ranks, as they build their modules together."""
+        """Number of a new module; equal on all ranks, which build modules together."""
         self._num_modules += 1
         return self._num_modules
 
@@ -88,17 +85,17 @@ _orders: WeakKeyDictionary[Any, LaunchOrder] = WeakKeyDictionary()
 
 
 def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrder:
-    """The order of launches in a group, shared by all modules of this process in the group."""
+    """Shared by all modules of this process in the group."""
     key = dist.group.WORLD if group is None else group
     return _orders.setdefault(key, LaunchOrder())
 
 
 _PADDED = 4096
-"""Exchanges are padded to a multiple of this many numbers, so that modules of different sizes can be compared."""
+"""Exchanges are padded to a multiple of this many numbers, to compare modules of different sizes."""
 
 
 class StepAgreement:
-    """One exchange per step, which also compares the order in which gradients became ready.
+    """One exchange per step, which also compares the order of ready gradients.
 
     Orders are compared by a checksum; ranks send the orders only if it differs. The first difference is kept and warned
     about, and ends that comparison. Every exchange checks that the ranks synchronise the same module, and launched the
@@ -118,9 +115,10 @@ class StepAgreement:
     def exchange(
         self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Give two flags of each parameter and the order of readiness on this rank; returns the flags that hold on any
-        rank. A gradient is present, and it is late if it came after its bucket was launched. Raises UserError, on all
-        ranks, if they synchronise different modules or launched in different orders."""
+        """Exchange two flags per parameter (present; late: after its bucket's launch) and this rank's order of
+        readiness; returns flags that hold on any rank. Raises UserError, on all ranks, if they synchronise different
+        modules or launched in different orders.
+        """
         checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
         compared = self.module, self._launches.checksum, checksum
         values = [*compared, *(-value for value in compared), *present, *late]
@@ -159,7 +157,7 @@ class StepAgreement:
 
 
 class GradientReducer:
-    """Averages the gradients of the parameters that require them, given in the order in which they become ready."""
+    """Averages gradients of parameters that require them, passed in their order of readiness."""
 
     def __init__(
         self,
@@ -200,12 +198,12 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[list[int]]:
-        """The positions of the parameters in each bucket, in the order of launch."""
+        """Positions of parameters per bucket, in the order of launch."""
         return [list(group) for group in self._members]
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator that the buckets hold on this rank."""
+        """The buckets' memory outside torch's allocator."""
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int, _: Tensor) -> None:
@@ -223,7 +221,7 @@ class GradientReducer:
                 self._launch_next()
 
     def check_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise UserError if the optimizer would update parameters by unaveraged gradients."""
+        """Raise UserError if unaveraged gradients would update parameters."""
         if not self._ready and self._owners is None:
             return
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -236,8 +234,7 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """All ranks know a sharded optimizer's owners and so raise together; else some would wait for the others in the
-        exchange of parameters."""
+        """All ranks raise together; else some would wait for the others in the exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
             by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._rank
@@ -249,9 +246,9 @@ class GradientReducer:
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average every gradient; a collective call. Yields the parameters of each part as soon as they have their
-        averages. Parts are at most `parts`, some buckets in the order of launch, of about equal sizes. Optimizers may
-        use a part while later ones are in transit."""
+        """Average every gradient; a collective call. Yields parameters of each part once they have averages; later
+        parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes.
+        """
         while self._next < len(self._buckets):
             self._launch_next()
             if self._strategy.one_at_a_time:
@@ -317,7 +314,7 @@ class GradientReducer:
 
 
 def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """A hook that calls a method while the reducer exists: a parameter may outlive it and get another one."""
+    """The hook does nothing once the reducer is gone: a parameter may outlive it and get another."""
 
     def called(*arguments: Any) -> None:
         living = reducer()

@@ -1,4 +1,4 @@
-"""An optimizer whose state is sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""An optimizer with state sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 One rank, the owner, updates each parameter and keeps its state; the owners then exchange the parameters. With AdamW in
 fp32 on N ranks the state takes 8 / N bytes a parameter, and the update 1 / N of the time; the exchange moves (N − 1) /
@@ -6,8 +6,7 @@ N of the parameters' bytes to each rank. With gradients averaged only on their o
 1) / N of the model's bytes, as without sharding.
 
 A *full* state dict has torch's form for an unsharded optimizer: `state` by the parameter's position over all groups,
-and `param_groups`. A *shard* is the same with one rank's state, and under `shard` its rank, the number of ranks, and
-its positions (a parameter without a gradient has no state yet).
+and `param_groups`. A *shard* has one rank's state, and under `shard` its rank, the number of ranks, and its positions.
 """
 
 import math
@@ -77,7 +76,6 @@ def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) ->
 
 
 def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """The value with each leaf of a kind replaced, in the containers of optimizers' state."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
@@ -123,14 +121,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Any torch optimizer that treats each parameter independently, with its state sharded over the ranks of a group.
 
     Every rank builds it with the same parameters, after the model is on its device. Gradients must be the same on all
-    ranks at `step` (averaged by `DataParallel`, say); only the owner's are read. Parameters move into buffers that are
-    exchanged as a whole; they stay the same objects, and gradients stay in place.
+    ranks at `step` (averaged by `DataParallel`, say); only the owner's are read. Parameters move into buffers for the
+    exchange but stay the same objects; gradients stay in place.
 
     Learning-rate schedulers, step hooks and `zero_grad` work as on any optimizer: `param_groups` holds all parameters
     and the options in use. A weight used in several places counts once. Frozen parameters are not exchanged as long as
     no initially frozen one is trained.
 
-    With `owners` gradients differ between ranks, so a gradient scaler has to ask all ranks about overflow: call
+    With `owners` gradients differ between ranks, so a gradient scaler must combine all ranks' overflows: call
     `unscale_` and then `step` of torch's ShardedGradScaler.
     """
 
@@ -155,11 +153,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params, kwargs: as for `optimizer_cls`.
             group: None: all processes.
             bucket_size_mb: exchange in buckets of about that size (1e6 bytes), in the order of `params`, so that the
-                next forward pass can begin after the first (`overlap_with`). By default one bucket a dtype: the fewest
-                calls and the best balance.
+                next forward pass can begin after the first (`overlap_with`). Default: one bucket a dtype.
             exchange: one all-gather a bucket; one broadcast a bucket and owner; `auto`: the better of these for the
-                device (flat_parameters.py); or `peer_copy` between the GPUs of one host, which holds the parameters
-                outside of torch's allocator (groups added later travel by collectives).
+                device (flat_parameters.py); or `peer_copy` between one host's GPUs, with parameters outside torch's
+                allocator (later groups travel by collectives).
             owners: existing owners: `DataParallel.owners`, if it was built with `to_owners`.
 
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers over
@@ -228,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._take_in(added["params"])
             self._add_to_local(added)
-        except Exception:  # the optimizer goes on without the group
+        except Exception:  # the optimizer continues without the group
             self.param_groups.pop()
             del self._local.param_groups[len(self.param_groups) :]
             self._flats = flats
@@ -237,8 +234,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()
 
     def _add_to_local(self, added: dict[str, Any]) -> None:
-        """Add each rank's part of a group, if all ranks can. Each optimizer sees only its own parameters, and a rank
-        with a group that another refused would wait for it in the next exchange."""
+        """Add each rank's part of a group if all ranks can: a rank with a group that another refused would wait for it
+        in the next exchange.
+        """
         assert self._local is not None
         refused: Exception | None = None
         try:
@@ -298,8 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [found[param] for param in params]
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Raise if the ranks assign different parameters: they would wait for each other, or overwrite each other's
-        weights."""
+        """Ranks with different parameters would wait for each other, or overwrite each other's weights."""
         mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
         for rank, theirs in enumerate(self._ranks.host_gather(mine)):
             if theirs != mine:
@@ -335,8 +332,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """True if the calling gradient scaler has found an overflow. A rank that skipped a step alone would leave the
-        others waiting for its parameters, and scale its next loss differently."""
+        """A rank that skipped a step alone would leave the others waiting for its parameters, and scale its next loss
+        differently.
+        """
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))
@@ -354,9 +352,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def overlap_with(self, *modules: nn.Module) -> None:
         """Let each of these modules wait for its parameters before its forward pass, instead of `step` for all.
 
-        Name the modules whose `forward` uses the parameters first, in parts as fine as the overlap should be: the
-        embedding, each block, the head. Call `wait` before reading their parameters otherwise after a step;
-        `state_dict` of the modules does. It needs `bucket_size_mb`, because a bucket arrives as a whole.
+        Name the modules that use parameters in `forward`, as fine as the overlap should be: the embedding, each block,
+        the head. Call `wait` before reading their parameters otherwise after a step; `state_dict` of the modules does.
+        It needs `bucket_size_mb`, because a bucket arrives as a whole.
         """
         for module in modules:
             flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
@@ -378,7 +376,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.wait()
 
     def _exchange(self) -> None:
-        """Begin all exchanges before waiting for the first."""
         if self._ranks.size == 1:
             return
         exchanged = [flat for flat in self._flats if flat.in_use()]
@@ -445,7 +442,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _each_once(params: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, with each tied weight once; torch refuses anything odd."""
+    """Each tied weight once; torch refuses anything odd."""
     listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if listed and all(isinstance(item, dict) for item in listed):
         return [{**group, "params": _each_once(group["params"])} if "params" in group else group for group in listed]

@@ -8,7 +8,7 @@ optimizers; the gaps are zero and are sent too.
 if shorter; a collective for each owner needs no padding. On GPUs one collective is worth a padding of up to an eighth
 of the tensors' memory. On CPUs it is not: gloo's needs its own memory (flat_parameters.py).
 - Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places of a module's buckets in
-shared memory (`placed`). Without owners each rank has an equal part of a chunk, whose borders may be inside gradients,
+shared memory (`placed`). Without owners each rank has an equal part of a chunk, with borders maybe inside gradients,
 and all ranks get all means. With owners a bucket is one chunk, ordered by owner, and the means stay with the owners.
 """
 
@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 ALIGNMENT_BYTES = 16
 MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""Largest bucket as a share of all gradients from its first one on, and the share of the given size that it may always
-have."""
+"""Largest bucket as a share of all gradients from its first on, and its least share of the given size."""
 
 
 def grouped(
@@ -28,10 +27,9 @@ def grouped(
 ) -> list[list[int]]:
     """Groups of gradients by index, from sizes in order of readiness; each gradient is in one group.
 
-    A group's gradients are of one kind, if `kinds` are given; groups are in the order in which they become complete. A
-    group of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the size does
-    not decide how much is sent after it: if sending takes up to half as long as the pass, a bucket of half of the rest
-    has been sent before the next one is complete.
+    A group's gradients are of one kind, if `kinds` are given; groups are in the order of completion. A group of several
+    has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after it. If sending takes
+    up to half as long as the pass, a bucket of half the rest has been sent before the next is complete.
     """
     sizes = [aligned_bytes(size) for size in sizes_bytes]
     rest = sum(sizes)
@@ -51,7 +49,6 @@ def grouped(
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """The bytes of a gradient in a buffer, with the gap after it."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -90,15 +87,12 @@ def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
 SLOT_ALIGNMENT_BYTES = 256
 """Least alignment of torch's allocators, which matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
 MOST_PADDING = 1 / 8
-"""Largest padding, as a share of the tensors' own bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSlots:
     bounds: list[tuple[int, int]]
-    """Begin and end of each owner's slot."""
     starts: list[int]
-    """Begin of each tensor."""
 
     @property
     def size(self) -> int:
@@ -120,7 +114,6 @@ def owner_slots(
 
 
 def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int) -> list[int]:
-    """Elements of each owner's tensors, with gaps."""
     shares = [0] * size
     for count, owner in zip(elements, owners, strict=True):
         shares[owner] += _aligned(count, element_bytes)
@@ -133,7 +126,6 @@ def worth_padding(shares: Sequence[int], device_type: str) -> bool:
 
 
 def _aligned(num_elements: int, element_bytes: int) -> int:
-    """Elements of a tensor in the buffer."""
     grain = max(1, SLOT_ALIGNMENT_BYTES // element_bytes)
     return -(-num_elements // grain) * grain
 
@@ -154,24 +146,15 @@ NUM_COUNTERS, COUNTER_BYTES = 2, 64
 
 
 class Overlap(NamedTuple):
-    """The overlap of a rank's part of a chunk with a gradient, in bytes."""
-
     gradient: int
-    """The gradient's number in the bucket."""
     in_gradient: int
-    """The beginning of the overlap in the gradient."""
     in_part: int
-    """The beginning of the overlap in the part."""
     num_bytes: int
 
 
 class Division(NamedTuple):
-    """The division of a bucket; the same on all ranks."""
-
     sizes_bytes: Sequence[int]
-    """Bytes of each of the bucket's gradients."""
     order: Sequence[int]
-    """Numbers of the gradients in the bucket's memory order."""
     chunks: Sequence[Sequence[int]]
     """The borders of each chunk's parts, in bytes from the beginning of the bucket: the begin of each rank's part, and
     the end of the last."""
@@ -222,19 +205,16 @@ def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None)
 
 
 class Places(NamedTuple):
-    """The places of a module's buckets in the memory that ranks share; the same on all ranks."""
-
     starts: Sequence[Sequence[int]]
     """For each rank, the bytes from the beginning of its memory to its kept part of each bucket."""
     rings_start: int
-    """Bytes before the rings, in which gradients of the other ranks land."""
+    """Bytes before the rings, the landing places of other ranks' gradients."""
     ring_bytes: int
     num_bytes: int
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """The places of the buckets with these divisions among `size` ranks. A ring is a rank's part of the window. If
-    parts are uneven, it has room for three of the largest as well."""
+    """A ring is a rank's part of the window. If parts are uneven, it has room for three of the largest as well."""
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)
     ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))
@@ -245,7 +225,6 @@ def placed(divisions: Sequence[Division], size: int) -> Places:
 
 
 def window_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Bytes of gradients that are held at a time, of buckets of these sizes."""
     return min(sum(sizes_bytes), max(WINDOW_BYTES, 3 * max(sizes_bytes)))
 
 

@@ -314,7 +314,6 @@ class _Facts:
         )
 
     def _least_tokens(self) -> tuple[Line, Line, Line]:
-        """Smallest batches per device, with and without overlapping, and the smallest overall batch."""
         Y, MX, MY, Fe = self.Y, self.MX, self.MY, self.Fe
         overlapping = _line("b", self.alpha / (MX * Y), "tokens", "a device, if both communications overlap")
         if self.mesh.tp == 1:
@@ -372,7 +371,6 @@ class _Facts:
         return min(self._splits(), key=taken)
 
     def _needed(self, tp: int, weight_bytes: int = 2) -> float:
-        """Tokens per device from which a split is compute-bound; infinity if no batch is large enough."""
         alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
         if tp > 1 and alpha * tp >= MY * Fe:
             return math.inf

@@ -16,7 +16,6 @@ from steplab.records.attention import AttentionAccount, AttentionCell, TensorTer
 from steplab.specs.attention import AttentionSpec
 
 OF_CUDA_ALONE = "gradient times softmax, within the kernel"
-"""The tensor that other devices do not allocate."""
 _LONGEST = 2**24
 
 
@@ -94,7 +93,7 @@ def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> Atten
 def account_of_failure(
     cells: Sequence[AttentionCell], memory_bytes: int, memory_source: str
 ) -> AttentionAccount | None:
-    """The account of the smallest cell of eager plain attention that ran out of memory; None: none did."""
+    """For the smallest cell of eager plain attention that ran out of memory, if any."""
     tried = [cell for cell in cells if cell.spec.implementation == "plain" and cell.spec.compile == "off"]
     failed = [(cell, cell.failure) for cell in tried if cell.failure and cell.failure.kind == "out_of_memory"]
     if not failed:

@@ -13,8 +13,6 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Python's time in a phase, and the device's wait for it."""
-
     host_s: float
     idle_s: float
 

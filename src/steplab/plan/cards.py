@@ -22,8 +22,7 @@ group, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/result
 RESERVED_MARGIN = 0.10
 """Margin of reserved memory over the dry run's: up to 8.9 % in recorded cells, at most 3.3 % in all except five."""
 BLOCKS_MARGIN = 0.16
-"""The same margin for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
-"""
+"""The same margin for blocks compiled one by one, without followed allocations: up to 14.8 % in recorded steps."""
 LEAST_USABLE = 0.96
 """Usable share of the stated GiB on a card without a recorded figure; cautious: an H200 has 0.991, a GeForce about
 0.98."""
@@ -40,8 +39,9 @@ def least_device_bytes(peak_bytes: int) -> int:
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """Bytes with which a step is sure to run. Cautious, because the allocator frees its cache before it fails.
-    by_compiled_block: reserved_bytes sums blocks that were compiled one by one, as in every compiled layout."""
+    """Bytes that surely suffice for a step. Cautious, because the allocator frees its cache before it fails.
+    by_compiled_block: reserved_bytes sums blocks that were compiled one by one, as in every compiled layout.
+    """
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside
 
@@ -55,7 +55,7 @@ def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: 
 
 
 def usable_of(card: HardwareSpec) -> tuple[int, int]:
-    """Bytes of a card that a program can count on, and bytes that none can exceed."""
+    """Bytes surely available, and their upper limit."""
     if card.usable_bytes is not None:
         return card.usable_bytes, card.usable_bytes
     return int(card.memory_bytes * LEAST_USABLE), card.memory_bytes

@@ -23,9 +23,9 @@ def check_runs(
     predict: "Callable[[StepSpec, str], Predicted]",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TimeCheck]:
-    """A check of every measured single-process step on a GPU, in the order of the runs. predict: gives a step's time on
-    a GPU of this name, and its peak in bytes or None; raises UserError if the time is unknown. on_progress: called with
-    the number of checked runs and the total."""
+    """Checks every measured single-process step on a GPU, in order. predict: a step's time on the named GPU, and its
+    peak in bytes or None; raises UserError if the time is unknown. on_progress: gets checked and total runs.
+    """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()
     for run in timed:
@@ -43,7 +43,6 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
 
 
 Predicted = tuple[StepTimePrediction, int | None]
-"""A step's predicted time, and its peak in bytes (None: not known)."""
 
 
 def _hardware_of(device_name: str) -> HardwareSpec:

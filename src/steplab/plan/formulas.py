@@ -24,7 +24,6 @@ _TIMES = (" ", " × ", " ", r" \cdot ")
 class Formula:
     value: float
     forms: tuple[str, ...]
-    """Text in each of _FORMS."""
     binding: int = _ATOM
     is_quotient: bool = False
 

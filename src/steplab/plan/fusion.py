@@ -15,17 +15,16 @@ import msgspec
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
-"""Substrings of the names of operators that sum over a dimension."""
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _ALONE = (
     *("embedding_dense_backward", "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
-"""Prefixes of operators that are not fused."""
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
-"""Formats of two bytes, and the multiple to which Inductor pads the sizes of their products
-(torch/_inductor/fx_passes/pad_mm.py, get_alignment_size)."""
+"""Formats of two bytes, and Inductor's padding multiple for their products (torch/_inductor/fx_passes/pad_mm.py,
+get_alignment_size).
+"""
 
 Version = tuple[int, int]
 """A memory, and its number of earlier writes: an in-place operator makes a new version."""
@@ -54,8 +53,9 @@ def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: b
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of a compiled step, in the order in which they begin. With `blocks_alone` each block is compiled
-    alone: operators outside of blocks are eager, and no kernel spans two."""
+    """The kernels of a compiled step, in order. With `blocks_alone` each block is compiled alone: operators outside of
+    blocks are eager, and no kernel spans two.
+    """
     fuser = _Fuser(blocks_alone)
     for op in operators:
         fuser.take(op)
@@ -75,13 +75,11 @@ class _Group:
     made: dict[Version, int] = field(default_factory=dict)
     """Bytes of each result."""
     unnamed_bytes: int = 0
-    """Bytes read that no operand names, such as rows of a table."""
+    """Bytes read beyond operands, such as rows of a table."""
 
 
 @dataclass(slots=True)
 class _Made:
-    """One version of a memory."""
-
     group: _Group | None
     """The fused kernel that makes it; None: a lone operator."""
     level: int

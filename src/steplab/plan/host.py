@@ -1,7 +1,7 @@
 """A CPU's pace in a measured step: Python's time per kernel where the GPU waited for it.
 
-CPUs differ by a factor of two and more, and a shared one is slower still. A step in which the GPU waited shows its
-machine's pace, which predicts other steps on that machine better than the pace of another.
+CPUs differ by a factor of two and more, and a shared one is slower still. A step with a waiting GPU shows its machine's
+pace, the best predictor of other steps there.
 """
 
 from statistics import median

@@ -1,5 +1,6 @@
-"""The CPUs' pace in many measured steps, and the phases in which the GPU waited for Python. A phase much longer than
-its predicted kernels shows Python's time per kernel."""
+"""The CPUs' pace in many measured steps, and the phases with a waiting GPU. A phase much longer than its predicted
+kernels shows Python's time per kernel.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,6 @@ class PhaseCell:
 
     @property
     def device_s(self) -> float:
-        """Predicted time of the phase's kernels alone."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -77,9 +77,9 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
-    """True if the GPU may have waited for Python. Either the record shows that Python was hardly ahead at the end of
-    the phase, or the kernels take little longer than Python on that machine (the median machine if its pace is not
-    known)."""
+    """True if the GPU may have waited for Python. Either Python was hardly ahead at the end of the phase, or the
+    kernels take little longer than Python on that machine (the median machine if its pace is unknown).
+    """
     if cell.replayed:
         return False
     if cell.run.timing is not None and waits_for_host(cell.run.timing.back_to_back, cell.phase):

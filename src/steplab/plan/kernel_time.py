@@ -45,7 +45,6 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def streaming_name(kernel: Kernel) -> str:
-    """The name of its rate."""
     if kernel.fused:
         return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator

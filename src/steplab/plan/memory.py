@@ -52,11 +52,11 @@ def predict_memory(
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by tensor.
 
     Args:
-        device: the GPU's name in torch, for which attention `auto` is chosen; None: a Hopper, such as the H200.
+        device: the GPU's name in torch, for attention `auto`; None: a Hopper, such as the H200.
         variant: how the ranks of a layout of dp share state, if not as `spec.data_parallel`.
         sequence_parallel: False: ranks of tp have all tokens between the products, which steplab does not run.
         open_step: replaces the dry run, for any model (fake_step).
-        model: such a model, as its layout spreads it.
+        model: that model, as its layout spreads it.
 
     With CUDA graphs or for a planning-only size the result is a lower bound, which `kind` states. A layout's prediction
     is for the ranks that need most, with all others listed.
@@ -113,7 +113,7 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
 
 
 def _place(where: str, kind: PredictionKind) -> str:
-    """A place of the model; '' outside of the blocks of a traced one, whose other parts are not known."""
+    """A place of the model; '' outside a traced model's blocks: its other parts are unknown."""
     return "" if kind == "traced" and where in (BEFORE, BEHIND) else where
 
 
@@ -252,7 +252,8 @@ def _last_phase(spec: StepSpec) -> str:
 
 def _kept_by_torch_2_11(spec: StepSpec) -> int:
     """Bytes that attention returns in a compiled block that is recomputed whole: its output and log-sum-exp rows. 0
-    unless attention is one of steplab's own operators."""
+    unless attention is a steplab operator.
+    """
     shape = spec.model.shape
     is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")
     if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", "selective"):

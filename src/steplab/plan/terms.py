@@ -22,7 +22,7 @@ def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, .
 
 
 def by_category(terms: Sequence[Term]) -> dict[str, int]:
-    """Bytes by category, in their order; categories without any are left out."""
+    """In their order, without empty ones."""
     totals = {
         category: sum(term.num_bytes * term.count for term in terms if term.category == category)
         for category in MEMORY_CATEGORIES

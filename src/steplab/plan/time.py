@@ -409,7 +409,7 @@ def step_spread(spec: StepSpec, gpu: Gpu) -> float:
 
 
 def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool = False) -> None:
-    """Raise Unsupported for a step whose time `predict_step_time` does not know."""
+    """Raise Unsupported for a step that `predict_step_time` does not support."""
     what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
     if not operators_are_known and (shape is None or shape.num_heads == 0):
         why = "operators are known only for steplab's own Transformer"

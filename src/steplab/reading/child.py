@@ -15,7 +15,6 @@ from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, R
 from steplab.unpacking import OnProgress
 
 _TELL_S = 0.1
-"""Least time between two progress messages."""
 
 
 def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_range: str | None = None) -> object:
@@ -48,7 +47,6 @@ def traced_steps(on_progress: OnProgress, trace: Path) -> object:
 def memory(
     on_progress: OnProgress, snapshot: Path, marks: Path | None = None, *, unwatched_peak_bytes: int | None
 ) -> object:
-    """The MemoryProfile of a snapshot."""
     from steplab.reading.snapshots.digest import digest
     from steplab.reading.snapshots.marks import check_same_history, read_marks
     from steplab.reading.snapshots.reading import read_snapshot

@@ -7,10 +7,7 @@ NO_MEMORY = 77
 
 
 class Request(Struct):
-    """A request. Paths follow as arguments, since JSON cannot hold names that are not UTF-8."""
-
     what: str
-    """Name of a function in `child`."""
     options: dict[str, str | int | None]
     memory_bytes: int
     processor_s: int
@@ -22,8 +19,6 @@ class Told(Struct, tag=True):
 
 
 class Read(Struct, tag=True):
-    """The result, of the function's type."""
-
     result: Raw
 
 
@@ -36,8 +31,6 @@ class NotRead(Struct, tag=True):
 
 
 class Broken(Struct, tag=True):
-    """Traceback of a defect in steplab."""
-
     traceback: str
 
 

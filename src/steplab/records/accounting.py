@@ -40,7 +40,7 @@ class Means:
     how: str
     """Its mechanism."""
     tokens_per_device: float
-    """Smallest batch at which the forward pass is compute-bound with it."""
+    """Smallest batch for a compute-bound forward pass with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ class Advice(StepRecord):
     interrupted: bool = False
     """True if the search was interrupted."""
     by_hand: tuple[Finding, ...] = ()
-    """Findings whose change is not a field of the step."""
+    """Findings with a change outside the step's fields."""
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the first and fastest times: a sentence each, with step and record."""
     alternating: str | None = None

@@ -37,8 +37,8 @@ class RankTimes:
     calls_per_sample: int = 1
     """Consecutive calls averaged into one sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` in which the device may have waited for the host: some calls started after the sample
-    before had ended. None: unknown.
+    """Samples of `device_s` where the device may have waited for the host: some calls started after the sample before
+    had ended. None: unknown.
     """
     held_s: float | None = None
     """Longest hold of the device in seconds before a row of calls, a head start for Python; None: unknown, or a CPU."""
@@ -100,7 +100,7 @@ class CommCell(Outcome):
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the longest median, whose times count; None after a failure."""
+        """The rank with the longest median: its times count. None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
     @property

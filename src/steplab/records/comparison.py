@@ -135,7 +135,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryChange:
-    """Tensors of one shape and part of the model whose bytes at the peaks of A and B differ."""
+    """Tensors of one shape and part of the model with different bytes at the peaks of A and B."""
 
     cell: str
     """Cell; empty: each side has one."""

@@ -9,11 +9,11 @@ from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
-"""Share of the processors from which other processes matter."""
+"""Least share of processors for other processes to matter."""
 _CROWDED = 1.5
 """Runnable processes per processor that mean overload, if nothing better is known."""
 _SUSPENDED_S = 0.1
-"""Seconds from which a suspension counts; shorter gaps lie between readings of two clocks."""
+"""Least seconds of a suspension; readings of two clocks have shorter gaps."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
 """Clock limits from failing cooling or power; the power limit belongs to the GPU."""
 

@@ -19,7 +19,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Measured effect of a change, or the reason that there is none."""
+    """Measured effect of a change, or the reason for its absence."""
 
     before_s: float
     """Median seconds without the change, alternated with it."""

@@ -54,7 +54,7 @@ class LayoutTime:
     compute_s: float
     """Seconds of forward and backward kernels, without communication."""
     waiting_s: float
-    """Seconds in which the device waits for launches in these passes."""
+    """Device seconds of waiting for launches in these passes."""
     optimizer_s: float
     """Seconds of the update."""
     copies_s: float

@@ -39,7 +39,7 @@ class Owned:
     address: Natural
     """Address of the tensor's storage."""
     position: Natural
-    """Position at which the tensor had that address; identifies the allocation."""
+    """Position of the tensor at that address; identifies the allocation."""
     category: str
     """parameters, gradients, optimizer_state, inputs or autocast_copies."""
     name: str | None = None

@@ -130,7 +130,7 @@ class SavedTensors:
     """A group of equal tensors saved by autograd for backward."""
 
     module: str
-    """Module whose forward saved them, without layer numbers, such as blocks.*.attention; '': outside modules."""
+    """Module that saved them in forward, without layer numbers, such as blocks.*.attention; '': outside modules."""
     op: str
     """Backward node that saved them, such as MmBackward0."""
     shape: tuple[int, ...]
@@ -192,7 +192,7 @@ class MemoryProfile:
     peak_module: str | None = None
     """Module that ran forward or recomputed at the peak; None: none or unknown."""
     peak_op: str | None = None
-    """Operator whose allocation reached the peak; None: unknown."""
+    """Operator that reached the peak; None: unknown."""
     peak_source: str | None = None
     """Python line of that allocation; None: unknown."""
     counted_peak_bytes: int | None = None

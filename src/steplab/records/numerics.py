@@ -38,7 +38,7 @@ class Elements:
     num_underflowed: int | None
     """Zero here, neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Underflowed elements whose fp32 value rounds to zero in this type. Others were lost in their inputs, as
+    """Underflowed elements with an fp32 value that rounds to zero in this type. Others were lost in their inputs, as
     differences of numbers that round to the same value. None: no fp32 run.
     """
     largest: float | None
@@ -64,7 +64,7 @@ class ModuleAudit:
     leaf: bool
     """True without submodules."""
     parameters: tuple[str, ...] = ()
-    """Types of its own parameters, without submodules'."""
+    """Types of its parameters, without submodules'."""
     inputs: tuple[str, ...] = ()
     """Types of input tensors."""
     outputs: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class ModuleAudit:
     output_gradients: tuple[str, ...] = ()
     """Types of the gradients of its outputs."""
     output_elements: Elements | None = None
-    """Counts over floating-point outputs of all calls; None: it has none."""
+    """Counts over floating-point outputs of all calls; None: without them."""
     gradient_elements: Elements | None = None
     """Counts over its parameters' gradients; None: none."""
     output_gradient_elements: Elements | None = None
@@ -211,7 +211,7 @@ class Accumulation:
     num_additions: int
     """Additions in total."""
     num_rounded: int
-    """Additions whose exact sum the accumulator's type had to round."""
+    """Additions with an exact sum that the accumulator's type had to round."""
     result: float
     """Final sum, exactly."""
     binades: tuple[Binade, ...]

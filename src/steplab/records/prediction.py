@@ -39,7 +39,7 @@ class CardFit:
     usable_bytes: int
     """Bytes that a program can use."""
     usable_is_known: bool
-    """True if read from such a card; else a cautious share of the stated capacity."""
+    """True if read from a card of this kind; else a cautious share of the stated capacity."""
     verdict: FitVerdict
     """fits: at least `safe_device_bytes`. does not fit: below `least_device_bytes`. too tight to promise: between them.
     not known: a lower bound, which would fit.

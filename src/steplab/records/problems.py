@@ -1,7 +1,7 @@
 """Problems of a record's values beyond their types.
 
-A class whose values must agree has a method `problems` that yields violations; `validation` calls it for each value in
-a record.
+A class with values that must agree has a method `problems` that yields violations; `validation` calls it for each value
+in a record.
 """
 
 from collections.abc import Iterator, Sequence

@@ -105,9 +105,9 @@ class PhaseTime:
     busy_s: float
     """Seconds with at least one kernel."""
     host_bound_s: float
-    """Idle seconds in which the host had not launched the next kernel."""
+    """Idle seconds before the host launched the next kernel."""
     idle_s: float
-    """Idle seconds in which the next kernel was launched but had not begun."""
+    """Idle seconds between the next kernel's launch and its start."""
     categories: dict[str, float]
     """Seconds by category, split equally between overlapping kernels; they sum to busy_s."""
     host_s: float | None = None
@@ -194,7 +194,7 @@ class CompiledShares:
     host: float
     """Share of Python's launch time."""
     reads_at: tuple[str, ...] = ()
-    """Code in which the host reads tensor values, as `.item()` does, such as model.py:12."""
+    """Code that reads tensor values on the host, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
     """Code that makes tensors without a device, so the host makes and copies them."""
 
@@ -220,7 +220,7 @@ class Profile:
     host_calls: tuple[HostCallStats, ...] = ()
     """Host calls that wait, copy or allocate, longest total first."""
     host_work_s: dict[str, float] = field(default_factory=dict)
-    """Host seconds in ranges that no kernel needs: `data loading`, `compilation`. Empty: the trace has none."""
+    """Host seconds in ranges without kernels: `data loading`, `compilation`. Empty: absent in the trace."""
     communication: Communication | None = None
     """Overlap of collectives and computation; None: no collective ran."""
     timeline: Timeline | None = None

@@ -45,12 +45,12 @@ class ModelFacts:
     num_active_parameters: int | None = None
     """Parameters used per token in a mixture of experts; None: all."""
     counted_flops: float | None = None
-    """FLOPs per step of your own model in one process, by torch's FlopCounterMode: matmuls, convolutions and attention.
+    """FLOPs per step of a user's model in one process, by torch's FlopCounterMode: matmuls, convolutions and attention.
     None: compiled, or a closed form exists.
     """
     needed_flops: float | None = None
-    """FLOPs such a model needs per step: three times its forward pass, at most those executed. Compiled models count as
-    eager. None: not counted.
+    """FLOPs needed per step: three times the forward pass, at most those executed. Compiled models count as eager.
+    None: not counted.
     """
 
     @property
@@ -173,7 +173,7 @@ class Run(StepRecord):
     def to_frame(self) -> "DataFrame":
         """Measured steps as a pandas DataFrame: a row per step, a column `step_s`, `forward_s`, ... per phase.
 
-        A phase that skips steps of your own loop fills the first rows, then NaN. Raises SteplabError without pandas.
+        A phase that skips steps of a user's loop fills the first rows, then NaN. Raises SteplabError without pandas.
         """
         try:
             import pandas as pd

@@ -50,7 +50,7 @@ class Energy:
     num_steps: int
     """Steps in that time."""
     limited_s: float | None = None
-    """Seconds in which the power limit lowered the clock; None: not reported."""
+    """Seconds with a clock lowered by the power limit; None: not reported."""
 
     @property
     def per_step_j(self) -> float:
@@ -152,7 +152,7 @@ def part(phases: Sequence[PhaseSamples], first: int, end: int | None = None) -> 
 def phases_problems(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:
-    """Problems of phases of the same steps. Phases of your own loop need not occur in each step."""
+    """Problems of phases of the same steps. Phases of a user's loop need not occur in each step."""
     if len({phase.phase for phase in phases}) < len(phases):
         yield path, "has the same phase twice"
     steps = find_phase(tuple(phases), "step") or next(iter(phases), None)

@@ -19,13 +19,13 @@ class TracedRank:
     compute_s: float
     """Seconds with a kernel other than a collective; copies do not count."""
     hidden_s: float
-    """Seconds of communication during such a kernel."""
+    """Seconds of communication during a kernel."""
     exposed_s: float
     """Seconds of communication without one."""
     idle_s: float
     """Seconds without any work."""
     num_last: int = 0
-    """Collectives, in all steps, at which it arrived last."""
+    """Collectives, in all steps, that it reached last."""
     late_s: float = 0.0
     """Seconds after the middle ranks' arrival at these."""
     timeline: Timeline | None = None
@@ -43,7 +43,7 @@ class Meeting:
     number: int
     """Place among its kind and group in a step, from 0."""
     num_steps: int
-    """Steps in which two or more ranks have it."""
+    """Steps with it on two or more ranks."""
     last_rank: int
     """Rank most often last."""
     late_s: float

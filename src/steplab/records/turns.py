@@ -18,7 +18,7 @@ class Turn:
     steps: int
     """Measured steps, in order within `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
-    """Seconds of the uncounted steps before them, in which caches and clocks settle."""
+    """Seconds of the uncounted steps before them, while caches and clocks settle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

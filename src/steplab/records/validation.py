@@ -56,13 +56,13 @@ def check(record: Record) -> None:
 
 
 def first_problem(value: Any) -> str | None:
-    """Path of the first faulty field and its fault; None if there is none."""
+    """Path of the first faulty field and its fault, if any."""
     found = next(_problems(value, ""), None)
     return None if found is None else " ".join((found[0].removeprefix("."), found[1])).strip()
 
 
 def cleaned(value: Any) -> Any:
-    """A value whose texts come from another program: each on one line, without control characters."""
+    """A value with another program's texts: each on one line, without control characters."""
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
     if isinstance(value, (int, float, NoneType)):

@@ -1,4 +1,4 @@
-"""Draws sections of a page; a record on which a section fails is left out of that section and reported."""
+"""Draws sections of a page; a record that fails is left out and reported."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,18 +17,16 @@ T = TypeVar("T")
 class Attempts:
     """Tries to draw sections of some records.
 
-    A store may hold a record that is wrong in an unforeseen way. It must not cost the figures of all other records.
+    A record that is wrong in an unforeseen way must not cost the figures of all others.
     """
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
-        """One line per record left out of a section: the record, the section and the reason."""
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """Return `draw(records)`; where that fails, draw only the records on which it does not fail one by one.
+        """Return `draw(records)`; if it fails, leave out records on which it fails alone.
 
-        Where even that fails, draw no records, which `draw` must support. Each record left out is added to `left_out`
-        and reported by a LeftOut warning.
+        If that fails too, draw no records, which `draw` must support. Each left-out record gives a LeftOut warning.
         """
         try:
             return draw(records)

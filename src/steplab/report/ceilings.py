@@ -16,7 +16,7 @@ from steplab.units import format_percent, format_rate
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
-    """The fastest matmul and copy measured, beside the data sheet, and which of the two MFU is relative to."""
+    """The fastest matmul and copy against the data sheet, and MFU's reference."""
     name = ceilings.environment.device.name
     hardware = find_hardware(name)
     rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]
@@ -43,7 +43,6 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
 
 
 def _attention_kernels(env: Environment) -> Iterator[str]:
-    """The kernels that flash_triton has on a GPU, and the remedy where a Hopper GPU has not its own."""
     if env.device.kind != "cuda" or env.device.compute_capability is None:
         return
     if env.triton is None:
@@ -53,7 +52,7 @@ def _attention_kernels(env: Environment) -> Iterator[str]:
     elif env.device.compute_capability != "9.0":
         yield f"Attention flash_triton runs its portable kernels, with Triton {env.triton}."
     elif env.flash_triton == "portable":
-        why = "is too old for those for Hopper" if too_old(env.triton) else "does not compile those for Hopper rightly"
+        why = "is too old for the Hopper ones" if too_old(env.triton) else "does not compile the Hopper ones correctly"
         yield (
             f"Attention flash_triton runs its portable kernels: Triton {env.triton} {why}; {remedy(env.triton)}. "
             "Until then cuDNN's attention (--attention sdpa_cudnn) is faster."
@@ -76,7 +75,6 @@ def _table(ceilings: Ceilings) -> Table:
 
 
 _RATE = Quantity(str)
-"""A rate as text with its unit, which differs from row to row."""
 
 
 def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:

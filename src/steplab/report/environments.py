@@ -8,13 +8,12 @@ from steplab.report.kit.document import Pairs, Section
 
 
 def environment_section(env: Environment | None, *further: tuple[str, str]) -> Section:
-    """The environment of a record, with further names and values."""
     pairs = (*environment_pairs(env), *condition_pairs([env]), *further) if env else further
     return Section.of("Environment", Pairs(pairs=pairs))
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:
-    """Names and values that are constant on one machine; absent ones are left out."""
+    """Constant on one machine; absent ones are left out."""
     device = env.device
     details = [
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",
@@ -38,7 +37,6 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
 
 
 def condition_pairs(envs: Sequence[Environment]) -> list[tuple[str, str]]:
-    """Ranges over these environments of clocks, temperature and other work."""
     devices = [env.device for env in envs]
     sm = sorted(d.sm_clock_hz for d in devices if d.sm_clock_hz is not None)
     memory = sorted(d.memory_clock_hz for d in devices if d.memory_clock_hz is not None)

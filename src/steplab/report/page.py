@@ -49,9 +49,8 @@ def render_page(
 
     `about` has predictions and findings.
 
-    A record that a section cannot draw is left out of it, and the page says so; `attempts` has those left out before.
-    `write` prints the page's document and the sections that are finished, by their anchors. The same records always
-    give the same page.
+    A record that a section cannot draw is left out with a note; `attempts` has earlier ones. `write` prints the page's
+    document and the sections that are finished, by their anchors. The same records always give the same page.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]

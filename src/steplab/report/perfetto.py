@@ -2,8 +2,8 @@
 
 One process is the device, with one row per stream; a second has the phases and the ranges of the model. Times are
 microseconds with three decimals, which is the record's nanosecond exactly. Slices of one row must nest or follow each
-other, so a slice that would do neither goes to a further row of the same stream.
-Format: "Trace Event Format", Google, 2016, complete events (ph X) and metadata events (ph M).
+other; others go to a further row of the stream. Format: "Trace Event Format", Google, 2016, complete events (ph X) and
+metadata events (ph M).
 """
 
 import itertools
@@ -20,20 +20,16 @@ _DEVICE, _MODEL = 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """One event of a row."""
-
     name: str
-    """Name that Perfetto shows on the slice."""
     start_ns: int
-    """Start in nanoseconds from the beginning of the step."""
     end_ns: int
-    """End in nanoseconds from the beginning of the step, not before the start."""
+    """In nanoseconds from the beginning of the step."""
     category: str
-    """Category of the kernel, or 'phase' or 'range'."""
+    """The kernel's, or 'phase' or 'range'."""
 
 
 def chrome_trace(run: Run) -> str:
-    """JSON of the last profiled step. Raises UserError for a run whose record holds no timeline."""
+    """JSON of the last profiled step. Raises UserError without a timeline."""
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     if run.profile.timeline is None:
@@ -93,7 +89,7 @@ def _row(process: int, threads: Iterator[int], name: str, slices: Iterable[Slice
 
 
 def nested_lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """The slices in as few rows as keep any two slices of a row apart or one inside the other."""
+    """The fewest rows where any two slices are apart or nested."""
     lanes: list[list[Slice]] = []
     around: list[list[int]] = []  # ends of the slices that are open at the present moment, one list per lane
     for piece in sorted(slices, key=lambda s: (s.start_ns, -s.end_ns)):
@@ -107,7 +103,7 @@ def nested_lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _has_room(ends: list[int], piece: Slice) -> bool:
-    """Remove the ends before the slice; return whether the remaining slices surround it."""
+    """Remove ends before the slice; True if the remaining slices surround it."""
     while ends and ends[-1] <= piece.start_ns:
         ends.pop()
     return not ends or piece.end_ns <= ends[-1]

@@ -1,4 +1,4 @@
-"""The report of a kind of record: one document, its answer among others, and its chapters of a page.
+"""The report of a kind of record: one document, its verdict, and its chapters of a page.
 
 Each kind's report is `REPORT` in the module that `MODULES` names; a new kind is its record, its report and a line here.
 """
@@ -27,31 +27,23 @@ MODULES = {
     "ddp": "ddp.document",
     "ceilings": "ceilings",
 }
-"""Each kind's report module, by the kind's name in the registry; only needed ones load."""
+"""By the kind's name in the registry; only needed ones load."""
 
 Terms = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Further input of a report, besides its records."""
-
     cells: Sequence[RunCell] = ()
-    """The runs of the page."""
     predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
-    """Predictions of the runs' memory, by the runs' ids."""
     plans: Mapping[str, PlannedStep] = field(default_factory=dict)
-    """Predictions of the memory and the time of runs, by the runs' ids."""
     references: MemoryReferences | None = None
-    """Further runs that the runs' memory is compared with."""
     findings: Mapping[str, Findings] = field(default_factory=dict)
-    """Findings on the profiled runs, by the runs' ids."""
     answered: bool = False
-    """True if the page is about one record, whose whole answer opens it, so that its chapter need not repeat it."""
+    """True if the page is about one record: its whole answer opens the page, so its chapter omits it."""
 
     @property
     def runs(self) -> list[Run]:
-        """The cells' runs."""
         return [cell.run for cell in self.cells]
 
 
@@ -63,47 +55,42 @@ class Chapter:
     """A chapter of a page."""
 
     name: str
-    """Name of the chapter in the message that a record is left out of it."""
+    """Its name in messages about left-out records."""
     make: Callable[[Sequence[Any], Context], Section]
-    """Makes the chapter from the records of its kind (for runs, their cells)."""
+    """From the records of its kind (for runs, their cells)."""
     terms: Terms = ()
-    """Terms that the chapter uses, with their definitions."""
 
 
 class Report(Protocol):
     """The report of records of one kind."""
 
     @property
-    def chapters(self) -> tuple[Chapter, ...]:
-        """The chapters of a page about such records, in this order."""
-        ...
+    def chapters(self) -> tuple[Chapter, ...]: ...
 
     @property
     def is_joint(self) -> bool:
-        """True if several records have one document with one table."""
+        """True if several records share one document and table."""
         ...
 
     def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> Verdict:
-        """The answer that one or more records (for runs, their cells) give together."""
+        """The common answer of one or more records (for runs, their cells)."""
         ...
 
     def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[Document]:
-        """One or more records in full: in one document each, or in one that is joint."""
+        """Records in full: a document each, or one joint document."""
         ...
 
 
 def report_of(kind: str) -> Report:
-    """The report of a kind, by its name in the registry."""
     report: Report = import_module(f"steplab.report.{MODULES[kind]}").REPORT
     return report
 
 
 _MOST_ANSWERS = 3
-"""Records of one kind whose answers open a page."""
 
 
 def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """The first sentence of each answer behind its record's name, the newest first; of a single one all of it."""
+    """Each record's name and first sentence, newest first; a single answer in full."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
@@ -116,33 +103,29 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordReport:
-    """The report of a kind whose records each have a document of their own."""
+    """The report of a kind with a document per record."""
 
     chapter: str
-    """Title of the chapter."""
     anchor: str
     title: Callable[[Any], str]
-    """Title of a record's document."""
     subtitle: Callable[[Any], str]
     heading: Callable[[Any], str]
-    """Line under a record's name on a page."""
+    """Under a record's name on a page."""
     called: Callable[[Any], str]
-    """Name of a record among others."""
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
     among_others: Callable[[Any], Iterable[Section]] | None = None
-    """The sections of one of several; None: the same."""
+    """Sections of one of several; None: the same."""
     rows: Callable[[Any], Sequence[Row | Mapping[str, Scalar]]]
-    """The record's table for programs."""
     terms: Terms = ()
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
-    """Facts that stand beside the environment."""
+    """Facts next to the environment."""
     names_one: bool = False
-    """True if a page names a record that is the only one of its kind."""
+    """True if a page names even a single record."""
     parts: Callable[[Sequence[Any], Context, Callable[[Any], Section]], Iterable[Block | None]] = (
         lambda records, context, section: map(section, records)
     )
-    """The blocks of the chapter, by what makes a record's section."""
+    """Blocks of the chapter, from a function for one record's section."""
     is_joint: bool = False
 
     @property
@@ -156,7 +139,6 @@ class RecordReport:
         return [self.document(record) for record in records]
 
     def document(self, record: Any) -> Document:
-        """One record in full."""
         return Document(
             title=self.title(record),
             subtitle=self.subtitle(record),

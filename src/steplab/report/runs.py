@@ -1,5 +1,3 @@
-"""The report of measured steps: the same chapters for one run and for several."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,7 +49,6 @@ def _attention_of_steps(cells: Sequence[RunCell], context: Context) -> Section:
 
 
 def _runs_document(runs: Sequence[Run], context: Context) -> Document:
-    """The chapters of a page about these runs, without what only a page can show; of a single one also where it ran."""
     context = replace(context, cells=cells_of(runs))
     sections = [part.make(context.cells, context) for part in _CHAPTERS]
     alone = runs[0] if len(runs) == 1 else None
@@ -103,7 +100,7 @@ _CHAPTERS = (
 
 
 class _RunReport:
-    """Runs are reported together, in one table; the answer of one is what it was made for."""
+    """Runs share one table; a single run's answer depends on its purpose."""
 
     is_joint = True
 

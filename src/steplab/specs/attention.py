@@ -77,12 +77,12 @@ class AttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads; equals `heads` if `kv_heads` was not given."""
+        """Default: `heads`."""
         return self.kv_heads or self.heads
 
     @property
     def num_keys(self) -> int:
-        """Number of key positions; equals `queries` if `keys` was not given."""
+        """Default: `queries`."""
         return self.keys or self.queries
 
     @property
@@ -100,12 +100,10 @@ class AttentionSpec:
 
     @property
     def label(self) -> str:
-        """Sizes, mask and number format, such as 1×16×16384×64 causal bf16."""
         return f"{self.sizes_label}{' causal' if self.causal else ''} {self.dtype}"
 
     @property
     def column(self) -> str:
-        """Implementation and compile mode as a column's header, such as 'plain' or 'plain, compiled'."""
         if self.compile == "off":
             return self.implementation
         mode = "" if self.compile == "default" else f" ({self.compile})"
@@ -113,7 +111,6 @@ class AttentionSpec:
 
 
 CELL_FIELDS = declared_fields(AttentionSpec)
-"""The fields of a cell."""
 
 
 _PLACE = next(place for place, field in enumerate(CELL_FIELDS) if field.key == "queries")
@@ -189,7 +186,6 @@ class AttentionStudy:
         object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
 
     def groups(self) -> list[tuple[AttentionSpec, ...]]:
-        """The cells of each shape, in the order in which shapes first appear."""
         found: dict[AttentionSpec, list[AttentionSpec]] = {}
         for cell in self.cells:
             found.setdefault(cell.shape, []).append(cell)

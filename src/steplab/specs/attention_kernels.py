@@ -13,7 +13,6 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
 _DTYPES = {"fp32": FP32, "tf32": FP32, "fp16": FP16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), BF16)}
-"""Precision of a step -> number format of the tensors that its attention receives."""
 
 
 def refuse_unserved_kernels(spec: StepSpec, device: str) -> None:
@@ -35,13 +34,12 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Why the spec's attention cannot take its tensors on a device of this kind, or lacks a needed backward pass on a
-    CPU; None: it can run the step."""
+    """The reason that it cannot take its tensors there, or lacks a needed backward pass on a CPU; None: it can run."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
-        return None  # it has built its attention itself, or has none
+        return None  # its attention is its own, or absent
     if row.package == "triton" and runs_on(device):
-        device = "cuda"  # Triton's interpreter takes what a GPU does
+        device = "cuda"  # Triton's interpreter takes the same as a GPU
     why = _why_not(spec.attention, spec, device)
     if why is None and device == "cpu" and not row.trains_on_cpu and spec.pass_name != "forward":
         return "it has no backward pass there"
@@ -49,7 +47,7 @@ def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
 
 
 def chosen_attention(spec: StepSpec) -> str:
-    """The implementation that runs the step; for sdpa, the first in torch's order that can."""
+    """For sdpa, the first in torch's order that can run the step."""
     if spec.attention != "sdpa":
         return spec.attention
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)
@@ -83,12 +81,10 @@ def with_attention_chosen(
 
 
 def choice_told(choice: Choice) -> str:
-    """The choice of `auto` and its reason, for the notes of a record or of a prediction."""
     return f"attention auto: {choice.implementation}, {choice.reason}"
 
 
 def _why_not(attention: str, spec: StepSpec, device: str = "cuda") -> str | None:
-    """Why an implementation does not take the step's tensors; None: it does, or the width of its heads is not known."""
     return why_not(
         attention,
         device=device,

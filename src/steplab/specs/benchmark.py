@@ -57,7 +57,6 @@ class Benchmark(Generic[Options]):
 
     @property
     def names(self) -> frozenset[str]:
-        """All valid names, without earlier names."""
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
@@ -67,8 +66,7 @@ class Benchmark(Generic[Options]):
         return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
-        """The values of a study's table, options in a list if one is wanted. Raises UserError for an invalid name or
-        type of an option."""
+        """Raises UserError for an invalid name or type of an option."""
         options, known, found = {field.key: field for field in self.own}, self.names, dict[str, object]()
         earlier = {field.about.earlier: field.key for field in self.own}
         for given, value in table.items():
@@ -99,12 +97,11 @@ def _read(what: str, value: object, wanted: Any) -> object:
 
 
 def sampling(repeats: int | None) -> dict[str, Any]:
-    """Fields of a study whose cells are repeated that often; None: its defaults."""
+    """Fields of a study with this number of repeats; None: its defaults."""
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
 
 
 def check_sampling(study: Any) -> None:
-    """Raise UserError for an invalid time or number of repeats of a study."""
     for name in ("warmup_s", "measured_s"):
         if not 0 <= getattr(study, name) < float("inf"):
             raise UserError(f"{name} must be a time, not {getattr(study, name)}")

@@ -36,8 +36,9 @@ LAUNCHING = ("compile", "cuda_graph")
 """Fields that determine how kernels are launched. While the GPU waits for Python, they come first: until then Python's
 noise is in every comparison and hides savings of GPU time."""
 FREEING = ("attention", "loss", "precision")
-"""Fields whose changes need less memory and no more time. If a step does not fit, they are tried first. If it leaves
-the numbers unchanged, it is tried together with a change that saves time and does not fit alone."""
+"""Fields with changes that need less memory and no more time. If a step does not fit, they are tried first. One without
+effect on numbers is tried with a time-saving change that does not fit alone.
+"""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
 """Where the recipe's fields were measured, by kind of device."""
 
@@ -53,7 +54,7 @@ class Change:
     devices: tuple[DeviceKind, ...] = _ANY
     """Kinds of devices on which it is worth trying."""
     replaces: tuple[str, ...] = ()
-    """Present values for which it is tried; empty: all others."""
+    """Present values that it may replace; empty: all others."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Values of other fields that it requires, each also a change of this table; a search sets them with it."""
     pointless_after: tuple[str, ...] = ()
@@ -66,8 +67,9 @@ class Change:
     """True if a search tries it only when its value is requested."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
-    """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none. A later row of the same field
-    replaces an earlier one if the step supports it."""
+    """Kinds of models with it in the recipe `fast`, by kind of device. A later row of the same field replaces an
+    earlier one if the step supports it.
+    """
 
     @property
     def words(self) -> str:
@@ -83,7 +85,7 @@ class Change:
         return frozenset((self.field, *self.needs))
 
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
-        """True if it changes this step on such a device."""
+        """True if it changes this step on the device."""
         return (
             device_kind in self.devices
             and self.matters(spec)
@@ -206,7 +208,7 @@ CHANGES = (
         replaces=("block", "default", "reduce-overhead"),
     ),
 )
-"""The changes, in the order in which they are tried without a prediction."""
+"""In order of trials without a prediction."""
 
 
 def words_with(own: str, others: Sequence[str]) -> str:

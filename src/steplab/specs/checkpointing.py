@@ -1,11 +1,11 @@
-"""Activation checkpointing: the blocks that save only their input and recompute their activations in the backward pass.
+"""Activation checkpointing: blocks save only their input, and recompute activations in the backward pass.
 
     none       every block saves its activations
     full       every block is recomputed
     every_N    blocks 0, N, 2N, ... are recomputed, the others save theirs
     first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
     selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
-    auto       the first of none, selective, first_K and full with which the step fits its GPU; chosen by
+    auto       the first of none, selective, first_K and full that fits the step's GPU; chosen by
                lab.checkpointing before anything is built or recorded, and by plan.layout.search on each layout
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
@@ -21,8 +21,8 @@ CHECKPOINTING = {
     "full": "every block's",
     "every_N": "every Nth block's, as every_2",
     "first_K": "the first K blocks', as first_12",
-    "selective": "all except those of matmuls and fused attention",
-    "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
+    "selective": "all except outputs of matmuls and fused attention",
+    "auto": "the first of none, selective, first_K and full with a fitting predicted memory",
 }
 """The choices, and the activations that each recomputes; N is a whole number of at least 2, K of at least 1."""
 AUTO = "auto"
@@ -31,7 +31,6 @@ _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 
 
 def check_checkpointing(name: str) -> None:
-    """Raise UserError with the choices for an unknown name."""
     if name == "every_1":
         raise UserError("checkpointing 'every_1' would recompute every block; use full for that")
     if name not in ("none", "full", "selective", AUTO) and not _NUMBERED.fullmatch(name):
@@ -52,14 +51,12 @@ def is_recomputed(checkpointing: str, block: int) -> bool:
 
 
 def num_recomputed(checkpointing: str, num_layers: int) -> int:
-    """Number of blocks that the backward pass recomputes."""
     if (first := num_first(checkpointing)) is not None:
         return min(first, num_layers)
     return -(-num_layers // period_of(checkpointing)) if is_recomputed(checkpointing, 0) else 0
 
 
 def differs_by_block(checkpointing: str) -> bool:
-    """True if blocks may differ."""
     return _NUMBERED.fullmatch(checkpointing) is not None
 
 
@@ -79,7 +76,7 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
 
 
 def period_of(checkpointing: str) -> int:
-    """The N of every_N, otherwise 1: the period after which blocks repeat."""
+    """The period of repeating blocks: N for every_N, else 1."""
     return _number("every", checkpointing) or 1
 
 
@@ -89,6 +86,5 @@ def num_first(checkpointing: str) -> int | None:
 
 
 def _number(kind: str, name: str) -> int | None:
-    """The N of every_N, or the K of first_K; None for another choice."""
     found = _NUMBERED.fullmatch(name)
     return int(found[2]) if found and found[1] == kind else None

@@ -21,7 +21,7 @@ CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """send_recv: every rank sends to the next and receives from the previous, both at once."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
-"""The collectives whose message consists of one part per rank."""
+"""Collectives with a message of one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
@@ -95,7 +95,7 @@ class CommSpec:
 
     @property
     def part_elements(self) -> int:
-        """Elements in the part of one rank; in the whole message for a collective without parts."""
+        """In one rank's part; in the whole message for a collective without parts."""
         parts = self.world_size if self.collective in SCATTERED else 1
         part_bytes = self.size_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         return part_bytes // self.element_bytes
@@ -116,7 +116,6 @@ class CommSpec:
 
     @property
     def label(self) -> str:
-        """Cell in words, such as 'all_reduce of 1 MB, nccl, 2 ranks'."""
         typed = "" if self.dtype == "fp32" else f" {self.dtype}"
         return (
             f"{self.collective} of {format_message(self.size_bytes)}{typed}, {self.transport}, {self.world_size} ranks"
@@ -124,7 +123,6 @@ class CommSpec:
 
 
 FIELDS = {field.key: field for field in declared_fields(CommSpec)}
-"""The fields of a cell, by the names of their options; each takes a list of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +156,8 @@ class CommStudy:
     long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean of as many calls as take a millisecond (measurement.comm.back_to_back), and as many single calls
-    are timed."""
+    sample is the mean over a millisecond of calls (measurement.comm.back_to_back), and as many single calls are timed.
+    """
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""
     most_repeats: int = 200
@@ -210,7 +208,6 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
 
 
 def _least_bytes(world_size: int) -> int:
-    """Smallest message in bytes: one aligned part per rank."""
     return _ALIGNMENT_BYTES * world_size
 
 
@@ -225,12 +222,11 @@ def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | Non
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The named values that a backend supports; if none, the first, which is then refused by name."""
+    """If none is supported, the first, which is then refused by name."""
     return [name for name in named if name in known] or [named[0]]
 
 
 def _plain(value: object) -> str:
-    """The text with underscores for hyphens: 'all-gather' becomes all_gather."""
     return str(value).strip().replace("-", "_")
 
 

@@ -17,16 +17,13 @@ from steplab.specs.step_fields import Declared, StepField
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
 WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
-"""Kinds of variant with a bucket size."""
 WITH_TRANSPORT = ("bucketed", "sharded")
-"""Kinds of variant with a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
-"""Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
+"""Kinds of variant with steplab.parallel.DataParallel."""
 _CHOSEN_HERE = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
     "device",
     "update",
 }
-"""Fields of a step that cannot be given, because the study itself spreads the step over ranks."""
 SMALL_STEP = {"context": 64, "batch": 2}
 """Defaults on a CPU."""
 _TOLD = {
@@ -51,7 +48,7 @@ DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
-"""Default bucket sizes for the tiny model, whose gradients are 3 MB."""
+"""Default bucket sizes for the tiny model with 3 MB of gradients."""
 _WORDS = {
     "none": "no communication",
     "naive": "naive",
@@ -66,7 +63,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way in which data-parallel ranks average their gradients."""
+    """One way to average gradients over data-parallel ranks."""
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
@@ -102,12 +99,10 @@ class Variant:
 
     @property
     def family(self) -> str:
-        """Name of the variant without its bucket size."""
         return f"{_WORDS[self.kind]}{self._choices}"
 
     @property
     def label(self) -> str:
-        """Name of the variant with its bucket size, such as 'bucketed 25 MB'."""
         size = f" {self.bucket_size_mb:g} MB" if self.bucket_size_mb is not None else ""
         return f"{_WORDS[self.kind]}{size}{self._choices}"
 
@@ -170,12 +165,10 @@ class DdpStudy:
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 
     def trace_name(self, number: int) -> str:
-        """File name of a variant's trace, such as 1_bucketed_25_MB.json."""
         return f"{number}_{self.contenders[number].label.replace(', ', '_').replace(' ', '_')}.json"
 
     @property
     def tokens(self) -> int:
-        """Tokens in one step of all ranks together."""
         return self.step.tokens_of_all * self.processes
 
 
@@ -244,8 +237,9 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for bucket sizes,
-    transports or updates that no variant uses."""
+    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for unused bucket
+    sizes, transports or updates.
+    """
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))

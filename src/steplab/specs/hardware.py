@@ -67,8 +67,9 @@ class HardwareSpec:
     sources: Mapping[str, str]
     """A citation for every figure, by field name or number format."""
     axis_bytes_per_s: _Figure | None = None
-    """For a chip in a torus: bytes per second along one axis, over both of its links, GB = 1e9. None for GPUs, whose
-    links lead to a switch or to each other."""
+    """For a chip in a torus: bytes per second along one axis, over both of its links, GB = 1e9. None for GPUs: their
+    links lead to a switch or to each other.
+    """
 
     def peak_flops(self, dtype: str) -> Peak | None:
         """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None if the vendor states none."""
@@ -178,6 +179,7 @@ def network_of(gpu: str) -> NetworkSpec | None:
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """The network whose reached share applies to a stated adapter of these GPUs: their own, or else the one with the
-    least share."""
+    """The network that gives the reached share of these GPUs' stated adapter: their own, else the one with the least
+    share.
+    """
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -9,7 +9,6 @@ from steplab.errors import Unsupported, UserError
 
 MOST_PROCESSES = 1 << 20
 DEVICES_TOLD = "auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N"
-"""The valid names, for the help of an option."""
 _KNOWN = "auto, cpu, mps, cuda or cuda:N"
 _PLAIN = ("auto", "cpu", "mps", "cuda")
 
@@ -37,12 +36,10 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with separate batches."""
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
@@ -51,7 +48,6 @@ class Layout:
 
 
 SINGLE = Layout()
-"""The layout of one process."""
 AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Layout))
 
 

@@ -125,40 +125,36 @@ class TransformerShape:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of all heads together, and of the values."""
+        """All heads together."""
         return self.kv_heads * self.head_dim
 
     @property
     def query_key_value_widths(self) -> tuple[int, int, int]:
-        """Widths of the queries, keys and values of all heads together."""
+        """All heads together."""
         return self.d_model, self.kv_width, self.kv_width
 
     @property
     def feed_forward_layers(self) -> tuple[str, ...]:
-        """Names of a feed-forward block's linear layers; the last leads back to the residual stream."""
+        """The last leads back to the residual stream."""
         return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
 
     @property
     def has_norm_biases(self) -> bool:
-        """True if the norms have biases, which RMSNorm never has."""
+        """RMSNorm never has biases."""
         return self.norm == "layernorm" and self.biases == "all"
 
 
 _PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", "head", "projections")
-"""Fields without an effect on a model with only feed-forward blocks."""
 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
-"""The sizes and parts of a built-in model, as fields of a step."""
 
 
 def _shape(
@@ -194,10 +190,8 @@ MODEL_SIZES: dict[str, TransformerShape] = {
 PLANNING_ONLY = ("xxl",)
 
 EXAMPLES = {"toy": "steplab.model.toy:toy"}
-"""Factory of each example model that is not a Transformer, by its short name."""
 
 MEASURED = tuple(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
-"""The short names of models that can be measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +203,7 @@ class ModelSpec:
     kind: ModelKind
     """Its builder: steplab's plain Transformer, the transformers library, or the user's factory."""
     shape: TransformerShape | None = None
-    """Sizes of a built-in model; None for the other kinds, whose sizes are counted after they are built."""
+    """Sizes of a built-in model; None for other kinds, which are counted once built."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
     """The content of the transformers config.json, so that a record is complete without the file. Equality includes it,
     the hash does not, because a dict cannot be hashed."""

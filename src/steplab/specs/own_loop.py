@@ -1,8 +1,8 @@
 """A step as a user's own training loop: the lines of Python that compute the step's fields.
 
-Each section is made from the fields that it depends on, in the order in which a program needs them. The loop knows
-`model`, `batches`, `device` and `lr`. It calls the model, finds the loss and splits a batch by the functions of a
-measured step, so that it runs for every model that can be measured.
+Each section follows from its fields, in program order. The loop knows `model`, `batches`, `device` and `lr`. It calls
+the model, finds the loss and splits a batch by the functions of a measured step, so that it runs for every model that
+can be measured.
 """
 
 from collections.abc import Iterable, Iterator

@@ -184,7 +184,7 @@ class StepChoices:
         CudaGraph,
         Declared(
             help="Replay kernels as CUDA graphs",
-            meanings={"off": "only those of compile", "step": "each phase of the step"},
+            meanings={"off": "only torch.compile's", "step": "each phase of the step"},
             header="CUDA graph",
             axis_name="graph",
             said="CUDA graph: {}",
@@ -484,6 +484,5 @@ class StepChoices:
 
     @property
     def checkpoints_apply(self) -> bool:
-        """True if `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
-        model."""
+        """True if `checkpointing` has an effect: not without gradients, and not on a factory's model."""
         return self.pass_name != "forward" and self.model.kind != "factory"

@@ -1,4 +1,4 @@
-"""The declaration of a field of a step or of a benchmark's cell, and everything derived from it.
+"""The declaration of a field of a step or of a benchmark's cell, with derived texts and checks.
 
 A declaration is in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`, `specs.comm`
 and, for the options of a benchmark, next to its cells:
@@ -43,7 +43,7 @@ class Declared:
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Meaning of each choice, shown in brackets after it in the help; for a text with a `check`, of all its forms."""
     default_words: str | None = None
-    """The default in words, for the help; None: its value is shown, or nothing if there is none."""
+    """The default in words, for the help; None: the help shows its value, if any."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
     """The heading of the option in help; step: no heading for an option outside of a benchmark's fields."""
     least: int | None = None
@@ -59,7 +59,8 @@ class Declared:
     """Function that returns True if the field has an effect on a step; rows and labels leave it out otherwise."""
     unused: Callable[[Spec], str | None] | None = None
     """For a field that is refused without an effect: function that returns the reason and a replacement, or None if it
-    has an effect. In a grid, such a field is left out of the cells that it does not affect."""
+    has an effect. In a grid, unaffected cells omit the field.
+    """
     shown: Callable[[Spec], Scalar] | None = None
     """Function that gives the value in rows and labels; None: the field's own value."""
     column: str | None = None
@@ -77,14 +78,14 @@ class Declared:
     quiet: bool = False
     """True if descriptions leave out the default, and so do tables where all rows share it."""
     rank: int = 0
-    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
+    """A narrow terminal drops columns of the highest rank first; 0 stays."""
     role: Literal["size", "what", "how", "device"] = "what"
     """size: becomes the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
     else distinguishes cells. device: as how, and ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
     """For a size: its place in the order of sizes that may become the x axis."""
     panel: int = 99
-    """Order in which fields split a crowded chart into panels, the lowest number first."""
+    """Fields split a crowded chart into panels in this order."""
     order: tuple[str, ...] = ()
     """Known values of a text in the order of charts; a field with choices uses their order."""
     baseline: Scalar = None
@@ -117,7 +118,7 @@ class StepField:
 
     @property
     def is_list(self) -> bool:
-        """True if the value is a sequence of values, whose text has commas."""
+        """True for a sequence of values, separated by commas in text."""
         return get_origin(self.type) is not None
 
     @property

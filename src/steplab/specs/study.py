@@ -12,8 +12,8 @@ and `[[doctor]]` are one benchmark each, with the options of the command of that
     [[comm]]
     collective = "all_reduce"
 
-`gpus` is the number of GPUs that a study needs; `include` lists presets whose measurements it contains as far as the
-machine has enough GPUs.
+`gpus` is the number of GPUs that a study needs; `include` lists presets to contain, as far as the machine has enough
+GPUs.
 """
 
 import tomllib
@@ -64,9 +64,9 @@ class StudySpec:
     gpus: int = 0
     """Number of GPUs that the measurements need."""
     questions: str = ""
-    """The questions by which it is reported, a preset or a file; empty: by its records."""
+    """Questions for its report, a preset or a file; empty: reported by its records."""
     includes: tuple["StudySpec", ...] = ()
-    """Studies whose measurements belong to this one as far as there are GPUs for them."""
+    """Studies to include, as far as there are GPUs for them."""
 
     def __len__(self) -> int:
         return len(self.cells) + len(self.parts)
@@ -82,7 +82,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
     """The study with the measurements that it includes, as far as there are GPUs for them. The description lists the
-    omissions. Raises UserError if nothing is left."""
+    omissions. Raises UserError without a remaining measurement.
+    """
     kept, missing = list[StudySpec](), list[StudySpec]()
 
     def choose(one: StudySpec) -> None:

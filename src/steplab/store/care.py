@@ -18,7 +18,6 @@ from steplab.store.connection import is_damage, network_file_system, open_to_rea
 from steplab.store.schema import pragma, version
 
 _MOST_DAMAGE = 20
-"""Most findings of SQLite's integrity check to report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +26,8 @@ class Condition:
 
     path: Path
     format: int
-    """Format of the store."""
     size_bytes: int
     free_bytes: int
-    """Unused bytes of it."""
     journal: str
     """SQLite's journal mode: wal (write-ahead log) or, on network folders, delete."""
     file_system: str | None
@@ -77,7 +74,6 @@ def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
 
 @contextmanager
 def _damage_in(damage: dict[str, None]) -> Iterator[None]:
-    """Add the error that ends reading at a lost page."""
     try:
         yield
     except sqlite3.DatabaseError as error:

@@ -49,7 +49,6 @@ def fingerprint_of_format_1(study: StudySpec) -> str | None:
 
 
 def _key_of_format_1(spec: StepSpec) -> str | None:
-    """A cell's key in format 1, over all fields with any value."""
     fields = _FIELDS_OF_FORMAT_1 + (_OF_SEVERAL_PROCESSES if spec.layout.world_size > 1 else ())
     known = {*_FIELDS_OF_FORMAT_1, *_OF_SEVERAL_PROCESSES}
     shape = spec.model.shape
@@ -63,7 +62,6 @@ def _key_of_format_1(spec: StepSpec) -> str | None:
 
 
 def _beyond_defaults(value: Any) -> dict[str, object]:
-    """Fields that differ from their defaults, or lack one."""
     pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return {
         field.name: _beyond_defaults(content) if dataclasses.is_dataclass(content) else content

@@ -87,7 +87,6 @@ _NETWORK = {
     *("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"),
     *("sshfs", "s3fs", "rclone", "gcsfuse", "juicefs", "goofys", "ceph-fuse"),
 }
-"""File systems that several machines, or machine and guest, may have open."""
 
 
 def network_file_system(path: Path) -> str | None:
@@ -104,11 +103,8 @@ def network_file_system(path: Path) -> str | None:
 
 
 _BARE = "mode=ro&immutable=1"
-"""Reads only the file, without locks and companions."""
 _NO_SPACE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-"""Errors of a reader without space for its companions."""
 _COPY_WAITS_S = 30.0
-"""Seconds that a copy waits for another process's lock."""
 
 
 class Connection:
@@ -146,7 +142,6 @@ class Connection:
                 raise
 
     def copy_to(self, target: Path) -> None:
-        """Copy the store as it is now, damaged pages included, while others read and write."""
         with sqlite_errors(target), closing(sqlite3.connect(target)) as copy:
             self.sqlite.backup(copy, progress=_patience(self.path), sleep=0.05)
 
@@ -243,7 +238,7 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in _NO_SPACE or _has_unfinished_writes(path):
                 raise
-            # On a full disk there is no room for companions; nobody can write either.
+            # A full disk has no room for companions, nor can others write.
             sqlite, seen = _reader(path, _BARE, timeout_s)
         if seen:  # formats share tables; writers update keys of cells
             return Connection(path, sqlite)
@@ -286,7 +281,7 @@ def _reading_mode(path: Path) -> str:
             f"the store {path} has unfinished writes in {log.name}, unreadable in a read-only "
             "place; copy both files to a writable folder, and pass the copy by --store"
         )
-    # Nobody has it open and companions are impossible: read the bare file without locks.
+    # The store is not open elsewhere and companions are impossible: read the bare file without locks.
     return _BARE
 
 

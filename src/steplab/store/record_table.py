@@ -21,11 +21,10 @@ from steplab.store.selection import Selection, id_beginning, unique_id
 
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
-"""Errors of decoding a damaged row."""
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
 """Row fields with separate columns, which stay right if the row is damaged."""
 _SURE = ("id", "created_utc", "name", "status")
-"""Columns equal to the row's fields; `kind` differs: a row's says how the record was made."""
+"""Columns equal to the row's fields. `kind` differs: a row's is the way of measuring."""
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 _MOST_NUMBERS = 500
@@ -34,7 +33,7 @@ _MOST_NUMBERS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
-    """A decoded and validated record from outside."""
+    """A decoded and validated record of another store or file."""
 
     where: str
     """Its name in messages, such as "runs.jsonl, line 3"."""
@@ -66,7 +65,7 @@ class RecordTable:
         self._connection = connection
 
     def add(self, record: Record, *, cell: str | None = None) -> None:
-        """Store a record, on disk at return; repeating changes nothing.
+        """Store a record, on disk at return; repeating has no effect.
 
         `cell` is the key of the measured cell of a study, by default of the record's spec. Raises SteplabError if
         another record has its id.
@@ -86,13 +85,13 @@ class RecordTable:
         return num_added, len(records) - num_added
 
     def get(self, id_prefix: str) -> Record:
-        """The record whose id begins so. Raises UserError for none or several."""
+        """The record with this beginning of its id. Raises UserError for none or several."""
         record_id = unique_id(self._connection, "record", id_prefix)
         body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         return _decode(self._connection, record_id, body)
 
     def id_beginning(self, prefix: str) -> str | None:
-        """The id that begins so, regardless of names; None without one. Raises UserError for several."""
+        """The id with this beginning, regardless of names; None without one. Raises UserError for several."""
         return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
@@ -187,7 +186,7 @@ class RecordTable:
     ) -> Iterator[Record]:
         """Whole records, oldest first, one at a time; None does not restrict.
 
-        `newest`: only so many of the newest. Unreadable ones are skipped with a LeftOut warning.
+        `newest`: only this number of newest records. Unreadable ones are skipped with a LeftOut warning.
         """
         selection = Selection(
             kind=kind, study=study, name=name, all_attempts=all_attempts, outside_studies=outside_studies
@@ -245,7 +244,7 @@ class RecordTable:
     def remove(self, ids: Iterable[str]) -> list[str]:
         """Remove records by whole ids, readable or not, all or none.
 
-        A study goes with its last record. Returns the ids of removed studies.
+        A study is removed with its last record. Returns the ids of removed studies.
         """
         emptied = dict[str, None]()
         with self._connection.transaction():
@@ -262,7 +261,7 @@ class RecordTable:
 
 
 def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
-    """Flat rows of matching records, newest first; a damaged one has only its separate columns."""
+    """Newest first; a damaged row has only its separate columns."""
     found = connection.stream(
         f"SELECT {_COLUMNS} FROM record WHERE {selection.condition()} {_NEWEST_FIRST} LIMIT ?",
         *selection.values(),
@@ -272,7 +271,6 @@ def _rows(connection: Connection, selection: Selection, limit: int | None) -> It
 
 
 def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
-    """The type of a row with only these fields; missing ones are UNSET."""
     names = {f"field_{place}": key for place, key in enumerate(keys)}
     fields = [(name, Scalar | msgspec.UnsetType, msgspec.UNSET) for name in names]
     return msgspec.defstruct("PartOfRow", fields, rename=names)
@@ -303,7 +301,7 @@ def _leave_out(error: SteplabError) -> None:
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
-    """The row of a record found before. Raises SteplabError if it is gone: an index is damaged."""
+    """Raises SteplabError if it is gone: an index is damaged."""
     found = connection.query(sql, record_id)
     if not found:
         raise SteplabError(
@@ -319,7 +317,6 @@ def _remove_empty(connection: Connection, study: str) -> bool:
 
 
 def _insert(connection: Connection, record: Record, body: bytes, cell: str | None) -> bool:
-    """Write a record in the caller's transaction; False if it exists."""
     same_id = connection.query("SELECT body FROM record WHERE id = ?", record.id)
     if same_id:
         if same_id[0][0] == body or _measured(_decode(connection, record.id, same_id[0][0])) == _measured(record):

@@ -32,7 +32,6 @@ def to_format_3(sqlite: sqlite3.Connection) -> None:
 
 
 def _made_again(record: Record, cell: str | None) -> tuple[str | None, bytes]:
-    """The updated key, if there is one, and the updated row."""
     return cell_key(record.cell) if cell and record.cell else cell, encode(summary_row(record))
 
 
@@ -97,7 +96,7 @@ def is_ours(connection: sqlite3.Connection) -> bool:
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
-    """Anything that no migration made, in words; None without it.
+    """Foreign tables and indexes, in words; else None.
 
     Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
     added by `.recover` (lost_and_found) are never read.
@@ -110,7 +109,6 @@ def not_ours(connection: sqlite3.Connection) -> str | None:
 
 
 def version(connection: sqlite3.Connection) -> int:
-    """Number of applied migrations."""
     return pragma(connection, "user_version")
 
 

@@ -28,11 +28,8 @@ class Selection:
     """Values to match; None does not restrict."""
 
     kind: str | None = None
-    """Kind of record: run, ceilings, ..."""
     study: str | None = None
-    """Id of the study."""
     name: str | None = None
-    """The user's name."""
     status: str | None = None
     """ok, or the kind of a failure."""
     outside_studies: bool = False
@@ -105,7 +102,6 @@ def id_beginning(connection: Connection, table: Literal["record", "study"], pref
 
 
 def _newest(connection: Connection, table: str, text: str) -> str:
-    """The id for `last` or `last~N`."""
     back = text.removeprefix(BACK) if text != LAST else "0"
     if not (back.isdecimal() and back.isascii()):
         raise UserError(f"'{text}' is not a {table}; last~1 is the one before the last")

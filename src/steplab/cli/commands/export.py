@@ -74,7 +74,6 @@ def export(
 
 
 def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
-    """Export each record with its page, and report where it went."""
     from steplab.cli.output import say
     from steplab.cli.progress import ProgressLine
     from steplab.integrations.tracking import track, tracked

@@ -46,7 +46,6 @@ def rm(
 
 
 def _described(row: dict[str, str | int | float | None]) -> str:
-    """Such as: run 0123456789ab, 'sizes', 2026-11-21T07:30:00Z, ok."""
     called = f" '{row['name']}'," if row["name"] else ""
     line = f"{row['kind']} {row['id']},{called} {row['created_utc']}, {row['status']}"
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)

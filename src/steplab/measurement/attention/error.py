@@ -1,9 +1,9 @@
 """Errors of attention's output and gradients against float64, with plain attention's in the same format.
 
-Heads are independent. If all of them take too long or too much memory, some are checked in full, and the errors are of
-these. Within a head the reference processes the queries in pieces, so that not all scores have to fit.
+Heads are independent. If all take too long or too much memory, only some are checked, each in full. Within a head the
+reference processes queries in pieces, so not all scores have to fit.
 
-Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads that share one, S query
+Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads per shared head, S query
 positions, K key positions, D head dimension; s a piece of S.
 """
 
@@ -24,15 +24,12 @@ RESULTS = ("output", "queries", "keys", "values")
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
 """The largest number of scores computed in float64, which takes a second or two."""
 _MOST_BYTES = 256 * MIB
-"""The largest size of the float64 results, which stay in memory while implementations are tried."""
+"""Largest size of the float64 results, kept while implementations are tried."""
 _PIECE_BYTES = 256 * MIB
-"""The size of the scores of one piece of queries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """The inputs of an attention, which require gradients, and the gradient of its output."""
-
     q: Tensor
     """Queries, BHSD."""
     k: Tensor
@@ -44,7 +41,6 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors whose gradients are taken."""
         return self.q, self.k, self.v
 
 
@@ -62,7 +58,7 @@ class Reference:
         self._repeats = spec.heads // spec.num_kv_heads
         self._heads: list[_Head] = []
         self.plain: dict[str, _Distance] | None = None
-        """The errors of plain attention; None if it does not fit."""
+        """None if plain attention does not fit."""
         places = [(batch, group) for batch in range(spec.batch) for group in range(spec.num_kv_heads)]
         scores = spec.queries * spec.num_keys * self._repeats
         most = _MOST_SCORES[inputs.q.device.type] // scores
@@ -74,12 +70,11 @@ class Reference:
 
     @property
     def checked_heads(self) -> int:
-        """The number of query heads that have results; 0 if a single head would take too long."""
+        """Query heads with results; 0 if one head would take too long."""
         return len(self._heads) * self._repeats
 
     @property
     def num_bytes(self) -> int:
-        """The size of the float64 results."""
         return sum(tensor.nbytes for head in self._heads for tensor in head.exact)
 
     def look_at_plain(self, spec: AttentionSpec, inputs: Inputs) -> None:
@@ -95,7 +90,7 @@ class Reference:
         self.plain = found
 
     def errors(self, output: Tensor, gradients: tuple[Tensor, ...]) -> tuple[TensorError, ...]:
-        """The errors of an implementation's results on the same inputs; without gradients, of the output alone."""
+        """Errors on the same inputs; without gradients, of the output alone."""
         found = {name: _Distance() for name in RESULTS[: 1 + len(gradients)]}
         for head in self._heads:
             queries = slice(head.group * self._repeats, (head.group + 1) * self._repeats)
@@ -150,7 +145,6 @@ class _Distance:
 
 
 def _spread(places: list[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    """At most `most` of the places, including the first and, if more than one is taken, the last."""
     if len(places) <= most:
         yield from places
     elif most == 1:

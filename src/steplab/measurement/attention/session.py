@@ -1,7 +1,7 @@
-"""Measures cells of a benchmark of attention in this process: groups of one shape, timed in turns.
+"""Measures cells of a benchmark of attention in this process.
 
-The implementations of one shape take turns, repeat by repeat, and each round begins with another one, so that a
-disturbance of the machine affects all of them.
+Implementations of one shape alternate, repeat by repeat, and each round begins with another one, so a disturbance of
+the machine affects all of them.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def measure_attention(
 ) -> None:
     """The job: measure the task's cells in this process as far as it can; a new process measures the rest.
 
-    Raises UserError or Unsupported for a request that cannot be served at all.
+    Raises UserError or Unsupported for an impossible request.
     """
     study = task.study
     device = open_device(study.device)
@@ -62,7 +62,6 @@ class _Session:
         self._caches = ColdCaches(runner.device)
 
     def measure(self, group: Sequence[int]) -> None:
-        """Measure the cells of one shape."""
         if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled yet, and importing it takes seconds
             torch.compiler.reset()  # each shape is compiled as if it were the only one
         cells = [self.study.cells[index] for index in group]
@@ -137,9 +136,9 @@ class _Session:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
-        """Free what a failure held; if that fails, report its result and end the process.
+        """Free a failure's memory; if that fails, report its result and end the process.
 
-        If the device stops answering while several cells take turns, the failure may be another's: then no cell is
+        If the device stops answering while several cells alternate, the failure may be another's: then no cell is
         named, and the process dies.
         """
         try:
@@ -190,12 +189,11 @@ class _Session:
         *,
         in_turns: bool = False,
     ) -> T | None:
-        """Run a pass; a failure takes its cell out of the timing and leaves the others in it."""
         try:
             return work()
         except Exception as error:
             variant.fail(error, name, self.device)
-        # Not in the clause above, where the failure's frames would still be alive with what they hold.
+        # Not in the clause above: there the failure's frames still hold memory.
         variants.remove(variant)
         variant.ready.clear()
         self._after_failure(variant, variants if in_turns else ())

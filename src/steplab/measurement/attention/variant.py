@@ -21,7 +21,7 @@ MakeAttention = Callable[[AttentionSpec], AttentionFn]
 
 
 def make_attention(spec: AttentionSpec) -> AttentionFn:
-    """The implementation that a cell names, compiled if the cell asks for it. Raises Unsupported for an unknown one."""
+    """A cell's implementation, compiled if requested. Raises Unsupported for an unknown one."""
     function = attention_named(spec.implementation)
     if spec.compile == "off":
         return function
@@ -48,19 +48,14 @@ def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
 
 @dataclass(kw_only=True)
 class AttentionVariant:
-    """The results of one cell so far."""
-
     index: int
-    """Its number in the study."""
     spec: AttentionSpec
-    """The cell."""
     function: AttentionFn
-    """The function that computes it."""
     inputs: Inputs
     ready: set[AttentionPass] = field(default_factory=set)
-    """The passes that have run and can be timed."""
+    """Passes that can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
-    """The seconds of each repeat, by pass."""
+    """Seconds of each repeat, by pass."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None
@@ -72,21 +67,18 @@ class AttentionVariant:
     notes: list[str] = field(default_factory=list)
 
     def forward(self) -> Tensor:
-        """Run the forward pass without gradients."""
         with torch.no_grad():
             return self.forward_for_backward()
 
     def forward_for_backward(self) -> Tensor:
-        """Run the forward pass and save what backward needs."""
         given = self.inputs
         return self.function(given.q, given.k, given.v, causal=self.spec.causal)
 
     def backward(self, output: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of queries, keys and values."""
         return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
 
     def fail(self, error: Exception, stage: str, device: Device) -> None:
-        """Record a failure; the cell is not measured any further."""
+        """Record a failure and stop measuring the cell."""
         self.failure = refused_memory(error, stage, device)
         if self.failure is None and has_no_kernel(error):
             message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
@@ -94,8 +86,7 @@ class AttentionVariant:
         self.failure = self.failure or failure_of(error, stage)
 
     def call(self, name: AttentionPass) -> ColdCall:
-        """A pass, to be timed. Backward needs a forward pass before each repeat: kept, its tensors would fill the
-        device's memory."""
+        """Backward needs a forward pass before each repeat: kept, its tensors would fill the device's memory."""
         if name == "forward":
             return ColdCall(run=lambda _: self.forward())
         if name == "backward":
@@ -103,7 +94,7 @@ class AttentionVariant:
         return ColdCall(run=lambda _: self.backward(self.forward_for_backward()))
 
     def note_waiting(self, name: AttentionPass, num_waits: int, repeats: int) -> None:
-        """Add a note on the repeats of a pass in which the device may have waited for Python."""
+        """Note repeats where the device may have waited for Python."""
         if num_waits:
             self.notes.append(
                 f"{name}: in {num_waits} of {repeats} repeats the device may have waited for Python, which had "
@@ -111,7 +102,6 @@ class AttentionVariant:
             )
 
     def cell(self, device: Device) -> AttentionCell:
-        """The result as a record's cell."""
         memory = AttentionMemory(
             saved_bytes=self.saved_bytes,
             forward_peak_bytes=self.forward_peak_bytes,
@@ -171,14 +161,13 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
 def look_at_errors(
     variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
 ) -> None:
-    """Compare with float64, if there is a reference."""
     if reference.checked_heads:
         variant.errors = reference.errors(output, gradients)
         variant.checked_heads = reference.checked_heads
 
 
 class Gauge:
-    """Measures bytes beyond those that are allocated when it is made."""
+    """Measures bytes beyond those allocated at its creation."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -192,14 +181,14 @@ class Gauge:
         return after - self._before if after is not None and self._before is not None else None
 
     def peak(self) -> int | None:
-        """The largest number of bytes since it was made; None if the allocator does not count."""
+        """Most bytes since its creation; None if the allocator does not count."""
         self._device.synchronize()
         peak = self._device.peak("step")
         return peak.peak_allocated_bytes - self._before if peak and self._before is not None else None
 
 
 class SavedTensors:
-    """Counts what autograd saves, storage by storage, on a device whose allocator does not count: a CPU."""
+    """Counts autograd's saved storages on a CPU: its allocator does not count."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.leaves}
@@ -213,5 +202,5 @@ class SavedTensors:
         return tensor
 
     def num_bytes(self) -> int:
-        """Bytes of all storages except those of the inputs."""
+        """Bytes of all storages except the inputs'."""
         return sum(storage.nbytes() for address, storage in self._storages.items() if address not in self._inputs)

@@ -19,7 +19,6 @@ MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 
 
 def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
-    """The function of one repeat of the cell; all ranks of the group call it."""
     send, receive = buffers.send, buffers.receive
     if buffers.spec.backend == "peer_copy":
         return peer_copy_call(buffers, SymmetricMemory(GroupCollectives(group), group, send.device))
@@ -39,7 +38,7 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
-    """Average the whole message as one gradient of a bucket, whose average is written to the bucket's own memory."""
+    """Average the whole message as one gradient; the average is written to the bucket."""
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)
     (average,) = bucket.wait()
     assert average is not None  # without owners every rank has it

@@ -1,8 +1,8 @@
-"""The data that ranks send in the check of a collective, and the data that each has to receive, element by element.
+"""The data sent in the check of a collective, and the data each rank must receive, element by element.
 
-The data are whole numbers so small that every sum of them is exact in every type, drawn from a hash of rank and index:
-an element at another place, or from another rank, is almost always another number. Tensors are flat; they are filled
-and compared in pieces, because a whole message as int64 would take twice its memory.
+They are whole numbers so small that every sum is exact in every type, drawn from a hash of rank and index: an element
+at another place, or from another rank, is almost always another number. Tensors are flat, and filled and compared in
+pieces, because a whole message as int64 would take twice its memory.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,15 @@ from steplab.specs.comm import CommSpec
 
 _PIECE = 2**24
 _SENTINEL = 99.0
-"""The value of elements that were not received."""
 _EXACT = 256
-"""The largest number up to which all whole numbers are exact in bf16."""
+"""Whole numbers up to this are exact in bf16."""
 
 
 class Buffers:
     """One rank's tensors of a cell: `send` holds its data, `receive` the result; the same tensor for a collective in
     place.
 
-    An average is compared through the sum that it is made of, which is exact in every type.
+    An average is compared through its sum, which is exact in every type.
     """
 
     def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:

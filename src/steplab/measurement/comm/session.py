@@ -1,10 +1,8 @@
-"""Measures cells of a benchmark of collectives in this process, which is one of several ranks.
+"""Measures cells of a benchmark of collectives on this rank.
 
-Every rank measures the same cells in the same order; a cell with fewer ranks uses the lowest ones, and the others wait
-for its end. A cell's result is checked before it is timed. If a step can fail on one rank alone, such as an allocation,
-all ranks learn of it before they wait for each other in a collective.
-
-Every rank assembles a cell's record from the findings of all, so that each can report it to its command line.
+Every rank measures the same cells in the same order; a cell with fewer ranks uses the lowest ones, and the others wait.
+A result is checked before it is timed. If a step fails on one rank alone, such as an allocation, all ranks learn of it
+before they wait for each other in a collective.
 """
 
 import dataclasses
@@ -39,10 +37,9 @@ class _Found:
 def measure_comm(
     task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """The job: measure the task's cells on this rank; every rank of the world calls this, and its observer hears of
-    all cells.
+    """The job: measure the task's cells on this rank; every rank calls this, and its observer hears of all cells.
 
-    Raises Unsupported for a request that this machine cannot serve at all.
+    Raises Unsupported for an impossible request.
     """
     assert world is not None  # the study has at least two processes
     study = task.study
@@ -69,7 +66,7 @@ def _refuse(spec: CommSpec, world: World) -> None:
 
 
 def _libraries(study: CommStudy) -> dict[str, str]:
-    """Versions of the libraries that move the bytes; gloo is a part of torch and has no version of its own."""
+    """Versions of the libraries that move the bytes; gloo is part of torch."""
     if all(cell.backend != "nccl" for cell in study.cells):
         return {}
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -77,14 +74,13 @@ def _libraries(study: CommStudy) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Groups:
-    """Process groups of the lowest ranks, by backend and size; all ranks make each of them together, once."""
+    """Process groups of the lowest ranks, by backend and size; all ranks build each together, once."""
 
     world: World
     made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
 
     def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        """The group, and the collectives through which its members agree; None for the latter if this rank is not a
-        member."""
+        """The group, and its members' collectives for agreeing; None for these if this rank is not a member."""
         key = (spec.transport, spec.world_size)
         if key not in self.made:
             self.made[key] = self._make(spec)
@@ -106,7 +102,6 @@ class _Session:
         self._groups = _Groups(world)
 
     def measure(self, numbers: Sequence[int]) -> None:
-        """Measure one cell."""
         (index,) = numbers
         spec = self.study.cells[index]
         self._begin(spec, "first call")
@@ -130,7 +125,7 @@ class _Session:
 
 
 class _Share:
-    """One rank's part of a cell: its buffers, its call and its findings; all of it is freed with the cell."""
+    """One rank's part of a cell, freed with it."""
 
     def __init__(
         self, spec: CommSpec, world: World, group: dist.ProcessGroup | None, together: Together, make: MakeCall
@@ -139,8 +134,7 @@ class _Share:
         self._found = _Found()
 
     def measure(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> _Found:
-        """Fill buffers, check the first call and time the others; each step runs only if the previous one succeeded
-        on all ranks."""
+        """Each step runs only if the previous one succeeded on all ranks."""
         called = self._went_well("buffers", self._fill) and self._went_well("first call", self._check)
         if called and not any(self._together.collectives.host_gather(self._found.compared[1])):
             self._went_well("timing", lambda: self._time(study, begin))

@@ -1,14 +1,13 @@
 """Times one cell of the benchmark of collectives, in step with the other ranks.
 
-On a device with a timeline of its own, calls are made back to back, in rows. A row begins with a barrier, on the device
-as well, because in a broadcast the root waits for no other rank; then with a call that is not counted. An event on the
-device's timeline takes some microseconds itself: so there is one event after as many calls as take a millisecond
-together, and a sample is their mean.
+On a device with its own timeline, calls are made back to back, in rows. A row begins with a barrier, also on the
+device, because the root of a broadcast waits for no other rank; then with an uncounted call. An event takes some
+microseconds itself, so there is one per millisecond of calls, and a sample is their mean.
 
-Then, on every device, each call is timed by itself: a barrier, then Python's clock around the call, with the device
-synchronised at both ends. That is the time of a call for which nothing was prepared.
+Then, on every device, each call is timed alone: a barrier, then Python's clock around the call, with the device
+synchronised at both ends. That is the time of a call without preparation.
 
-All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
+All ranks must make the same number of calls, so they agree on it by the slowest rank's time.
 """
 
 import dataclasses
@@ -30,26 +29,20 @@ from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
-"""The longest warm-up, as a multiple of the requested one; calls that have not settled by then are timed as they
-are."""
+"""Longest warm-up, as a multiple of the requested one; then calls are timed even if they have not settled."""
 _SETTLED = 1.5
-"""The largest ratio of two batches of calls that are taken to agree."""
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
-"""Calls in a row; each puts a few items into the device's launch queue, which has to hold them all."""
+"""Calls in a row; the device's launch queue must hold them all."""
 _TRIED = 5
-"""The number of calls from which the time of one is estimated."""
 _LONGEST_HOLD_S = 0.25
 """The longest hold; Python launches a row of calls in less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """This rank's device, and the ranks that time a call together."""
-
     device: Device
-    """This rank's device."""
     collectives: Collectives
     """The group's collectives, used for host values only."""
 
@@ -66,13 +59,12 @@ class Together:
 def time_calls(
     call: Call, together: Together, study: CommStudy, on_begin: Callable[[str], None] = lambda stage: None
 ) -> RankTimes:
-    """Warm a call up and time it; every rank of the group calls this."""
     device = together.device
     on_begin("warm-up")
     call_s = _warmed_up(call, together, study.warmup_s)
 
     def samples_of(calls: int) -> int:
-        """The number of samples of so many calls each, equal on all ranks."""
+        """Equal on all ranks."""
         return repeats_within(study.measured_s, calls * call_s, least=study.least_repeats, most=study.most_repeats)
 
     rows = None
@@ -90,13 +82,13 @@ def time_calls(
 
 
 def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int]) -> RankTimes:
-    """This rank's times; `samples_of` gives the number of samples for a number of calls per sample, equal on all
-    ranks."""
+    """This rank's times; `samples_of` maps calls per sample to the number of samples."""
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds per call of samples of `calls` calls each, and the number of samples that may contain Python's
-        time: even with the longest hold, as where the call itself waits for the device."""
+        """Seconds per call of samples of `calls` calls each, and how many may contain Python's time even with the
+        longest hold: the call itself may wait for the device.
+        """
 
         def sample() -> None:
             for _ in range(calls):
@@ -127,13 +119,13 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
 
 
 def _waits(samples: Samples) -> int:
-    """The number of samples whose calls were not all launched when the device finished the sample before."""
+    """Samples not fully launched when the device finished the previous one."""
     (found,) = samples
     return sum(lead < seconds for lead, seconds in zip(found.lead_s or (), found.best_s, strict=True))
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
-    """Call until the warm-up time has passed and the times are stable; returns the seconds of a call by then.
+    """Call until the warm-up time has passed and times are stable; returns the seconds of a call.
 
     The first calls are among the slowest, so batches of half the time follow until two in a row agree, or the longest
     time has passed.

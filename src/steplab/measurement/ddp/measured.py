@@ -23,12 +23,10 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.specs.step_choices import OVERLAPPED
 
 _REPEATS_BEFORE = 2
-"""Repeats that are not counted: the first messages of a kind open connections."""
+"""Uncounted repeats: the first messages of a kind open connections."""
 
 
 class MeasuredVariant:
-    """A variant that is built, and its results on this rank."""
-
     def __init__(
         self,
         study: DdpStudy,
@@ -37,23 +35,20 @@ class MeasuredVariant:
         baseline_bytes: int | None,
         observer: Observer,
     ) -> None:
-        """Build the variant, a collective call; `baseline_bytes` are allocated already, by the baseline among
-        others."""
+        """A collective call; `baseline_bytes` are already allocated."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
         self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
-        """The memory at each moment so far."""
         self.peak: PeakMemory | None = None
-        """The peak memory of the warm-up steps."""
+        """Peak memory of the warm-up steps."""
         self._begin("build", 0)
         self.step = VariantStep(study.step, variant, world)
-        """The variant's step."""
         self._look("initialised")
 
     def cell(self, baseline: VariantStep | None, trace: Path | None) -> DdpCell:
         """The variant's cell, equal on all ranks; a collective call.
 
-        `baseline` takes turns with it, if given. Rank 0 writes the trace to `trace`; None for no trace.
+        It alternates with `baseline`, if given. Rank 0 writes the trace to `trace`; None: no trace.
         """
         first_step_s = self._first_step()
         self._warm_up()
@@ -92,7 +87,7 @@ class MeasuredVariant:
         )
 
     def timed_by_itself(self, steps: int) -> Samples:
-        """The samples of `steps` steps, after the warm-up."""
+        """Samples of `steps` steps, after the warm-up."""
         self._warm_up()
         ((samples, _),) = run_turns(
             [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
@@ -112,7 +107,6 @@ class MeasuredVariant:
         return first_step_s
 
     def _warm_up(self) -> None:
-        """Run the warm-up steps alone, so that the peak is this variant's own."""
         num_steps = max(self._study.step.warmup, 1)
         self._begin("warmup", num_steps)
         self._device.reset_peak()
@@ -123,8 +117,7 @@ class MeasuredVariant:
         self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """The variant's communication by itself: its messages sent again or, with another transport, its gradients
-        averaged."""
+        """Times only the communication: messages sent again or, with another transport, gradients averaged."""
         kind = self._variant.kind
         if kind == "none":
             return (), ()
@@ -167,7 +160,7 @@ class MeasuredVariant:
         self.step.make_gradients_unsent()
 
     def _look(self, moment: str) -> None:
-        """Note the memory, in place of an earlier look of the same moment: a step of parts ends with its last."""
+        """Note the memory; the last look of a moment counts."""
         assert self.step.optimizer is not None
         held = state_memory(
             moment,
@@ -184,11 +177,10 @@ class MeasuredVariant:
 
 
 def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:
-    """Record `num_steps` steps, and one before them under another name, into `target`; None on ranks that write no
-    file.
+    """Record `num_steps` steps, and one before under another name, into `target`; None: this rank writes no file.
 
-    All ranks do so at once, so that no rank waits for one that is slowed alone. A profiler slows Python most of all, so
-    Python gets its head start here as well.
+    All ranks record at once, so no rank waits for a slowed one. Python gets a head start, because a profiler slows it
+    most.
     """
     head_start = HeadStart(world.device, world.collectives)
     world.device.synchronize()
@@ -235,7 +227,7 @@ def state_memory(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of these tensors on this rank, each counted once and in full, also for views."""
+    """Bytes of these tensors' storages on this rank, each counted once and in full, also for views."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()

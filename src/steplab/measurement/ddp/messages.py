@@ -1,5 +1,3 @@
-"""The messages of a step: recorded while sent, or computed; then sent again alone."""
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from steplab.parallel.layout import Sharding, Unit
 from steplab.records.ddp import Messages
 
 _ALIGNED = 128
-"""Messages begin at multiples of so many elements, as tensors of their own do."""
+"""Messages begin at multiples of this many elements, as separate tensors do."""
 
 
 class RecordingCollectives:
@@ -27,7 +25,7 @@ class RecordingCollectives:
 
     @contextmanager
     def on(self) -> Iterator[list[Messages]]:
-        """A context in which calls are recorded; consecutive messages of one kind are one entry."""
+        """A context that records calls; consecutive messages of one kind are one entry."""
         found: list[Messages] = []
         self._found = found
         try:
@@ -72,8 +70,7 @@ class RecordingCollectives:
 def fsdp_messages(
     module: nn.Module, units: Sequence[Unit], sharding: Sharding, size: int, micro_steps: int
 ) -> tuple[Messages, ...]:
-    """The messages that parallel.layout.shard_parameters has a step send over `size` ranks, from the shapes of
-    parameters.
+    """The messages of a step over `size` ranks with parallel.layout.shard_parameters, from the shapes of parameters.
 
     Each forward pass gathers the parameters of the root and of each unit. Each backward pass gathers the units' again;
     the root's are kept. The last backward pass reduces and scatters all gradients. Every parameter is padded so that
@@ -91,7 +88,6 @@ def fsdp_messages(
 
 
 def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
-    """Bytes of a unit's padded parameters, in their own type or, where the unit allows it, in `dtype`."""
     return sum(
         math.ceil(parameter.shape[0] / size)
         * size
@@ -102,10 +98,8 @@ def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
 
 
 class MessagesAlone:
-    """The messages of a step, to be sent by themselves any number of times."""
-
     def __init__(self, messages: Sequence[Messages], world: World, dtype: torch.dtype, *, one_at_a_time: bool) -> None:
-        """Allocate memory for each message, as in the step, so that none finds what it sends in a cache."""
+        """Each message has its own memory, as in the step, so none finds its data in a cache."""
         self._world, self._one_at_a_time = world, one_at_a_time
         sizes = [(sent.collective, size // dtype.itemsize) for sent in messages for size in sent.sizes_bytes]
         aligned = [-(-size // _ALIGNED) * _ALIGNED for _, size in sizes]
@@ -117,7 +111,6 @@ class MessagesAlone:
             begin += taken
 
     def send(self) -> None:
-        """Send all of them, and wait."""
         pending = []
         for number, (collective, tensor) in enumerate(self._sent):
             under_way = self._send(collective, tensor, number)

@@ -1,8 +1,8 @@
-"""A data-parallel study on one rank: one variant after the other, each in turns with the baseline.
+"""A data-parallel study on one rank: one variant after the other, each alternating with the baseline.
 
-Every rank runs this; the results are gathered, and rank 0 reports them. The baseline stays in memory and alternates
-with each variant, a few steps each, so a disturbance affects both. Without room for two models, the baseline is built
-and timed before and after. A variant is freed, and its memory checked, before the next one is built.
+Every rank runs this, and rank 0 reports. The baseline stays in memory; both take a few steps at a time, so a
+disturbance affects both. Without room for two models, the baseline is built and timed before and after. A variant is
+freed, and its memory checked, before the next one is built.
 """
 
 import dataclasses
@@ -28,7 +28,6 @@ from steplab.units import format_bytes
 _ROOM = 0.92
 """Largest share of the device's memory that the baseline and a variant may take together."""
 _LET_GO_S = 3.0
-"""How long a variant may take to free its memory, in seconds."""
 _SPARE = 1.2
 """Assumed ratio of a variant's peak to the baseline's, for buckets and gaps between blocks."""
 
@@ -36,7 +35,7 @@ _SPARE = 1.2
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
     """The job: measure the task's cells on this rank; every rank calls this.
 
-    Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for a step that cannot be served.
+    Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for an impossible step.
     """
     assert world is not None  # the study has at least two processes
     study, device = task.study, world.device.torch_device
@@ -57,7 +56,7 @@ class _Session:
         runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:
-        """Measure the first variant, whose model stays if there is room; its cell is `reported` if it was requested."""
+        """Measure the first variant; its model stays if there is room. Its cell is `reported` if requested."""
         self.runner.observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
         self.runner.observer.on_facts(_facts(measured.step, self._world))
@@ -74,7 +73,6 @@ class _Session:
             self._before = self._baseline_by_itself()
 
     def measure(self, numbers: Sequence[int]) -> None:
-        """Measure any other variant and free it."""
         (number,) = numbers
         variant = self._study.contenders[number]
         cell = self._cell_of(number, variant)
@@ -98,7 +96,7 @@ class _Session:
         raise refusal or SteplabError(f"{variant.label}: rank {ranks} refuses a step that other ranks can run")
 
     def _left_behind(self) -> tuple[str, ...]:
-        """Free a variant's memory; a note if some is not freed, which later variants then lack.
+        """Free a variant's memory; a note if some is not freed and later variants lack it.
 
         On GPUs buckets of torch's DDP are freed some time after the variant.
         """
@@ -107,7 +105,6 @@ class _Session:
         return (f"memory: {format_bytes(stays)} were not freed after the variant was measured",) if stays else ()
 
     def _tell_clocks(self, step: VariantStep) -> None:
-        """Report the clocks, read while the device is at work."""
         step.run()
         step.run()
         self.runner.tell_clocks()
@@ -130,7 +127,7 @@ class _Session:
         return MeasuredVariant(self._study, variant, self._world, self.runner.idle_bytes, self.runner.observer)
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
-        """Whether every rank's device holds the baseline beside a variant's step; always true on a CPU."""
+        """Always true on a CPU."""
         fits, device = True, self._world.device.torch_device
         if baseline.peak is not None:
             _, total_bytes = torch.cuda.mem_get_info(device)

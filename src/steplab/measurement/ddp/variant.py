@@ -1,8 +1,7 @@
-"""One variant of a data-parallel study, built on this rank: the step of `run` with the variant's way of averaging
-gradients.
+"""One variant of a data-parallel study on this rank: the step of `run` with another averaging of gradients.
 
-All variants compute the same step on the same weights, each rank on its own batches. They differ in who averages the
-gradients, when, and where the optimizer's state is; everything else is measurement.step.
+All variants compute the same step on the same weights, each rank on its own batches. They differ in who averages
+gradients, when, and where the optimizer's state is.
 """
 
 from dataclasses import replace
@@ -23,11 +22,8 @@ from steplab.specs.step import StepSpec
 
 
 class VariantStep(ModelStep):
-    """The step of one variant on this rank."""
-
     def __init__(self, spec: StepSpec, variant: Variant, world: World) -> None:
-        """Build it, a collective call. Raises UserError or Unsupported if the variant is not possible, on every rank
-        alike."""
+        """A collective call. Raises UserError or Unsupported on every rank if the variant is not possible."""
         device = world.device.torch_device
         workload = build_workload(spec, device)
         if workload.module is None or workload.make_batch is None:
@@ -35,29 +31,29 @@ class VariantStep(ModelStep):
         refuse_sparse(workload.module, "comparing strategies", "messages")
         self._spec, self._variant, self._world_size = spec, variant, world.size
         self.knows_tokens = workload.knows_tokens
-        """Whether the tokens of a step are known."""
         self._recording: RecordingCollectives | None = None
-        if variant.transport in (None, COLLECTIVES):  # any other transport reaches the ranks of its group by itself
+        if variant.transport in (None, COLLECTIVES):  # any other transport reaches its ranks directly
             self._recording = RecordingCollectives(world.collectives)
             world = replace(world, collectives=self._recording)
         super().__init__(workload, spec, device, world, variant)
 
     @property
     def cycle(self) -> list[Phase]:
-        """The phases of a step, from a moment when nothing is being sent. The parameters of `sharded` are sent during
-        the next forward pass, so its step begins with the optimizer, on the gradients of the step before."""
+        """The phases of a step, from a moment without messages under way. `sharded` sends parameters during the next
+        forward pass, so its step begins with the optimizer, on the previous gradients.
+        """
         first = -1 if self._variant.kind == "sharded" else 0
         return [*self.phases[first:], *self.phases[:first]]
 
     @property
     def shared_bytes(self) -> int:
-        """Device memory of the variant's transport that torch's allocator does not count."""
+        """Device memory of the transport outside torch's allocator."""
         called, optimizer = self.distributed.call, self.optimizer
         gradients = called.shared_bytes if isinstance(called, DataParallel) else 0
         return gradients + (optimizer.shared_bytes if isinstance(optimizer, ShardedOptimizer) else 0)
 
     def messages(self) -> tuple[Messages, ...]:
-        """The messages of a step; empty if they cannot be known. A collective call: it runs a step."""
+        """A collective call that runs a step; empty if messages are unknown."""
         if self._variant.kind == "fsdp2":
             units, sharding = units_of(self.module), sharding_of(self.module, self._spec)
             return fsdp_messages(self.module, units, sharding, self._world_size, self._spec.micro_steps)

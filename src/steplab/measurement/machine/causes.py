@@ -1,8 +1,7 @@
-"""Remedies for errors of GPUs, NCCL and gloo, which name only the call that failed.
+"""Remedies for errors of GPUs, NCCL and gloo.
 
 CUDA's texts come from cudaGetErrorString, and torch adds three lines of advice; NCCL's and gloo's come from torch's
-process groups. "Xid" is the number under which NVIDIA's driver logs a fault of a GPU:
-https://docs.nvidia.com/deploy/xid-errors/.
+process groups. "Xid" is the NVIDIA driver's number for a GPU fault: https://docs.nvidia.com/deploy/xid-errors/.
 """
 
 import re
@@ -13,13 +12,10 @@ from steplab.records.failure import FailureKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """The cause of an error."""
-
     words: str
     """The cause and what to do, in one line."""
     kind: FailureKind
-    """crashed or timeout for a fault of the machine, after which `--resume` measures again; error for one of the
-    code."""
+    """crashed or timeout for a fault of the machine (`--resume` then measures again); error for one of the code."""
 
 
 _XID = "`dmesg | grep Xid` has the driver's reason"
@@ -52,7 +48,7 @@ _CAUSES: tuple[tuple[str, FailureKind, str], ...] = (
 
 
 def cause_of(text: str) -> Cause | None:
-    """The cause behind the text of an error, or behind the last lines of a process; None if it is not known."""
+    """The cause behind an error's text or a process's last lines; None if unknown."""
     for pattern, kind, words in _CAUSES:
         if re.search(pattern, text, re.IGNORECASE):
             return Cause(words=words, kind=kind)

@@ -23,8 +23,8 @@ _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
-"""Stop doubling n once a product takes the first and reaches less than the second times the FLOP/s of half its n: the
-device is full, and eight times the work adds nothing.
+"""Stop doubling n once a product takes the first, and reaches less than the second times the FLOP/s at n/2: the device
+is full.
 """
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
 _DTYPES = (
@@ -35,20 +35,20 @@ _DTYPES = (
 )
 _WARMUP, _REPEATS = 3, 10
 _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
-"""Which operand of the product is transposed in a linear layer: forward, for its input's gradient, for its weight's."""
+"""Transposed operand in a linear layer: forward, for its input's gradient, for its weight's."""
 _FAR_BEHIND = 2.0
 _CLOSE = 1.1
-"""A layout's time over the fastest: beyond it, the layout is not tried at the next size, or not at length."""
+"""Ratio of a layout's time to the fastest; beyond it, the layout is not tried at the next size, or not at length."""
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
-    """The job of `doctor`: measure in this process alone. Raises Unsupported for a device that is not there."""
+    """The job of `doctor`: measure in this process alone. Raises Unsupported for an absent device."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
     others = OtherProcesses()
     if environment.device.kind == "cuda" and environment.triton:
         observer.on_stage("flash_triton", 0)
-        hopper_kernels_on(device.torch_device)  # a Triton that nobody tried is tried
+        hopper_kernels_on(device.torch_device)  # an untested Triton is tried
     ceilings = tuple(_measure(device, observer.on_stage))
     environment = dataclasses.replace(environment, other_cpus=others.mean_cpus())
     return Ceilings(
@@ -79,8 +79,8 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
 def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
     """Size and times of the largest product tried, in the fastest layout that a linear layer uses.
 
-    A layout that is far slower at one size is not tried at the next: without bf16 instructions a CPU is twenty times
-    slower in one layout than in another. At the largest size those close to the fastest are timed at length.
+    A far slower layout is not tried at the next size: without bf16 instructions a CPU is twenty times slower in one
+    than in another. At the largest size those close to the fastest are timed at length.
     """
     n, layouts, smaller_s = _SMALLEST, _LAYOUTS, 0.0
     while True:

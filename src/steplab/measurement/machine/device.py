@@ -1,6 +1,6 @@
 """The device behind a small interface: a clock, a barrier and a memory gauge.
 
-The measuring loop knows only this interface, so that a fake device can test its order of events and its statistics.
+A fake device tests the loop's order of events and its statistics.
 """
 
 import sys
@@ -17,16 +17,13 @@ from steplab.specs.step_choices import FP8
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
-"""The number of cycles that are timed, which take some milliseconds."""
+"""Timed cycles: some milliseconds."""
 
 
 class Device(Protocol):
-    """The operations that a measurement needs of a device."""
-
     asynchronous: bool
-    """Whether work continues after a call returns; marks then lie on the device's own timeline."""
+    """True if work continues after a call returns; marks then lie on the device's timeline."""
     torch_device: torch.device
-    """The torch device that tensors are placed on."""
 
     def reserve_marks(self, count: int) -> None:
         """Prepare `count` marks, so that making one inside a loop takes almost no time."""
@@ -60,7 +57,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A CUDA GPU; its marks are events on the current stream."""
+    """Marks are events on the current stream."""
 
     asynchronous = True
 
@@ -93,7 +90,7 @@ class CudaDevice:
             compat.spin(round(seconds * self._spin_rate()))
 
     def _spin_rate(self) -> float:
-        """Cycles per second of the spinning kernel, timed once: GPUs differ in the clock that they count."""
+        """Cycles per second of the spinning kernel, timed once: GPUs count different clocks."""
         if not self._spins_per_s:
             compat.spin(1)  # loads the kernel
             start = self.mark()
@@ -126,7 +123,7 @@ class CudaDevice:
 
 
 class HostClockDevice:
-    """A CPU or MPS device; its marks are readings of the host's clock with the device idle."""
+    """A CPU or MPS device; marks are readings of the host's clock with the device idle."""
 
     asynchronous = False
 
@@ -168,9 +165,9 @@ class HostClockDevice:
 
 
 def open_device(name: str) -> Device:
-    """The device that a spec names; `auto` is cuda, else mps, else cpu. Only this function turns a name into a device.
+    """The device that a spec names; `auto` is cuda, else mps, else cpu.
 
-    Raises UserError for an unknown name, and Unsupported for a device that is not there.
+    Raises UserError for an unknown name, and Unsupported for an absent device.
     """
     there = _devices_here()
     check_device(name, there)
@@ -192,13 +189,12 @@ def open_device(name: str) -> Device:
 
 
 def _devices_here() -> list[str]:
-    """The names of the devices that torch sees; the first is what `auto` takes."""
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
 
 def host_peak_bytes() -> int | None:
-    """The largest resident set of this process so far; None if the system does not report it."""
+    """Largest resident set of this process so far; None if unreported."""
     try:
         import resource
     except ImportError:  # Windows has no getrusage
@@ -208,14 +204,14 @@ def host_peak_bytes() -> int | None:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs of compute capability 8.0 and above."""
+    """True if matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs of compute capability 8.0 and above."""
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether it multiplies matrices in fp8: NVIDIA GPUs of compute capability 8.9 and above."""
+    """True if it multiplies in fp8: NVIDIA GPUs of compute capability 8.9 and above."""
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
     )
@@ -234,5 +230,5 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
 
 
 def allocated_bytes(device: Device) -> int | None:
-    """Bytes in live tensors; None if the allocator does not count them."""
+    """None if the allocator does not count."""
     return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None

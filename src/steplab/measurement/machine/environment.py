@@ -1,4 +1,4 @@
-"""Reads the environment of a measurement: device, versions, clocks, and a few variables."""
+"""Reads the environment of a measurement."""
 
 import dataclasses
 import importlib.metadata
@@ -36,12 +36,12 @@ VARIABLES = (
     "TORCHINDUCTOR_MAX_AUTOTUNE",
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
-"""The environment variables that a record may contain: those that change a step's speed or memory. A record may be
-shared, and other variables may hold secrets."""
+"""Environment variables that a record may contain: they change speed or memory. Records are shared, and other variables
+may hold secrets.
+"""
 
 
 def read_environment(device: torch.device) -> Environment:
-    """The environment as it is before the measurement."""
     gaps: list[str] = []
     info, driver = _device_info(device, gaps)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -127,7 +127,7 @@ def _cpu_name() -> str:
 def _load_average() -> float | None:
     try:
         return os.getloadavg()[0]
-    except (OSError, AttributeError):  # Windows has none
+    except (OSError, AttributeError):  # not on Windows
         return None
 
 
@@ -139,13 +139,13 @@ def _version_of(package: str) -> str | None:
 
 
 def _dotted(version: int) -> str:
-    """cuDNN's version as text: it reports 91900 for 9.19.0, and before version 9 8902 for 8.9.2."""
+    """cuDNN reports 91900 for 9.19.0, and 8902 for 8.9.2."""
     scale = 10_000 if version >= 90_000 else 1_000
     return f"{version // scale}.{version % scale // 100}.{version % 100}"
 
 
 def _git_commit() -> str | None:
-    """The commit of the folder that steplab was started in, which usually holds the user's code."""
+    """Commit of the working folder, which usually holds the user's code."""
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") else "")

@@ -22,7 +22,6 @@ _LAST_LINES = 12
 
 
 def failure_from(error: BaseException, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
-    """The exception as a Failure: out of memory with its sizes, or the first line of the error."""
     refused = refused_memory(error, stage, device)
     if refused:
         return refused
@@ -36,14 +35,13 @@ def failure_from(error: BaseException, stage: str, spec: StepSpec | None, device
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error began in the user's code, or a library's of models, as 'model.py:12'; empty if it began in code of
-    Python's, torch's, Triton's or steplab's alone."""
+    """Origin of an error in the user's code or a model library's, as 'model.py:12'; else empty."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_underneath(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def place_of_call() -> str:
-    """Where in such code the running call was made, likewise."""
+    """The same for the running call."""
     for frame, line in traceback.walk_stack(None):
         if not _is_underneath(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{line}"
@@ -59,7 +57,7 @@ def _is_underneath(filename: str) -> bool:
 
 
 def refused_memory(error: BaseException, stage: str, device: Device | None) -> Failure | None:
-    """The exception as an out-of-memory Failure with its sizes; None if it is another error."""
+    """None if it is another error."""
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
         return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
@@ -70,10 +68,9 @@ def refused_memory(error: BaseException, stage: str, device: Device | None) -> F
 
 
 def lack_of_host_memory(state_bytes: int) -> Failure | None:
-    """The failure of a step whose weights and what training keeps for them are larger than the host's memory; None if
-    they are not.
+    """The failure of a step if weights and optimizer state exceed the host's memory; else None.
 
-    It is told before anything is built: a host that runs out of memory swaps for minutes, and ends other programs.
+    It is raised before building: a host without memory swaps for minutes, and ends other programs.
     """
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if state_bytes <= there:
@@ -84,12 +81,11 @@ def lack_of_host_memory(state_bytes: int) -> Failure | None:
 
 
 def has_no_kernel(error: BaseException) -> bool:
-    """Whether torch reports that none of the permitted attention kernels supports these inputs."""
+    """True if no permitted attention kernel supports these inputs."""
     return "No available kernel" in str(error) or "No viable backend" in str(error)
 
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:
-    """Any other error as a Failure: its cause where that is known, its first line, and its last lines."""
     text = text_of(error)
     lines = tuple(remark(line) for line in text.splitlines()[-_LAST_LINES:])
     cause, first_line = cause_of(text), _first_line(error)
@@ -117,6 +113,6 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
 
 def _first_line(error: BaseException) -> str:
     lines = [remark(line.strip()) for line in text_of(error).splitlines() if line.strip()]
-    if isinstance(error, ERRORS):  # an error of steplab's own is shown as it is
+    if isinstance(error, ERRORS):  # steplab's own errors are shown unchanged
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

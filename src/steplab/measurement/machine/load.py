@@ -7,17 +7,17 @@ import psutil  # type: ignore[import-untyped]  # it has no types
 _SHORTEST_S = 0.5
 """The shortest useful interval: processor clocks count in steps of 10 ms."""
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""Processor states that are not work, and those of Linux that are part of user and nice as well."""
+"""Processor states without work, and Linux's that also count in user and nice."""
 
 
 class OtherProcesses:
-    """Counts the time that the machine's processors spend on other processes, from when it is made."""
+    """Counts processor time of other processes, from its creation."""
 
     def __init__(self) -> None:
         self._started_s, self._elsewhere_s = time.perf_counter(), _elsewhere_s()
 
     def mean_cpus(self) -> float | None:
-        """Mean number of processors that others kept busy until now; None after too short a time to tell."""
+        """Mean number of processors kept busy by others; None after too short a time."""
         elapsed_s = time.perf_counter() - self._started_s
         if elapsed_s < _SHORTEST_S:
             return None
@@ -25,14 +25,13 @@ class OtherProcesses:
 
 
 class Suspension:
-    """Counts the time for which the machine is suspended, from when it is made. The clock of the samples stands still
-    then, so that they do not show it."""
+    """Counts suspended time, from its creation. The samples' clock stops and does not show it."""
 
     def __init__(self) -> None:
         self._before_s = _suspended_s()
 
     def seconds(self) -> float | None:
-        """Seconds of suspension until now; None where the system has no clocks that tell."""
+        """None where no clock counts suspension."""
         now_s = _suspended_s()
         return None if now_s is None or self._before_s is None else max(now_s - self._before_s, 0.0)
 
@@ -43,7 +42,6 @@ def _suspended_s() -> float | None:
 
 
 def _suspension_clocks() -> tuple[int, int] | None:
-    """A clock that counts suspension, and one that does not: of Linux, and of macOS."""
     for counting, not_counting in (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW")):
         if hasattr(time, counting) and hasattr(time, not_counting):
             return getattr(time, counting), getattr(time, not_counting)
@@ -51,6 +49,5 @@ def _suspension_clocks() -> tuple[int, int] | None:
 
 
 def _elsewhere_s() -> float:
-    """Busy seconds of all processors together, less those of this process."""
     machine, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
     return sum(seconds for state, seconds in machine.items() if state not in _NOT_BUSY) - own.user - own.system

@@ -1,7 +1,6 @@
 """Clocks, power limit and driver of one GPU, read through NVML (package nvidia-ml-py, extra `nvidia`).
 
-The GPU is found by UUID: NVML numbers all GPUs of the machine, torch only those that CUDA_VISIBLE_DEVICES leaves
-visible, so that an index means different GPUs to the two.
+The GPU is found by UUID: NVML numbers all GPUs of the machine, torch only the visible ones.
 """
 
 import contextlib
@@ -22,12 +21,12 @@ _CLOCK_LIMITS = {
 """NVML's bits for the reasons of a lower clock (nvml.h, nvmlClocksEventReasons), without those that a user chose."""
 
 _MOST_HZ, _MOST_W, _LEAST_C, _MOST_C = 20e9, 100e3, -100.0, 300.0
-"""Bounds beyond those of any GPU: a driver in trouble answers 0, negative numbers, or 2^32 - 1."""
+"""Bounds beyond any GPU's: a driver in trouble answers 0, negative numbers, or 2^32 - 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One reading of a GPU; None for a figure that it does not report."""
+    """None: not reported."""
 
     driver: str
     sm_clock_hz: float | None
@@ -39,7 +38,7 @@ class Reading:
 
 
 def read(uuid: str) -> Reading | str:
-    """The GPU's present state, or a text that says why it cannot be read."""
+    """The GPU's present state, or the reason that it cannot be read."""
     try:
         import pynvml
     except ImportError:
@@ -50,7 +49,7 @@ def read(uuid: str) -> Reading | str:
         return _in_one_line(f"NVML cannot be started: {error}")
 
     def ask(function, *arguments, scale: float, most: float, least: float = 0.0):  # type: ignore[no-untyped-def]
-        """A figure in base units; None for one that the GPU does not report, or that no GPU can have."""
+        """In base units; None if unreported or impossible."""
         try:
             value = function(handle, *arguments) * scale
             return value if least < value < most else None
@@ -70,7 +69,7 @@ def read(uuid: str) -> Reading | str:
             clock_limits=_clock_limits(pynvml, handle),
             other_processes=_other_processes(pynvml, handle),
         )
-    except Exception as error:  # what can be measured is worth more than what describes it
+    except Exception as error:  # a measurement is worth more than its description
         return _in_one_line(f"NVML cannot read GPU {uuid}: {error}")
     finally:
         with contextlib.suppress(Exception):
@@ -132,7 +131,7 @@ def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def _other_processes(pynvml: Any, handle: Any) -> int | None:
-    """The number of other processes that compute on the GPU. A container sees only its own."""
+    """A container sees only its own."""
     try:
         return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except Exception:

@@ -12,29 +12,26 @@ import psutil  # type: ignore[import-untyped]
 from steplab.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-"""The address at which a machine reaches itself."""
+"""The machine's own address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlace:
-    """The place of a process among several."""
-
     rank: int
-    """RANK: this process's number among all."""
+    """The variable RANK."""
     size: int
-    """WORLD_SIZE: the number of processes."""
+    """WORLD_SIZE."""
     local_rank: int
-    """LOCAL_RANK: this process's number among those of one launcher, usually one machine."""
+    """LOCAL_RANK: number among one launcher's processes, usually one machine's."""
     local_size: int
-    """LOCAL_WORLD_SIZE: the number of processes of that launcher."""
+    """LOCAL_WORLD_SIZE."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process stores and prints."""
+        """The first process stores and prints."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """The environment variables of this place."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -45,23 +42,22 @@ class ProcessPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torchrun(ProcessPlace):
-    """One of the processes started by torchrun, or by another launcher that sets the same variables."""
+    """A process started by torchrun, or by another launcher with the same variables."""
 
     address: str
-    """MASTER_ADDR: the machine where the processes meet."""
+    """MASTER_ADDR."""
     port: int
-    """MASTER_PORT: the port there."""
+    """MASTER_PORT."""
     agent_store: bool
-    """Whether the launcher serves the store there; otherwise the first process does."""
+    """True if the launcher serves the store; otherwise the first process does."""
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all of the processes are on this machine."""
         return self.local_size == self.size or self.address == "localhost" or self.address.startswith("127.")
 
 
 def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-    """The place that torchrun gave this process; None without torchrun, or if it started one process only.
+    """None without torchrun, or if it started only one process.
 
     Raises UserError if the variables are contradictory or incomplete.
     """
@@ -86,7 +82,7 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
 
 
 def place_in(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """The place that the variables name, RANK and WORLD_SIZE included. Raises UserError if one is not a number."""
+    """Raises UserError if a variable is not a number."""
     return ProcessPlace(
         rank=_number("RANK", environment),
         size=_number("WORLD_SIZE", environment),
@@ -103,8 +99,9 @@ def _number(name: str, environment: Mapping[str, str], default: int | None = Non
 
 
 def environment_of(place: ProcessPlace) -> dict[str, str]:
-    """The environment variables of a rank's process on this machine: its place, one share of the cores, since torch
-    would give each rank all, and loopback."""
+    """Environment variables of a rank on this machine: its place, its share of the cores (torch would give each rank
+    all), and loopback.
+    """
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.size)))
     keep_to_loopback(environment)
@@ -114,7 +111,7 @@ def environment_of(place: ProcessPlace) -> dict[str, str]:
 def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
     """Have gloo and NCCL listen on loopback, unless their variables name another interface.
 
-    They would otherwise listen on one that other machines reach, and neither authenticates who connects.
+    Others can be reached from other machines, and neither library authenticates.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == LOOPBACK for address in addresses):

@@ -18,10 +18,11 @@ from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, Torchru
 from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
-"""How long a process waits for the others to join."""
+"""Wait for the others to join."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""After this time a collective that waits for another process raises. It is the last resort: the process that
-started the ranks hears sooner that one has died or makes no progress (measurement.processes.conversation)."""
+"""A collective raises after this wait, as a last resort: processes.conversation learns sooner of a rank that died or
+makes no progress.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,29 +30,25 @@ class World:
     """The processes that measure together, seen from one of them."""
 
     rank: int
-    """This process's number among all, from 0."""
     size: int
-    """The number of processes."""
     host: str
-    """Name of the machine."""
     device: Device
     """This rank's opened device: its own GPU, or the CPU."""
     backend: str
-    """The library that carries tensors on that device: nccl or gloo."""
+    """nccl or gloo."""
     collectives: Collectives
-    """The collectives over all processes."""
     folder: Path | None = None
     """A private folder of these processes for temporary files; None under torchrun."""
 
     def leave(self) -> None:
-        """Leave the group for good; all ranks call this."""
+        """All ranks call this."""
         dist.destroy_process_group()
 
 
 def meeting_place(around: Torchrun) -> Store:
     """The key-value store that all processes of torchrun reach; each collective call gets its own keys.
 
-    Raises UserError if this process has to serve the store and cannot.
+    Raises UserError if this process cannot serve the store.
     """
     store = _store_of(around)
     arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
@@ -60,11 +57,11 @@ def meeting_place(around: Torchrun) -> Store:
 
 @cache
 def _store_of(around: Torchrun) -> Store:
-    """The store of all measurements of this program; the first process serves it, unless the launcher does."""
+    """One store for all measurements; the first process serves it, unless the launcher does."""
     serves = around.is_first and not around.agent_store
     address, listening = around.address, None
     if around.is_on_one_machine and not around.agent_store:
-        # torch would listen on all interfaces and trust whoever connects
+        # torch would listen on all interfaces and trust every client
         address = LOOPBACK
         listening = _listening_at(around.port) if serves else None
     return TCPStore(
@@ -80,9 +77,9 @@ def _store_of(around: Torchrun) -> Store:
 
 
 def private_meeting_place(folder: str, size: int) -> Store:
-    """The key-value store of processes that share a private folder: a file in it.
+    """A file as key-value store of processes that share a private folder.
 
-    Raises FileNotFoundError where the folder is gone, for which torch would wait while it holds Python's lock.
+    Raises FileNotFoundError if the folder is gone: torch would wait for it with Python's lock held.
     """
     os.stat(folder)
     store = FileStore(f"{folder}/store", size)
@@ -104,10 +101,10 @@ def join_world(
     *,
     folder: str | None = None,
 ) -> World:
-    """Join the group of processes, on this rank's share of `device` (auto, cuda or cpu).
+    """Join the group, on this rank's share of `device` (auto, cuda or cpu).
 
-    `meet` returns the store that all of them reach. Host values travel by gloo, tensors on a GPU by nccl. Raises
-    Unsupported if the machine has no GPU for this rank, and UserError if this program is in a process group already.
+    `meet` returns the common store. Host values travel by gloo, GPU tensors by nccl. Raises Unsupported if the machine
+    has no GPU for this rank, and UserError if this program already has a process group.
     """
     if dist.is_initialized():
         raise UserError(
@@ -139,7 +136,7 @@ def _open_share(place: ProcessPlace, device: str) -> Device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return open_device("cpu")
     if not torch.cuda.is_available():
-        return open_device("cuda")  # says why there is none
+        return open_device("cuda")  # raises with the reason
     refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
     return open_device(f"cuda:{place.local_rank}")
 

@@ -1,7 +1,7 @@
-"""The allocations and releases of a device's memory as torch's profiler saw them, with what was running around them.
+"""A device's allocations and releases from torch's profiler, with the operators and ranges around them.
 
-Every allocator of torch reports to the profiler when it allocates, and the size it set aside. A mode over the
-dispatcher would see only tensors, and it changes the step: under one, autograd adds gradients out of place.
+Every allocator of torch reports allocations and reserved sizes to the profiler. A mode over the dispatcher would see
+only tensors, and changes the step: autograd then adds gradients out of place.
 """
 
 import re
@@ -21,49 +21,35 @@ _FACTORIES = frozenset(
         *("resize_", "resize_as_", "_resize_output_", "set_"),
     )
 )
-"""Operators that allocate memory for the operator that called them."""
 _OPERATOR = re.compile(r"(?!autograd::|torch::autograd::)\w+::\w+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """An operator that is running."""
-
     name: str
-    """The operator's name, such as aten::mm."""
     start_ns: int
-    """The beginning, on the profiler's clock."""
     end_ns: int
-    """The end, on the profiler's clock."""
     first_address: int | None
-    """The address of the storage of its first input; None if that is not a tensor."""
+    """Storage of its first input; None if that is not a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent:
-    """An allocation or a release."""
-
     time_ns: int
-    """The time, on the profiler's clock."""
     address: int
-    """The address of the block."""
     num_bytes: int
-    """The bytes that were set aside; negative for a release."""
+    """Reserved bytes; negative for a release."""
     operator: Operator | None
-    """The innermost operator running in that thread."""
+    """Innermost in its thread."""
     ranges: tuple[str, ...]
-    """The names of the ranges open in that thread, innermost last."""
+    """Open in its thread, innermost last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A named range of the program."""
-
     name: str
     start_ns: int
-    """The beginning, on the profiler's clock."""
     end_ns: int
-    """The end, on the profiler's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,23 +57,19 @@ class Sighting:
     """A tensor seen as the input of an operator."""
 
     time_ns: int
-    """The time at which the operator began."""
+    """Start of the operator."""
     shape: tuple[int, ...]
-    """The tensor's shape."""
     dtype: str
-    """The tensor's type: float32, bfloat16, ..."""
+    """float32, bfloat16, ..."""
 
 
 class AllocationEvents:
-    """The events of one device's memory while a profiler ran, in order of time."""
-
     def __init__(self, roots: Sequence[Any], device: torch.device) -> None:
-        """Read `roots`, the profiler's trees of events, one or more for each thread."""
+        """`roots`: the profiler's trees of events, one or more per thread."""
         self._device = device
         self.memory: list[MemoryEvent] = []
-        """Allocations and releases."""
         self.ranges: list[Range] = []
-        """The ranges, outer before inner."""
+        """Outer before inner."""
         self._sightings: dict[int, list[Sighting]] = {}
         waiting: list[tuple[Any, Operator | None, tuple[str, ...]]] = [(root, None, ()) for root in roots]
         while waiting:
@@ -103,13 +85,12 @@ class AllocationEvents:
             seen.sort(key=lambda sighting: sighting.time_ns)
 
     def between(self, start_ns: int, end_ns: int) -> list[MemoryEvent]:
-        """The allocations and releases within that time."""
         return [event for event in self.memory if start_ns <= event.time_ns < end_ns]
 
     def first_sighting(self, allocated: MemoryEvent, released_ns: float) -> Sighting | None:
-        """The tensor for which a block was allocated, as the first operator saw it that took it as an input.
+        """The tensor in a new block, as seen by the first operator with it as an input.
 
-        A later operator is preferred to one inside the operator that allocated it, which may see it in another shape.
+        Operators after the allocating one are preferred: inner ones may see another shape.
         """
         seen = self._sightings.get(allocated.address, [])
         after = (allocated.operator.end_ns,) if allocated.operator else ()
@@ -135,7 +116,6 @@ class AllocationEvents:
     def _add_operator(
         self, event: Any, operator: Operator | None, ranges: tuple[str, ...]
     ) -> tuple[Operator | None, tuple[str, ...]]:
-        """Record an event that may contain others; returns the operator and the ranges that hold inside it."""
         name, fields = event.name, event.extra_fields
         if fields.scope.name == "USER_SCOPE":
             self.ranges.append(Range(name=name, start_ns=event.start_time_ns, end_ns=event.end_time_ns))
@@ -169,5 +149,5 @@ def _tensors(inputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is(device: torch.device, asked: torch.device) -> bool:
-    """Whether the devices are the same, also if only one of them has an index."""
+    """True also if only one device has an index."""
     return device.type == asked.type and (device.index or 0) == (asked.index or 0)

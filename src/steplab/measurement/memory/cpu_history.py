@@ -1,11 +1,10 @@
 """A history of a CPU's memory in the format of torch's CUDA memory snapshots, for the same readers.
 
 https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes the format. A CPU has no caching allocator: each
-block is a segment of its own, of the requested size.
+block is a separate segment of the requested size.
 
-Lines of Python are seen by a mode over torch's functions, which unlike one over the dispatcher leaves autograd
-unchanged. As in a CUDA history, work of the autograd engine has no line; here neither has the recomputation of a
-checkpointed forward pass.
+A mode over torch's functions sees lines of Python, and unlike one over the dispatcher leaves autograd unchanged. The
+autograd engine's work has no line, nor has the recomputation of a checkpointed forward pass.
 """
 
 import gc
@@ -22,25 +21,22 @@ from torch.overrides import TorchFunctionMode
 from steplab.measurement.memory.allocation_events import MemoryEvent
 
 _DEEPEST = 20
-"""The number of frames kept of a stack, innermost first."""
 
 _WITHOUT_LINES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 Frame = tuple[str, int, str]
-"""File, line and function."""
 
 
 class PythonLines(TorchFunctionMode):
-    """A context in which every call of a torch function is a range of the profiler, named by the stack that made it."""
+    """A context: every call of a torch function becomes a profiler range named by its stack."""
 
     def __init__(self, prefix: str) -> None:
-        """Begin the names of the ranges with `prefix`."""
         super().__init__()
         self._prefix = prefix
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def stack(self, ranges: tuple[str, ...]) -> tuple[Frame, ...]:
-        """The stack named by the innermost range that names one; empty if none does."""
+        """Stack of the innermost range that names one; else empty."""
         for name in reversed(ranges):
             if name.startswith(self._prefix):
                 return list(self._numbers)[int(name.removeprefix(self._prefix))]
@@ -66,14 +62,14 @@ def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
 
 
 def storages_in_sight() -> dict[int, int]:
-    """Address and bytes of every CPU storage that belongs to a tensor known to Python."""
+    """Address and bytes of every CPU storage known to Python."""
     tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     cpu = (found for found in tensors if found.device.type == "cpu" and found.layout is torch.strided)
     return {address: size for address, size in map(_memory_of, cpu) if address}
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes of its storage; zeros without one, as for vmap's wrappers and fake tensors."""
+    """Zeros without a storage, as for vmap's wrappers and fake tensors."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -82,7 +78,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
-    """Address and bytes of the blocks that those events allocated and did not release."""
+    """Address and bytes of blocks allocated and not released."""
     alive: dict[int, int] = {}
     for event in events:
         if event.num_bytes > 0:
@@ -99,8 +95,8 @@ def cpu_snapshot(
 ) -> dict[str, Any]:
     """The snapshot at the end of those events.
 
-    `before` has the address and bytes of each block that was alive before the first event. `stack_of` turns the ranges
-    open at an allocation into the Python stack, innermost frame first.
+    `before` has address and bytes of blocks from before the first event. `stack_of` turns the open ranges into the
+    Python stack, innermost frame first.
     """
     alive = dict(before)
     frames_at: dict[int, list[dict[str, Any]]] = {}

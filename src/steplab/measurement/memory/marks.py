@@ -1,4 +1,4 @@
-"""Makes the marks beside a step's history from its records, each mark at its number of allocations."""
+"""Makes the marks of a step's history from its records, each mark at its number of allocations."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,11 @@ from steplab.measurement.memory.sightings import StepSightings
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 STEP = "steplab: step"
-"""The name of the range around the recorded step."""
 PHASE = "steplab: phase "
-"""The prefix of a phase's name in the name of its range."""
 MOMENT = "steplab: moment "
-"""The prefix of the number of a moment of StepSightings in the name of its range."""
+"""Prefix of a moment's number in the name of its range."""
 LINE = "steplab: line "
-"""The prefix of the number of a stack of PythonLines in the name of its range."""
+"""Prefix of a stack's number in the name of its range."""
 
 _CAST = "aten::_to_copy"
 _CAST_TO = ("bfloat16", "float16")
@@ -25,11 +23,8 @@ _Seen = TypeVar("_Seen", Owned, Saved)
 
 
 class StepMarks:
-    """One recorded step, as the profiler saw it."""
-
     def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
-        """Take `events`; `sightings` is None for a step that is not divided into phases. `autocast` says whether
-        weights are cast on their way."""
+        """`sightings` is None for a step without phases; `autocast`: weights are cast."""
         (step,) = [marked for marked in events.ranges if marked.name == STEP]
         self._events, self._sightings, self._autocast = events, sightings, autocast
         self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]
@@ -42,16 +37,12 @@ class StepMarks:
             if marked.name.startswith(MOMENT)
         }
         self.memory = events.between(step.start_ns, step.end_ns)
-        """The step's allocations and releases."""
         self.memory_before = events.between(0, step.start_ns)
-        """The recorded allocations and releases before the step."""
         self.allocations = [event for event in self.memory if event.num_bytes > 0]
-        """The step's allocations, in the order of their positions."""
         self._times_ns = [event.time_ns for event in self.allocations]
         self._released_ns = _release_times(self.memory)
 
     def marks(self, counted: Marks) -> Marks:
-        """All marks of the step, beside the allocator's own figures."""
         operators = {event.operator for event in self.allocations if event.operator}
         owned = self._owned()
         return replace(
@@ -81,7 +72,6 @@ class StepMarks:
         )
 
     def _owned(self) -> tuple[Owned, ...]:
-        """The owners of memory: as recorded, and under autocast the copies of weights in a smaller type."""
         if self._sightings is None:
             return ()
         seen = map(self._placed, self._sightings.owners)
@@ -97,11 +87,10 @@ class StepMarks:
                 yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
 
     def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
-        """The memory saved for backward: by autograd's nodes, and then whatever else of the forward pass is still
-        allocated.
+        """Memory saved for backward: by autograd's nodes, then other memory kept from the forward pass by checkpointing
+        or the model.
 
-        The latter is what checkpointing or the model itself keeps: a block's input counts under the block, anything
-        else under the module that made it.
+        There a block's input counts under the block, anything else under its producing module.
         """
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()
@@ -113,8 +102,7 @@ class StepMarks:
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
     def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
-        """The step's allocations that were alive at these addresses, each at its position: an address is reused, and
-        may belong to different tensors before and after."""
+        """The step's allocations alive at these addresses, each at its position, because addresses are reused."""
         indices: dict[int, list[int]] = {}
         for index, event in enumerate(self.allocations):
             indices.setdefault(event.address, []).append(index)
@@ -122,7 +110,6 @@ class StepMarks:
         return {at[before - 1] for at, position in made if (before := bisect_left(at, position))}
 
     def _else_kept(self, moment_ns: int, known: set[int]) -> Iterator[Saved]:
-        """The memory allocated before that moment and released after it, except the known allocations."""
         position = self._position(moment_ns)
         for index, event in enumerate(self.allocations[:position]):
             if index in known or not moment_ns <= self._released_ns[index] < _NEVER:
@@ -142,7 +129,6 @@ class StepMarks:
             )
 
     def _block_given(self, event: MemoryEvent) -> str | None:
-        """The first block that was called with a tensor in that memory, which is kept until then."""
         assert self._sightings is not None
         given = [name for name, address in self._sightings.block_input_addresses.items() if address == event.address]
         return next((c.name for c in self._calls if c.name in given and c.start_ns > event.time_ns), None)
@@ -152,7 +138,6 @@ class StepMarks:
         return around[-1] if around else ""
 
     def _made(self, index: int) -> Made | None:
-        """The tensor of an allocation, if an operator made it and a later one used it."""
         event = self.allocations[index]
         sighting = self._events.first_sighting(event, self._released_ns[index])
         if event.operator is None or sighting is None:

@@ -1,11 +1,10 @@
 """Records the memory of one more step, once everything is timed.
 
-There are two sources. The allocator's history has the address, the time and the Python line of each allocation; it is
-stored in torch's own format, for the usual viewer. The profiler hears of the same allocations from the same allocator,
-and has the operators and the ranges around them; through these, whatever the process knows of its tensors gets a place
-in the history. A CPU's allocator keeps no history, and the profiler's record is written in that form.
+The allocator's history has address, time and Python line of each allocation, in torch's own format, for the usual
+viewer. The profiler hears of the same allocations and knows the operators and ranges around them, which place the known
+tensors in the history. A CPU's allocator keeps no history; the profiler's record is written in that form.
 
-The recorded step is the one that was timed: no hook changes autograd, and no mode the dispatcher.
+The recorded step is the timed one: no hook changes autograd, and no mode the dispatcher.
 """
 
 import dataclasses
@@ -43,24 +42,21 @@ from steplab.specs.step_choices import RECORD_THEIR_OWN
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Testimony:
     snapshot: dict[str, Any] | None
-    """The allocator's history; None if it keeps none."""
     before: dict[int, int]
-    """Without a history: address and bytes of the storages before the step."""
+    """Without a history: address and bytes of earlier storages."""
     counted: Marks
     """The allocator's own figures."""
 
 
 class MemoryRecorder:
-    """Records the memory of one step of one cell."""
-
     stage, export_stage = "memory", "snapshot"
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """`snapshot` is the file for the history, in the format of torch's CUDA memory snapshots, and `marks` that for
-        the facts that the history does not contain (records.memory_marks), as JSON.
+        """`snapshot` is the file for the history, in torch's CUDA snapshot format; `marks` the JSON file for further
+        facts (records.memory_marks).
 
-        Raises Unsupported for a device whose allocator reports nothing.
+        Raises Unsupported if the allocator reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
@@ -71,13 +67,12 @@ class MemoryRecorder:
 
     @property
     def span(self) -> Span:
-        """No ranges: modules mark themselves by hooks, and code between them needs no name here."""
         return no_span
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps, of which the second is recorded, and write both files. The marks say what is missing.
+        """Run two steps, record the second, and write both files. The marks name gaps.
 
-        `on_export` is called when the steps are over. Whatever a step or torch raises passes through.
+        `on_export` is called after the steps. Errors of a step or torch pass through.
         """
         if isinstance(step, GraphedStep):
             step = step.launched()
@@ -86,7 +81,7 @@ class MemoryRecorder:
         lines = PythonLines(LINE) if self._lines_are_wanted(step) else None
         # the CPU's activity alone: memory is allocated there, for whichever device
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
-            for phase in step.phases:  # the step before it, so that what it leaves behind is recorded too
+            for phase in step.phases:  # the step before it, for the memory it leaves behind
                 phase.run()
             self._device.synchronize()
             module = None if self._compiled else step.module
@@ -132,7 +127,7 @@ class MemoryRecorder:
         )
 
     def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        """The marks, if both sources have the same allocations; otherwise the marks that need only one source."""
+        """All marks if both sources have the same allocations; else from one source."""
         counted = testimony.counted
         if testimony.snapshot is not None:
             trace = testimony.snapshot["device_traces"][counted.device_index]
@@ -154,8 +149,8 @@ class MemoryRecorder:
         notes = []
         if not isinstance(step, ModelStep):
             notes.append(
-                "categories: a user's whole step is not divided into phases, so its parameters, gradients and "
-                "activations cannot be told apart"
+                "categories: a user's whole step has no phases, so its parameters, gradients and activations cannot be "
+                "distinguished"
             )
         if self._compiled:
             notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
@@ -174,8 +169,8 @@ class MemoryRecorder:
             )
         if self._spec.cuda_graph == "step":
             notes.append(
-                "CUDA graphs: a replay allocates nothing, so the memory is that of the step without them, which "
-                "allocates what the recording did"
+                "CUDA graphs: a replay allocates no memory, so this is the step's memory without them, as "
+                "while recording"
             )
         if not self._on_cuda:
             notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")
@@ -184,7 +179,6 @@ class MemoryRecorder:
         return notes
 
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
-        """Write both files, or neither; the marks name the history that they belong to."""
         marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
         unfinished = self._snapshot.with_name(f"unfinished-{self._snapshot.name}")
         with unfinished.open("wb") as file:
@@ -223,5 +217,4 @@ def _mark_moment(number: int) -> None:
 
 
 def _no_stack(ranges: tuple[str, ...]) -> tuple[()]:
-    """Without Python lines the stack is empty."""
     return ()

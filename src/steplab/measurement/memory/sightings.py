@@ -1,8 +1,7 @@
-"""Records which memory a step's own objects own as it runs, and what autograd saved.
+"""Records the memory owned by a step's objects as it runs, and autograd's saved tensors.
 
-Nothing is kept alive and no tensor is wrapped or replaced, so that the step runs as it would alone: the tensors saved
-for backward are read from autograd's graph when the forward pass is over, and a node belongs to a module if it was made
-between that module's beginning and end (nodes are numbered as they are made).
+It keeps no tensor alive and wraps or replaces none, so the step runs unchanged. Saved tensors are read from autograd's
+graph after the forward pass. A node belongs to a module if its number lies between the module's beginning and end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +20,9 @@ from steplab.records.memory_marks import Owned, Saved
 
 
 class StepSightings:
-    """Looks at a step's objects at certain moments, each numbered and reported to `on_moment`.
+    """Looks at a step's objects at moments, each numbered and reported to `on_moment`.
 
-    The position of what it sees is the number of the moment, until `StepMarks` puts the number of allocations there.
+    Positions are moment numbers until `StepMarks` replaces them by numbers of allocations.
     """
 
     def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
@@ -32,32 +31,26 @@ class StepSightings:
         self._calls: list[tuple[str, int, int]] = []
         self._open: list[tuple[int, str, int]] = []
         self.owners: list[Owned] = []
-        """The owned storages at each moment."""
         self.kept: list[Saved] = []
-        """The tensors that autograd saved for backward in the last micro-step, in the order in which the nodes were
-        made."""
+        """Tensors saved for backward in the last micro-step, in the order of their nodes."""
         self.kept_moment: int | None = None
-        """The moment at which they were seen; None if there was no graph."""
+        """Moment of `kept`; None without a graph."""
         self.loss_address: int | None = None
-        """The address of the loss at that moment."""
         self.block_inputs: dict[str, tuple[tuple[int, ...], str]] = {}
-        """Shape and dtype of the first tensor given to each item of a ModuleList."""
+        """Shape and dtype of the first tensor passed to each item of a ModuleList."""
         self.block_input_addresses: dict[str, int] = {}
-        """The address of that tensor's storage at that time."""
 
     @property
     def module_names(self) -> frozenset[str]:
-        """The dotted names of the model's modules."""
         return frozenset(name for name, _ in self._step.module.named_modules() if name)
 
     @property
     def parameter_names(self) -> dict[int, str | None]:
-        """The names of the parameters by the addresses of their storages."""
         return self._storages(self._step.module.named_parameters())
 
     @contextmanager
     def watching(self, *, modules: bool) -> Iterator[None]:
-        """A context in which the gradients and, with `modules`, the model's modules are recorded as they appear."""
+        """A context that records gradients and, with `modules`, the model's modules as they appear."""
         hooks = self._attach() if modules else []
         self._step.on_gradients = self.see_gradients
         try:
@@ -68,7 +61,7 @@ class StepSightings:
                 hook.remove()
 
     def see_what_is_there(self) -> None:
-        """Record the model, the optimizer's state and the batches, before the step and after it."""
+        """The model, optimizer state and batches, before and after the step."""
         step, moment = self._step, self._next_moment()
         self._own(moment, "parameters", [*step.module.named_parameters(), *step.module.named_buffers()])
         state = [] if step.optimizer is None else [step.optimizer.state, step.optimizer.param_groups]
@@ -78,19 +71,19 @@ class StepSightings:
         self._own(moment, "inputs", [(None, tensor) for tensor in tensors_in(step.batches)])
 
     def see_gradients(self) -> None:
-        """Record the gradients, when the backward pass is over."""
+        """After the backward pass."""
         parameters = self._step.module.named_parameters()
         gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         self._own(self._next_moment(), "gradients", gradients)
 
     def begin_forward(self) -> None:
-        """Forget the previous micro-step when a forward pass begins, since its memory is reused."""
+        """Forget the previous micro-step: its memory is reused."""
         self.kept.clear()
         self.block_inputs.clear()
         self.block_input_addresses.clear()
 
     def see_graph(self) -> None:
-        """Record what each node of the graph behind the loss saves, when the forward pass is over."""
+        """After the forward pass: saved tensors of each node behind the loss."""
         loss = self._step.loss
         if loss is None or loss.grad_fn is None:
             return
@@ -99,7 +92,7 @@ class StepSightings:
         modules = self._modules_by_number()
         for number, node in sorted(_nodes(loss.grad_fn), key=lambda pair: pair[0]):
             for kept in compat.kept_by_node(node):
-                # Under checkpointing it is a token, from which the tensor would be recomputed.
+                # Under checkpointing it is a token for recomputing the tensor.
                 if isinstance(kept, Tensor) and self._has_storage(kept):
                     self.kept.append(
                         Saved(
@@ -149,7 +142,7 @@ class StepSightings:
         return see
 
     def _modules_by_number(self) -> dict[int, str]:
-        """The innermost module of each node, by the node's number: an inner call comes after the one around it."""
+        """The innermost module of each node, by number: inner calls come later."""
         return {number: name for name, first, end in self._calls for number in range(first, end)}
 
     def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:

@@ -1,7 +1,7 @@
 """The accumulation study: one number added to a sum a thousand times, in several pairs of types.
 
-As the sum grows, the numbers of its type lie further apart, and each addition is rounded to the nearest one. torch
-makes the sums on the device; the rounding of each addition is computed beside them in exact fractions.
+As the sum grows, the numbers of its type lie further apart, and each addition is rounded to the nearest. torch makes
+the sums on the device; exact fractions give the rounding of each addition.
 """
 
 import math
@@ -26,12 +26,10 @@ STUDY: tuple[tuple[torch.dtype, torch.dtype, bool], ...] = (
     (torch.bfloat16, torch.bfloat16, False),
     (torch.float32, torch.bfloat16, False),
 )
-"""Type of the sum, type of the addend, and whether the addend is cast to the sum's type first, which changes
-nothing."""
+"""Type of the sum, type of the addend, and True if the addend is first cast to the sum's type (without effect)."""
 
 
 def accumulate(device: torch.device) -> tuple[Accumulation, ...]:
-    """Run the study on a device."""
     return tuple(_accumulate(device, *types) for types in STUDY)
 
 
@@ -58,7 +56,7 @@ def _accumulate(device: torch.device, accumulator: torch.dtype, addend: torch.dt
 
 
 def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
-    """The additions by the power of two below the sum before them. `eps` is the spacing of numbers between 1 and 2."""
+    """Additions by the power of two below their sum. `eps` is the spacing of numbers between 1 and 2."""
     added: dict[float, list[float]] = {}
     for before, after in pairwise(sums):
         start = 2.0 ** (math.frexp(before)[1] - 1) if before else 0.0

@@ -1,7 +1,7 @@
-"""Audits the numerics of one step in one precision, in this process: the step in fp32, and again in the precision.
+"""Audits the numerics of one step in one precision: the step in fp32, and again in the precision.
 
-Runs in a child process of its own, as every measurement does. The step is that of `run`, with its autocast and its
-conversions; all passes use one batch and the same random numbers, so that dropout drops the same elements.
+The step is `run`'s, with its autocast and conversions; all passes use one batch and the same random numbers, so dropout
+drops the same elements.
 """
 
 import dataclasses
@@ -30,17 +30,15 @@ from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
 _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
-"""The type that a precision computes in, if it is not fp32."""
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """The job: audit a step in this process alone, or without one run the accumulation study; a failure of the model is
-    part of the record.
+    """The job: audit a step, or without one run the accumulation study; a failure of the model is part of the record.
 
-    Raises UserError or Unsupported for a request that cannot be served at all.
+    Raises UserError or Unsupported for an impossible request.
     """
     spec = task.spec
     if spec is not None and spec.layout.world_size > 1:
@@ -130,8 +128,7 @@ class _AuditedStep:
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """A micro-step as `run` runs it, without its optimizer, which has no effect on the audit, and without
-        compilation and CUDA graphs."""
+        """A micro-step of `run` without optimizer, compilation and CUDA graphs."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
         eager = dataclasses.replace(spec, compile="off", cuda_graph="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)
@@ -169,7 +166,6 @@ class _AuditedStep:
         return None
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
-        """Operations that CUDA's autocast keeps in fp32, and this device's does not."""
         if self.device.torch_device.type == "cuda" or self.spec.precision not in AUTOCAST:
             return ()
         low = dtype_name(_LOW[self.spec.precision])

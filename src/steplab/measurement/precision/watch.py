@@ -1,7 +1,6 @@
 """Records a step's types and numbers, by hooks on its modules and modes over its operations.
 
-The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a number), with which the audited run is
-compared.
+The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a number) for comparison.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ _LOWEST_EXPONENT, _NUM_EXPONENTS = -160, 320  # fp32: subnormals from 2^-149, nu
 
 @dataclass(slots=True)
 class Tally:
-    """Sums counts over several tensors; the counts stay on the device until they are read."""
+    """Counts stay on the device until read."""
 
     num_elements: int = 0
     _counts: list[Tensor] = field(default_factory=list)
@@ -33,7 +32,7 @@ class Tally:
     _was_compared: bool = True
 
     def add(self, tensor: Tensor, reference: Tensor | None) -> None:
-        """Count a floating-point tensor; `reference` is what `kinds_of` returned for it in the fp32 run."""
+        """Count a floating-point tensor; `reference` is its `kinds_of` in the fp32 run."""
         x = tensor.detach()
         if x.numel() == 0:
             return
@@ -55,7 +54,7 @@ class Tally:
         self._extremes.append(torch.stack((largest, smallest)))
 
     def elements(self) -> Elements | None:
-        """The counts; None if nothing was counted."""
+        """None without counts."""
         if not self.num_elements:
             return None
         counts = torch.stack(self._counts).sum(0).tolist()
@@ -77,8 +76,7 @@ class Tally:
 
 
 def kinds_of(tensor: Tensor, low: torch.dtype) -> Tensor:
-    """One byte per element: zero, tiny (so small that it is zero in the type `low`), finite, infinite or not a
-    number."""
+    """One byte per element: zero, tiny (zero in the type `low`), finite, infinite or not a number."""
     x = tensor.detach()
     kinds = torch.full(x.shape, _FINITE, dtype=torch.uint8, device=x.device)
     kinds[x.to(low) == 0] = _TINY
@@ -95,7 +93,7 @@ class Exponents:
         self._counts: Tensor | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Count the finite elements of a tensor that are not zero."""
+        """Counts finite elements other than zero."""
         x = tensor.detach().float().flatten()
         x = x[torch.isfinite(x) & (x != 0)]
         exponents = torch.frexp(x).exponent - 1  # frexp's fraction lies between 1/2 and 1
@@ -103,7 +101,7 @@ class Exponents:
         self._counts = found if self._counts is None else self._counts + found
 
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """(e, count) for each e that occurred, ascending."""
+        """(e, count), ascending."""
         found = self._counts.tolist() if self._counts is not None else []
         return tuple((index + _LOWEST_EXPONENT, count) for index, count in enumerate(found) if count)
 
@@ -126,20 +124,16 @@ class _Seen:
 
 
 class NumericsWatch:
-    """Records one step: `with watch.forward(): ...`, then `with watch.backward(): ...`, then `gradients()`."""
-
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """Record a step of `model`; `low` is the type of the precision under audit.
-
-        `reference` is the record of the fp32 run, to compare with; without one this is the reference itself, and keeps
-        what a comparison needs.
+        """`low` is the audited type. `reference` is the record of the fp32 run; without one this is the reference, and
+        keeps data for comparisons.
         """
         self.exponents = Exponents()
-        """The exponents of all gradients in `all_gradients`; counted for a reference only."""
+        """Exponents of `all_gradients`; only of a reference."""
         self.all_gradients = Tally()
-        """The gradients of parameters, and of the outputs of modules without submodules."""
+        """Gradients of parameters, and of outputs of modules without submodules."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
         modules, self.left_out = modules_for_hooks(model)
@@ -150,7 +144,6 @@ class NumericsWatch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context that records the forward pass inside it."""
         hooks: list[RemovableHandle] = []
         for name, seen in self._seen.items():
             hooks += self._attach(name, seen)
@@ -163,13 +156,12 @@ class NumericsWatch:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A context that records the backward pass inside it."""
         self._place.phase = "backward"
         with self._operators:
             yield
 
     def gradients(self) -> None:
-        """Record the gradients of the parameters, after the backward pass."""
+        """Gradients of parameters, after the backward pass."""
         counted: set[nn.Parameter] = set()  # a tied parameter has several modules
         for name, seen in self._seen.items():
             for parameter in seen.module.parameters(recurse=False):
@@ -218,15 +210,13 @@ class NumericsWatch:
                     self.exponents.add(tensor)
 
     def modules(self) -> tuple[ModuleAudit, ...]:
-        """The record of each module that was called, or has its own gradients."""
+        """Modules that were called, or have their own gradients."""
         return tuple(_audit(name, seen) for name, seen in self._seen.items() if any(seen.types.values()))
 
     def operations(self) -> tuple[OperationAudit, ...]:
-        """The operations of the forward pass."""
         return self._functions.operations()
 
     def matmuls(self) -> tuple[MatmulAudit, ...]:
-        """The operators that multiplied matrices, in both passes."""
         return self._operators.matmuls()
 
 

@@ -1,5 +1,6 @@
-"""Measures the cells of a benchmark in child processes: one set of processes for all cells, and a new set after each
-cell that ends them."""
+"""Measures the cells of a benchmark in child processes: one set for all cells, and a new set after each cell that ends
+them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,29 +26,22 @@ Converse = Callable[[Request, Listener, float | None], Failure | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cells(Generic[Cell]):
-    """The cells of a benchmark, as they are requested from processes."""
-
     job: str
-    """The name of the job, one of jobs.JOBS."""
     study: object
-    """The benchmark's study, with all of its cells."""
     labels: Sequence[str]
-    """The name of each cell; a rank's stages begin with the label of its present cell."""
+    """Name of each cell; a rank's stages begin with it."""
     failed: Callable[[int, Failure], Cell]
-    """Makes the result of a failed cell from its number and the failure."""
+    """Makes a failed cell's result from its number and failure."""
     groups: Sequence[Sequence[int]] | None = None
-    """The numbers of cells that are timed in turns, group by group; None if each is timed alone."""
+    """Numbers of alternating cells, by group; None: each alone."""
     essential: frozenset[int] = frozenset()
-    """Cells that all others need: if one of them ends its processes, no new processes are started."""
+    """Cells that all others need: no new processes start if one of them ends its own."""
     device: str = "auto"
-    """The device that the processes compute on."""
     processes: int = 1
-    """The number of processes that measure a cell together."""
     traces: Path | None = None
-    """The folder for a trace of each cell; None for no traces."""
+    """Folder for a trace of each cell; None: no traces."""
 
     def request(self, groups: Sequence[Sequence[int]]) -> Request:
-        """The request for some of the cells."""
         traces = str(self.traces) if self.traces else None
         task = CellsTask(study=self.study, groups=[list(group) for group in groups], traces=traces)
         return Request(job=self.job, task=msgspec.Raw(encode(task)), device=self.device, processes=self.processes)
@@ -65,12 +59,11 @@ def measure_cells(
 ) -> None:
     """Measure all cells; `on_cell` is called with the number and the result of each as it ends.
 
-    A cell that ends its processes is a failure; new processes measure the others. If several cells alternated, each is
-    then measured alone. Under torchrun no new processes can be started, and the remaining cells are failures too; the
-    same holds if new processes end before they reach a cell. `timeout_s` limits the time between the beginnings of two
-    cells.
+    A cell that ends its processes is a failure; new processes measure the others, each alone if several alternated. The
+    remaining cells fail too under torchrun, or if new processes end before they reach a cell. `timeout_s` limits the
+    time between the beginnings of two cells.
 
-    Raises UserError (or the SteplabError that a process reported) for a request that cannot be served.
+    Raises UserError (or a process's SteplabError) for an impossible request.
     """
     around = torchrun_around()
     left = [list(group) for group in cells.groups or [[number] for number in range(len(cells.labels))]]
@@ -123,8 +116,8 @@ def _suspects(
 ) -> list[int]:
     """The cells that may have ended their processes; none if that cell already has its result.
 
-    The stage of the failing rank names its cell, since the first rank may be at another; an essential cell is timed
-    beside others, so that its name proves nothing. Otherwise they are the cells that were under way.
+    The failing rank's stage names its cell, since the first rank may be at another; an essential cell is timed with
+    others, so its name proves nothing. Otherwise: the cells under way.
     """
     missing = {number for group in left for number in group}
     stage = failure.phase or ""

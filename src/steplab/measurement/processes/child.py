@@ -1,7 +1,7 @@
 """A measuring process: it receives a request over its wire, and sends messages, the result last.
 
 `processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire. It ends with the wire,
-however the other process died, and frees the GPU. With a job it first imports what that job needs, and sends `ready`.
+however its parent died, and frees the GPU. With a job it first imports the job's modules, and sends `ready`.
 """
 
 import os
@@ -25,15 +25,12 @@ from steplab.measurement.processes.wire import BadMessage, Request, Whereabouts,
 from steplab.records.turns import Turn
 
 Send = Callable[[Any, Any], None]
-"""Takes the kind of a message and its value."""
 _STEP_MESSAGES_EVERY_S = 0.1
 _OF_EVERY_RANK = ("stage", "step", "failed", "refused", "ended")
-"""The messages that every rank sends; the first rank sends all."""
 _ENDED_FROM_OUTSIDE_S = 20.0
-"""How long a process that failed waits to be ended: its exit would hide the cause from other ranks."""
+"""A failed process waits to be ended: its exit would hide the cause from other ranks."""
 _FOLDER_KEPT_S = 0.25
-"""How long the folder of the meeting stays once the parent is gone. A rank that just opens its store there has ended by
-then; without the folder torch would wait for it for minutes, and let no other thread of the rank run."""
+"""The meeting folder outlasts the parent: a rank that opens its store there would block for minutes without it."""
 
 
 def main() -> None:
@@ -96,10 +93,10 @@ def work(
     meet: Callable[[], Any] = lambda: None,
     next_turn: Callable[[], Turn | None] = lambda: None,
 ) -> bool:
-    """Do the job; send its progress and, last, its result or failure; return whether it succeeded.
+    """Do the job; send progress and, last, result or failure; returns True for success.
 
-    A rank among several has a `place`, and `meet` returns the store where all of them meet. `next_turn` waits for the
-    next turn of a job that takes turns.
+    A rank among several has a `place`, and `meet` returns the common store. `next_turn` waits for an alternating job's
+    turn.
     """
     from steplab.measurement import compat
     from steplab.measurement.clock import lengthen_launch_queues
@@ -162,7 +159,6 @@ def _observer(send: Send, on_stage: Callable[[str, int], None], next_turn: Calla
 
 
 def whereabouts(thread: threading.Thread) -> Whereabouts:
-    """Where a thread of this process stands."""
     frame = sys._current_frames().get(thread.ident) if thread.ident is not None else None
     state: str | None = None
     while frame is not None:
@@ -194,15 +190,14 @@ def _place(frame: FrameType) -> str:
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LINKED_WITHIN_S = 10.0
-"""A library that is empty for longer is not being written."""
+"""A library empty for longer is not being written."""
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Have torch.compile keep its code in the user's cache folder, unless its variable names another one. Returns that
-    folder; None where torch's default stays, because there is no home folder.
+    """Have torch.compile keep its code in the user's cache folder, unless its variable names another. Returns the
+    folder; None without a home folder.
 
-    That default is /tmp/torchinductor_USER: anyone on the machine may make that folder first, and torch then runs what
-    they put there.
+    Anyone on the machine may make the default folder, /tmp/torchinductor_USER, first, and torch runs its contents.
     """
     if _VARIABLE not in environment:
         cache = Path(environment.get("XDG_CACHE_HOME", ""))
@@ -217,8 +212,9 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
 
 
 def remove_what_was_cut_off(folder: Path | None) -> None:
-    """Remove empty libraries. A linker that was killed leaves them, as where a budget ends during a compilation, and
-    torch would load them in each later step of the same code, and fail."""
+    """Remove empty libraries. A killed linker leaves them, and torch would fail to load them in every later step of the
+    same code.
+    """
     for library in folder.glob("*/*.so") if folder else ():
         try:
             found = library.stat()

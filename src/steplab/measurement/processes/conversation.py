@@ -1,10 +1,9 @@
-"""Starts the processes that measure for one request, receives their messages, and ends them.
+"""Starts the processes of one request, receives their messages, and ends them.
 
 Each process inherits its end of a wire, and several meet in a private folder: nothing listens on a port.
 
-A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies; after STALL_S
-without progress on any rank, or at the user's time limit, if it hangs. A single process that hangs is ended at the time
-limit alone.
+A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies. If it hangs,
+after STALL_S without progress on any rank, or at the user's time limit, as for a single process.
 """
 
 import socket
@@ -44,38 +43,32 @@ from steplab.records.turns import Turn
 from steplab.units import format_time
 
 CHILD = "steplab.measurement.processes.child"
-"""The program of a measuring process."""
 STALL_S = 600.0
-"""How long all ranks may go without progress: compiling a large model reports nothing for minutes."""
+"""All ranks may go without progress for this long: compiling a large model reports nothing for minutes."""
 _POLL_S = 0.2
 _CAUSE_S = 5.0
-"""How long after the first sign of trouble another rank may take to name the cause."""
+"""Time for another rank to name the cause after the first sign of trouble."""
 _ANSWER_S = 3.0
-"""How long a rank may take to say where it stands."""
 EXIT_S = 10.0
-"""How long processes may take to end once they have said all."""
+"""Time for processes to end after their last message."""
 _WRAPPER_EXIT_S = 600.0
-"""How long the profiler around a process may take to write what it recorded."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
-"""Words in the error of a rank that fails because another rank is gone."""
+"""Words in the error of a rank that lost another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Where a process runs and what it imports."""
-
     folder: Path | None = None
-    """Its working folder, from which it imports a user's model; None: this process's."""
+    """Working folder, also for importing a user's model; None: this process's."""
     environment: Mapping[str, str] | None = None
-    """All of its environment variables; None: this process's."""
+    """All environment variables; None: this process's."""
 
 
 HERE = Surroundings()
-"""The surroundings of this process."""
 
 
 class Listener:
-    """Receives the calls of a job's observer, and keeps the latest of each kind."""
+    """Receives an observer's calls; keeps the latest of each kind."""
 
     def __init__(
         self,
@@ -90,22 +83,20 @@ class Listener:
         self.progress = Progress(stage="starting", done=0, total=0)
         self.environment: Environment | None = None
         self.measured: Run | None = None
-        """The record as it was when all timing was done; None before."""
+        """The record after all timing; None before."""
         self.is_ready = False
-        """Whether the process waits for its next turn."""
+        """True while the process waits for a turn."""
         self.under_way: Sequence[int] = ()
-        """The cells that may be the cause if the process dies now."""
+        """Possible causes if the process dies now."""
         self.result: Any = None
-        """The job's result; None until it arrives, or if the cells are the result."""
+        """None until it arrives, or if the cells are the result."""
         self.refusal: SteplabError | None = None
         self.answered = False
-        """Whether the last message has arrived."""
         self.renew: Callable[[], None] = lambda: None
-        """Restarts the time limit."""
         self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
 
     def receive(self, message: Message) -> None:
-        """Receive one message. Raises BadMessage if its value is not what such a message has."""
+        """Raises BadMessage for a value of another type."""
 
         def of(type: Any) -> Any:
             return read(message.value, type)
@@ -152,11 +143,10 @@ class _Rank:
     failure: Failure | None = None
     where: Whereabouts | None = None
     has_ended: bool = False
-    """Its work is done, as it has said."""
 
 
 class Conversation:
-    """The processes of a request and their messages; a context manager that ends the processes."""
+    """The processes of a request; a context manager that ends them."""
 
     def __init__(
         self,
@@ -168,21 +158,17 @@ class Conversation:
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """Start the processes. `timeout_s` limits each time that this process waits for them.
+        """`timeout_s` limits each wait for the processes. `wrapper` and `surroundings` are of a single process.
 
-        `wrapper` and `surroundings` are of a single process. Without a request it loads what the job `ahead_of` needs,
-        and is then ready for `begin`.
-
-        Raises SteplabError if the system does not let one start.
+        Without a request a process loads the modules of the job `ahead_of`, and is then ready for `begin`. Raises
+        SteplabError if the system does not let one start.
         """
         size = request.processes if request is not None else 1
         self._listener, self._is_alone = listener, size == 1
         self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
-        """The ranks that ended before they sent `ended`, in order."""
         self._open: dict[Any, _Rank] = {}
-        """The ranks that can still be heard, by their connections."""
         with ExitStack() as opened:
             scratch = opened.enter_context(scratch_folder()) if size > 1 else None
             opened.callback(self._end_processes)
@@ -217,7 +203,7 @@ class Conversation:
     def listen(self) -> Failure | None:
         """Receive messages until the last one, or until a single process waits for a turn; returns the failure.
 
-        Raises the SteplabError that a process reported.
+        Raises a process's SteplabError.
         """
         listener = self._listener
         listener.is_ready = False
@@ -232,19 +218,18 @@ class Conversation:
         return failure
 
     def begin(self, request: Request, timeout_s: float | None) -> None:
-        """Give a process that was started without one its request, and its time limit."""
+        """Give a process its request and time limit."""
         self._timeout_s = timeout_s
         self._renew()
         self._send_all("request", request)
 
     def give(self, turn: Turn) -> Failure | None:
-        """Give the process its next turn, and listen as `listen` does until the turn is over."""
+        """Give the process its next turn, and listen until it is over."""
         self._renew()
         self._send_all("turn", turn)
         return self.listen()
 
     def end(self) -> None:
-        """End the processes and everything that they started."""
         self._opened.close()
 
     def _end_processes(self) -> None:
@@ -335,7 +320,7 @@ class Conversation:
         return self._named(rank, crash(code, rank.stage, rank.process.last_lines()))
 
     def _hung(self, what: str) -> Failure:
-        """Several ranks are asked where they stand: a rank that waits for others is not the cause."""
+        """Several ranks report their whereabouts: a rank that waits for others is not the cause."""
         if self._is_alone:
             (rank,) = self._ranks
             return Failure(kind="timeout", message=what, phase=rank.stage, last_lines=rank.process.last_lines())
@@ -369,11 +354,10 @@ def _standing(rank: _Rank) -> str:
 
 
 def standing(where: Whereabouts) -> str:
-    """The whereabouts in words, after the name of a rank."""
     doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")
     return f"{doing} at {where.line}"
 
 
 def is_suffered(failure: Failure) -> bool:
-    """Whether the failure only says that another rank is gone."""
+    """True if the failure only reports that another rank is gone."""
     return failure.kind in ("error", "timeout") and any(word in failure.message for word in _LOST_CONNECTION)

@@ -1,7 +1,7 @@
-"""Measures a cell in a child process, or in several, and turns whatever happens to them into a record.
+"""Measures a cell in child processes, and turns their ends into a record.
 
-A child (`processes.child`) leads a session of its own, so that Ctrl-C reaches the parent alone, which then ends the
-child and everything that the child started.
+A child (`processes.child`) leads its own session, so Ctrl-C reaches only the parent, which ends the child and
+everything it started.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB, format_bytes
 
 _PROCESS_BYTES = 128 * MIB
-"""The memory of a process that has only loaded torch."""
+"""Memory of a process with only torch loaded."""
 
 
 def measure_in_child(
@@ -43,11 +43,11 @@ def measure_in_child(
 ) -> Run:
     """Measure one cell in a new process and return its record, which may be a failure.
 
-    `wrapper` is the command of a profiler that records the further steps from outside, if the task names no trace. If
-    the recording fails, the record has a note and the files are missing.
+    `wrapper` is the command of a profiler that records the further steps, if the task names no trace. If that fails,
+    the record has a note and files are missing.
 
-    Raises UserError (or the SteplabError that the child reported) for a request that cannot be served, which is no
-    measurement. KeyboardInterrupt ends the child and passes on.
+    Raises UserError (or the child's SteplabError) for an impossible request. KeyboardInterrupt ends the child and
+    passes on.
     """
     refuse_planning_only(task.spec.model)
     answer = ask(
@@ -72,7 +72,6 @@ def measure_in_child(
 def ceilings_in_child(
     device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Ceilings:
-    """Measure a device's ceilings in a new process. Raises SteplabError if that fails."""
     answer = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress)
     ceilings: Ceilings = answer.unless_failed(f"the ceilings of device {device} could not be measured")
     return ceilings
@@ -88,7 +87,7 @@ def numerics_in_child(
     """Audit a step's precision in a new process, or without a step run the accumulation study; the result may be a
     failure.
 
-    Raises UserError (or the SteplabError that the child reported) for a request that cannot be served.
+    Raises UserError (or the child's SteplabError) for an impossible request.
     """
     answer = ask("audit", AuditTask(spec=spec, device=device), timeout_s=timeout_s, on_progress=on_progress)
     if isinstance(answer.result, Numerics):
@@ -99,18 +98,15 @@ def numerics_in_child(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The outcome of a job."""
-
     result: Any
-    """The result, of the job's own type; or a Failure."""
+    """Result of the job's type; or a Failure."""
     environment: Environment | None
-    """The environment of the measurement; None if no process reported it."""
+    """None if no process reported it."""
     measured: Run | None
-    """The record as it was when all timing was done; None if the job did not get there."""
+    """The record after all timing; None if the job did not get there."""
 
     def unless_failed(self, what: str) -> Any:
-        """The result, of a job that has no record of a failure. Raises SteplabError, which begins with `what`, if it
-        failed."""
+        """Raises SteplabError, beginning with `what`, if the job failed."""
         if isinstance(self.result, Failure):
             raise SteplabError(f"{what}: {self.result.message}")
         return self.result
@@ -127,7 +123,7 @@ def ask(
     wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Answer:
-    """Have a process do a job that has one result. Raises the SteplabError that a process reported."""
+    """Have a process do a job with one result. Raises a process's SteplabError."""
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, wrapper, surroundings)
@@ -144,13 +140,13 @@ def converse(
     wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Failure | None:
-    """Have a request served, pass the messages to `listener`, and return the failure; None if the last one came.
+    """Have a request served, pass the messages to `listener`, and return the failure; None if the last message came.
 
     Several processes are started here; under torchrun this one is one of them. `wrapper` and `surroundings` are of a
     single one.
 
-    Raises the SteplabError that a process reported, and UserError if the processes do not fit into memory, or if
-    torchrun started another number of them. KeyboardInterrupt ends the processes and passes on.
+    Raises a process's SteplabError, and UserError if the processes do not fit into memory, or if torchrun started
+    another number. KeyboardInterrupt ends the processes and passes on.
     """
     around = torchrun_around() if request.processes > 1 else None
     if around is not None:
@@ -167,9 +163,8 @@ def converse(
 
 
 def refuse_too_many(processes: int) -> None:
-    """Raise UserError if the processes would not fit into the free memory with torch alone loaded.
-
-    A machine that swaps needs minutes to fail, and cannot be used meanwhile.
+    """Raise UserError if the processes do not fit into free memory with only torch loaded: a swapping machine needs
+    minutes to fail.
     """
     available = psutil.virtual_memory().available
     if processes * _PROCESS_BYTES > available:

@@ -1,8 +1,8 @@
-"""A request that this process serves itself, as one of those that torchrun started.
+"""A request that this process serves itself, as one of torchrun's ranks.
 
-The work is done in a thread, so that this one hears signals and the time limit while the work waits for other ranks.
-torchrun ends all ranks once one fails, and names it. A rank that fails by itself leaves its failure in the store where
-all ranks meet, for those that only lose their connection to it.
+A thread does the work, so this one hears signals and the time limit while the work waits for other ranks. torchrun ends
+all ranks once one fails, and names it. A failing rank leaves its failure in the common store for those that only lose
+their connection to it.
 """
 
 import atexit
@@ -30,14 +30,11 @@ from steplab.records.failure import Failure
 from steplab.units import format_time
 
 _CAUSE_S = 2.0
-"""How long a rank waits for the failure of another."""
 _LOOK_S = 0.1
 _KEY = "failure"
 
 
 class Rank:
-    """One of torchrun's processes, which serves a request."""
-
     def __init__(self, request: Request, listener: Listener, timeout_s: float | None, around: Torchrun) -> None:
         self._request, self._listener, self._timeout_s, self._around = request, listener, timeout_s, around
         self._said = SimpleQueue[tuple[Any, Any]]()
@@ -45,9 +42,9 @@ class Rank:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def serve(self) -> Failure | None:
-        """Do the work, pass its messages to the listener, and return the failure: this rank's, or its cause.
+        """Do the work and return the failure: this rank's, or its cause.
 
-        Raises the SteplabError of a refusal.
+        Raises a refusal's SteplabError.
         """
         remove_what_was_cut_off(keep_compiled_code_private())
         if self._around.is_on_one_machine:
@@ -136,7 +133,7 @@ class Rank:
         return named(failure, self._around.rank, socket.gethostname())
 
     def _cause(self) -> Failure | None:
-        """The failure that another rank has left; None if there is none, or the store does not answer."""
+        """The failure left by another rank; None if absent, or the store does not answer."""
         found = list[Failure]()
 
         def look() -> None:
@@ -168,7 +165,6 @@ class Rank:
 
 @contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """A context that keeps a model's prints out of this program's standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -181,7 +177,7 @@ def _prints_on_stderr() -> Iterator[None]:
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End while the work still waits for other ranks: libraries that are taken down under it may crash, or wait."""
+    """End while the work still waits for other ranks: an orderly exit of libraries may crash or wait."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

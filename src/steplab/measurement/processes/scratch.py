@@ -1,7 +1,7 @@
 """Temporary folders of commands. The next command removes leftovers of a killed one.
 
-A command holds a lock on its folder, and so does each process that it passes the lock to. The kernel releases it with
-the last of them, however they end and in whichever container they ran; a process number would not tell that.
+A command, and each process that it passes the lock to, holds a lock on its folder. The kernel releases it with the last
+of them, however they end, also in containers.
 """
 
 import os
@@ -19,17 +19,14 @@ _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scratch:
-    """A private folder that is in use."""
-
     path: Path
-    """The folder."""
     lock: int
-    """The descriptor that holds it, for a process that may outlive this one."""
+    """Descriptor for a process that may outlive this one."""
 
 
 @contextmanager
 def scratch_folder(beside: Path | None = None) -> Iterator[Scratch]:
-    """A folder that only this user can open, in the folder `beside` or the one for temporary files, removed on leaving.
+    """A folder that only this user can open, in `beside` or the one for temporary files, removed on leaving.
 
     Raises OSError if it cannot be made.
     """
@@ -44,9 +41,9 @@ def scratch_folder(beside: Path | None = None) -> Iterator[Scratch]:
 
 
 def remove_left_over(parent: Path) -> None:
-    """Remove this user's temporary folders in `parent` that no process holds.
+    """Remove this user's unlocked temporary folders in `parent`.
 
-    Where the file system has no locks, as some network folders, none is removed.
+    Without locks, as in some network folders, none is removed.
     """
     try:
         with os.scandir(parent) as entries:

@@ -18,7 +18,7 @@ _LAST_LINES = 12
 
 
 def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Failure:
-    """The Failure of a process that ended without a last message, or closed its connection and did not end (None)."""
+    """For a process that ended without a last message, or closed its connection and did not end (None)."""
     if returncode is None:
         name, message = None, f"the process closed its connection during {stage} and did not end"
     elif returncode < 0:
@@ -39,19 +39,19 @@ def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Fa
 
 
 def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Failure:
-    """The Failure of a process whose message cannot be read; a user's code may have written it."""
+    """For an unreadable message; a user's code may have written it."""
     message = f"the process sent an unreadable message during {stage}: {why}"
     return Failure(kind="error", message=cleaned(message), phase=stage, last_lines=last_lines)
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:
-    """The failure of one of several processes, with its rank in the message."""
+    """Adds the rank to the message."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
 
 
 class Started:
-    """A process that leads its session; its standard streams go to a file."""
+    """Leads its session; standard streams go to a file."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Started:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start it. Raises SteplabError if the system does not let it start."""
+        """Raises SteplabError if the system does not let it start."""
         self._written = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -82,7 +82,7 @@ class Started:
             ) from error
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """The exit code, after waiting for at most `wait_s`; negative for a signal, None if the process still runs."""
+        """Negative for a signal, None if still running after `wait_s`."""
         if self._process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)
@@ -90,14 +90,13 @@ class Started:
         return self._process.returncode
 
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines that it wrote to its standard streams, without what would steer a terminal."""
+        """Last lines of its standard streams, without terminal controls."""
         size = self._written.seek(0, os.SEEK_END)
         self._written.seek(max(0, size - 16_384))
         text = self._written.read().decode("utf-8", errors="replace")
         return tuple(cleaned(line.rstrip()) for line in text.splitlines() if line.strip())[-_LAST_LINES:]
 
     def end(self) -> None:
-        """End its whole session."""
         if self.exit_code() is None:
             self._kill_group()
             self._process.wait()

@@ -1,8 +1,7 @@
-"""Measures several steps in turns on one device, so that a drift of the machine affects all of them.
+"""Measures several steps alternately on one device, so a drift of the machine affects all.
 
-Each step has a process that stays alive. It builds the step, warms up and waits; then the processes get turns of a few
-steps, A B B A A B and so on. Between turns a process holds its weights and optimizer state in the device's memory, and
-nothing else.
+Each step has a process that builds it, warms up and waits. Then the processes get turns of a few steps, A B B A A B and
+so on. Between turns a process holds only weights and optimizer state on the device.
 
 If they do not all fit the device, and for steps of several processes, each turn is a separate, longer process;
 `turns.alternating` records it.
@@ -34,46 +33,44 @@ from steplab.specs.step import StepSpec
 
 _JOB = "turns"
 _FEWEST_TURNS = 10
-"""Turns of each side, if it has as many steps; fewer than eight cannot distinguish a difference from chance."""
+"""Turns of each side, steps permitting; fewer than eight cannot distinguish a difference from chance."""
 _ALTERNATING_ROUNDS = 2
-"""Turns of each side where every turn has a process of its own: A B B A."""
+"""Turns of each side with a process per turn: A B B A."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Side:
-    """One of the steps that take turns."""
+    """One of the alternating steps."""
 
     label: str
-    """Name in the session, such as 'A'."""
     spec: StepSpec
     surroundings: Surroundings = HERE
-    """Where its processes run."""
     failure: Failure | None = None
-    """Why it is not measured, or no further; None: it is."""
+    """Reason that it is not, or no longer, measured; else None."""
     run: Run | None = None
-    """The record of the steps until now; None before the first turn."""
+    """None before the first turn."""
     earlier: Run | None = None
-    """The record of the turns that its processes before the present one took; None: it has had one alone."""
+    """The record of its earlier processes' turns; None: this is its first process."""
     failed_in: Environment | None = None
-    """The environment in which a process of one turn failed; None: none did, or it did not tell."""
+    """Environment of a turn's process that failed; else None."""
     conversation: Conversation | None = field(default=None, repr=False)
     listener: Listener | None = field(default=None, repr=False)
 
     @property
     def environment(self) -> Environment | None:
-        """The environment that it is measured in; None if its process died before it told."""
+        """None if its process died before reporting it."""
         if self.run:
             return self.run.environment
         return self.listener.environment if self.listener else self.failed_in
 
     @property
     def is_resident(self) -> bool:
-        """Whether a process of it waits for turns."""
+        """True while a process waits for turns."""
         return self.conversation is not None
 
 
 class Session:
-    """Steps that take turns; a context manager that ends their processes."""
+    """Alternating steps; a context manager that ends their processes."""
 
     def __init__(
         self,
@@ -82,22 +79,20 @@ class Session:
         on_progress: OnProgress = lambda progress: None,
         loads_ahead: bool = False,
     ) -> None:
-        """`timeout_s` limits the time until a side is warm, and that of each turn. With `loads_ahead`, while a side is
-        built the process of the next one imports what it needs, which takes longer than many a step does to build."""
+        """`timeout_s` limits the time until a side is warm, and each turn's. With `loads_ahead`, the next side's
+        process imports its modules while a side is built; that often takes longer than building.
+        """
         self.id = new_id()
         self.alternating: str | None = None
-        """Why each turn has a process of its own; None: processes stay alive and wait."""
+        """Reason that each turn has a separate process; None: processes stay alive."""
         self.timeout_s = timeout_s
-        """The time limit of sides that enter from now on."""
+        """For sides that enter from now on."""
         self._on_progress, self._loads_ahead = on_progress, loads_ahead
         self._spare: Conversation | None = None
-        """A process that has loaded, or is loading, what the next side needs."""
         self._loading: Listener | None = None
-        """Its messages; None once it is a side's."""
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
-        """The side of the last turn that was a process of its own."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +105,7 @@ class Session:
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
         """Build a step and warm it up, so that it can take turns; a failure is the side's.
 
-        Raises UserError (or the SteplabError that the process reported) for a step that cannot be measured at all.
+        Raises UserError (or the process's SteplabError) for an impossible step.
         """
         refuse_planning_only(spec.model)
         side = Side(label=label, spec=spec, surroundings=surroundings)
@@ -131,12 +126,11 @@ class Session:
         is_enough: Callable[[int], bool] = lambda rounds: False,
         alternates: bool = True,
     ) -> None:
-        """Measure `steps` further steps of each side, in turns; a side that fails is measured no further.
+        """Measure `steps` further steps of each side, alternately; a failed side is measured no further.
 
-        `is_enough` is asked after each round, with the number of rounds until then, and ends the measurement; where
-        each turn has a process of its own, it is not asked. Without `alternates`, sides that do not fit together are
-        measured no further. The last of several sides is not measured alone.
-        Raises as `enter` does.
+        `is_enough` is called after each round with the number of rounds so far, and ends the measurement; not if each
+        turn has a separate process. Without `alternates`, sides that do not fit together are measured no further. The
+        last of several sides is not measured alone. Raises as `enter` does.
         """
         self._await_spare()  # it would disturb the measurement
         while not self.alternating:
@@ -155,13 +149,13 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Processes wait for their turns again once a side that did not fit has left. Those that were ended for it
-        start again with their next turn.
+        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
+        next turn.
         """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:
-        """End a side; gives its record, which may be a failure. After an interruption it can be called again."""
+        """End a side; returns its record, maybe a failure. Can be called again after an interruption."""
         _end(side)
         if side in self._sides:
             self._sides.remove(side)
@@ -200,7 +194,6 @@ class Session:
         self._spare = self._loading = None
 
     def _heard(self, side: Side, failure: Failure | None) -> None:
-        """Note a side's failure; if it ran out of memory next to others, sides alternate."""
         assert side.listener is not None
         if failure is None and not side.listener.is_ready:
             ended = side.listener.result.failure if side.listener.result else None
@@ -292,7 +285,7 @@ def _end(side: Side) -> None:
 
 
 def _both(earlier: Run, later: Run) -> Run:
-    """One record of the turns of two processes, with the samples of both and the larger peaks."""
+    """One record of two processes, with the samples of both and the larger peaks."""
     assert earlier.timing is not None
     assert later.timing is not None
     assert earlier.turns is not None

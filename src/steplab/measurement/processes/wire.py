@@ -1,7 +1,7 @@
-"""The wire between a process and those that measure for it: messages of JSON over `multiprocessing.connection`.
+"""Messages of JSON over `multiprocessing.connection`, between a process and those that measure for it.
 
-A message is `{"kind": ..., "value": ...}`, and the first to a measuring process is its request. A measuring process
-may run a user's code, so `receive` and `read` raise BadMessage for unknown messages, and nothing is unpickled.
+A message is `{"kind": ..., "value": ...}`; a measuring process first receives its request. It may run a user's code, so
+`receive` and `read` raise BadMessage for unknown messages, and no message is unpickled.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from steplab.records.validation import cleaned, first_problem
 from steplab.units import MIB, format_bytes
 
 MOST_BYTES = 256 * MIB
-"""Bytes of the longest message: a record of ten million samples."""
+"""A record of ten million samples."""
 _PATIENCE_S = 10
-"""How long the other end may pause within a message, in seconds."""
+"""Longest pause of the other end within a message."""
 _NULL = msgspec.Raw(b"null")
 
 Kind = Literal[
@@ -31,46 +31,40 @@ Kind = Literal[
 ]  # fmt: skip
 
 STAGE = tuple[Annotated[str, msgspec.Meta(max_length=1000)], int]
-"""The type of a stage's name, which progress shows, and of its number of steps."""
 
 
 class BadMessage(Exception):
-    """A process sent no valid message; the text gives the fault."""
+    """The text gives the fault."""
 
     def __init__(self, why: str) -> None:
         super().__init__(remark(why))  # it may quote the message
 
 
 class Message(msgspec.Struct):
-    """A message, its value not yet decoded."""
+    """Its value is not yet decoded."""
 
     kind: Kind
     value: msgspec.Raw = _NULL
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """The first message to a measuring process."""
-
     job: str
-    """The name of the job, one of jobs.JOBS."""
     task: msgspec.Raw
-    """The job's task, of the job's own type."""
     device: str = "auto"
-    """The device of several processes: auto, cuda or cpu; a single process finds it in its task."""
+    """Device of several processes: auto, cuda or cpu; a single process finds it in its task."""
     processes: int = 1
-    """The number of processes that do this together."""
     folder: str | None = None
-    """The private folder in which several processes meet; None for a single one, and under torchrun."""
+    """Private folder where several processes meet; None for a single one, and under torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whereabouts:
-    """Where a process stands when it is asked."""
+    """A process's present place."""
 
     state: str
     """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
     line: str
-    """The innermost line of code outside of torch and Python's library."""
+    """Innermost line of code outside torch and Python's library."""
 
 
 class Wire:
@@ -81,13 +75,13 @@ class Wire:
         self._lock = threading.Lock()
 
     def send(self, kind: Kind, value: object = None) -> None:
-        """Send one message. A process that is gone does not receive it."""
+        """Ignores that the other process is gone."""
         text = encode({"kind": kind, "value": value})
         with self._lock, contextlib.suppress(OSError):
             self.connection.send_bytes(text)
 
     def receive(self) -> Message | None:
-        """Wait for the next message; None if the other process is gone. Raises BadMessage if it is unreadable."""
+        """Wait for a message; None if the other process is gone. Raises BadMessage if it is unreadable."""
         try:
             text = self.connection.recv_bytes(MOST_BYTES)
         except BlockingIOError:
@@ -101,7 +95,7 @@ class Wire:
 
 
 def wire_to_a_child() -> tuple[Wire, Connection]:
-    """A wire and its other end, whose descriptor a process inherits. The wire never waits forever within a message."""
+    """A wire and its other end, to be inherited by a process. It never waits forever within a message."""
     ours, theirs = socket.socketpair()
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PATIENCE_S, 0))
@@ -109,7 +103,7 @@ def wire_to_a_child() -> tuple[Wire, Connection]:
 
 
 def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
-    """A message, or the value of one, as this type. Raises BadMessage if it is not of the type."""
+    """Raises BadMessage if it is not of the type."""
     try:
         return msgspec.json.decode(text, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -117,7 +111,7 @@ def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
 
 
 def read(text: bytes | msgspec.Raw, type: Any) -> Any:
-    """The same for values of records: their texts are cleaned, and BadMessage refuses numbers that cannot be right."""
+    """For values of records: texts are cleaned, and impossible numbers raise BadMessage."""
     value = cleaned(decoded(text, type))
     problem = first_problem(value)
     if problem is not None:

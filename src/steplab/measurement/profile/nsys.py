@@ -1,4 +1,4 @@
-"""Nsight Systems around a measurement: the command that records it, and whether one is running already."""
+"""Nsight Systems around a measurement."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from steplab.errors import Unsupported
 
 
 def nsys_command(report: Path) -> list[str]:
-    """The words before a command with which nsys records it, between cudaProfilerStart and Stop, to `report`.sqlite.
+    """The prefix of a command for recording it with nsys, from cudaProfilerStart to Stop, into `report`.sqlite.
 
     Raises Unsupported if nsys is not installed.
     """
@@ -33,5 +33,5 @@ def nsys_command(report: Path) -> list[str]:
 
 
 def is_watched_by_nsys() -> bool:
-    """Whether this process runs under nsys, which then has CUPTI to itself: torch.profiler would see no kernel."""
+    """nsys then has CUPTI to itself: torch.profiler would see no kernel."""
     return "NSYS_PROFILING_SESSION_ID" in os.environ

@@ -1,8 +1,8 @@
-"""Records some more steps under a profiler, once everything is timed.
+"""Records further steps under a profiler, once everything is timed.
 
-A profiler slows the host, so the times of these steps are not step times; they show what ran, in which order, and for
-which operator. As in the timed loop, nothing waits between them. One step before them is recorded too, because a
-profiler's first step differs from the others; its name is `warmup step`, by which readers leave it out.
+A profiler slows the host, so these times are not step times; they show kernels, their order and their operators. As in
+the timed loop, nothing waits between steps. A profiler's first step differs, so one named `warmup step` precedes;
+readers omit it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,35 +24,34 @@ from steplab.specs.step import StepSpec
 
 
 class StepProfiler:
-    """Records the steps of one cell; it is made before the cell's model is built, so that the model has its ranges."""
+    """Built before the cell's model, so that the model has its ranges."""
 
     stage, export_stage = "profile", "trace"
 
     def __init__(self, spec: StepSpec, device: Device, *, num_steps: int, trace: Path | None) -> None:
-        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz; None if nsys records from
-        outside. Raises Unsupported for nsys on a device that it cannot see."""
+        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz; None: nsys records. Raises
+        Unsupported for nsys without a GPU.
+        """
         self._device = device
         self._on_cuda = device.torch_device.type == "cuda"
         if trace is None and not self._on_cuda:
             why = f"nsys records what runs on a CUDA GPU, and this step runs on {device.torch_device.type}"
             raise Unsupported("--nsys", why, "leave it out: torch.profiler records this device")
         self.num_steps = num_steps
-        """The number of recorded steps, without the warm-up step."""
+        """Without the warm-up step."""
         self._trace = trace
         self._spans = Spans(nvtx=self._on_cuda)
         self._compiled, self._replayed = spec.compile != "off", spec.cuda_graph == "step"
 
     @property
     def span(self) -> Span:
-        """Marks the parts that the model computes outside of its modules; does nothing if they would be compiled
-        into the graph, or recorded."""
+        """Marks a model's work outside its modules; does nothing if it would be compiled or recorded."""
         return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps and write the trace; returns notes on what it lacks.
+        """Run the steps and write the trace; returns notes on its gaps.
 
-        `on_export` is called when the steps are over and the trace is about to be written. Whatever a step or the
-        profiler raises passes through.
+        `on_export` is called between the steps and the writing. Errors of a step or the profiler pass through.
         """
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:

@@ -1,7 +1,7 @@
 """Makes a module ready for a step: compiles it and, in a world of several processes, spreads it over them.
 
-The one place that knows all ways of doing so, for every command. The order is always the same: split products,
-recompute, compile, and then wrap or shard, so that the averaging of gradients stays outside of compiled code.
+The order is always: split products, recompute, compile, then wrap or shard, so that averaging gradients stays outside
+compiled code.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,11 @@ from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED
 def make_ready(
     module: nn.Module, spec: StepSpec, world: World | None, autocast: Autocast, variant: Variant | None = None
 ) -> Distributed:
-    """Compile the module, which is on its device, and spread it over the ranks as the spec's layout says.
+    """Compile the module, already on its device, and spread it over the ranks by the spec's layout.
 
-    With a `variant`, which is for a spec without a layout, all ranks are data parallel in that way. `autocast` gives
-    the context that the forward pass runs in.
-    Raises UserError where the ranks are not those of the layout, or have built different modules, and Unsupported where
-    the module cannot be worked on block by block.
+    With a `variant`, for a spec without a layout, it decides how all ranks are data parallel. `autocast` gives the
+    forward pass's context. Raises UserError for ranks that do not fit the layout or built different modules, and
+    Unsupported for a module without separable blocks.
     """
     if spec.compile == "block":
         compat.compile_alike_in_all_wrappers()
@@ -58,7 +57,6 @@ def make_ready(
 
 
 def _variant_of(spec: StepSpec) -> Variant:
-    """The averaging of gradients of a layout of dp alone, and when it updates."""
     size_mb = spec.bucket_size_mb if spec.data_parallel == "bucketed" else None
     update = spec.update if spec.data_parallel in IN_FLIGHT and spec.pass_name == "train" else None
     return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb, update=update)
@@ -75,7 +73,6 @@ def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
 
 
 def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: World) -> Distributed:
-    """Each rank has the whole module and its own batches; `called` is the module, compiled or not."""
     ready = Distributed(module=module, call=called, data_index=world.rank)
     if variant.kind == "none":
         return ready
@@ -115,7 +112,7 @@ def _make_sharded(
     optimizer: type[torch.optim.Optimizer],
     **options: Any,
 ) -> ShardedOptimizer:
-    """Parameters travel as the gradients do, and each part of the model waits for its own."""
+    """Parameters travel as gradients do, and each part of the model waits for its own."""
     assert variant.bucket_size_mb is not None
     made = ShardedOptimizer(
         parameters,
@@ -131,7 +128,7 @@ def _make_sharded(
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """Blocks, which may be compiled as a whole, and the modules outside of them that have parameters of their own.
+    """Blocks, maybe compiled whole, and the modules with parameters outside of them.
 
     Raises Unsupported for a model without blocks.
     """

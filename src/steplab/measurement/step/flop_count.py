@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a step through torch as it runs, for models without a closed form here."""
+"""Counts a step's FLOPs through torch, for models without a closed form here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,23 +21,20 @@ _ALL_BACKENDS = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedFlops:
-    """FLOPs of one step in one process."""
-
     executed: float
-    """Those that the step executes, recomputation included."""
+    """Including recomputation."""
     needed: float | None
-    """Those that the model needs; None: the step has no forward phase."""
+    """Without recomputation; None: the step has no forward phase."""
 
 
 def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
-    """FLOPs of the matmuls, convolutions and attention in one step, backward included; elementwise operators are not
-    counted.
+    """FLOPs of matmuls, convolutions and attention in one step, backward included.
 
-    A backward pass needs two products for each of the forward pass's one (costs.flops), so a training step needs three
-    times what its forward pass executes; or fewer, if it executes fewer, because some parameters are frozen.
+    A backward pass needs two products per forward product (costs.flops), so a training step needs three times its
+    forward pass; fewer if some parameters are frozen.
 
-    Causal attention is counted as the whole square, except for steplab's own operators, which count only the pairs that
-    their mask leaves. A compiled model is counted as it runs eagerly. Runs the step once more, slowly.
+    Causal attention counts the whole square, except in steplab's operators, which count only unmasked pairs. A compiled
+    model is counted as it runs eagerly. Runs the step once more, slowly.
     """
     # The counter has no formula for the fused attention of a CPU, and would count it as zero.
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
@@ -54,7 +51,7 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
 
 
 def _formulas() -> dict[Any, Any]:
-    """Counts that torch has not, or not of heads that share keys."""
+    """Counts missing in torch, or missing for shared heads."""
     aten = torch.ops.aten
     found: dict[Any, Any] = {aten._grouped_mm: _grouped_flops} if hasattr(aten, "_grouped_mm") else {}
     for kind in ("flash", "efficient", "cudnn"):
@@ -73,5 +70,5 @@ def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int], *_: object, out_shape: object = None, **__: object) -> int:
-    """FLOPs of products whose rows, or whose inner dimension, are dealt out to groups: a row is in one of them."""
+    """FLOPs of products with rows, or the inner dimension, divided among groups."""
     return 2 * a[-2] * a[-1] * b[-1]

@@ -1,13 +1,11 @@
-"""A step that is recorded once as CUDA graphs, one for each phase, and replayed from then on.
+"""A step recorded once as CUDA graphs, one per phase, and then replayed.
 
-Replaying a graph launches all of its kernels by one call, so the device does not wait for Python. Each phase is one
-graph, replayed in order. A step costs a few launches instead of one, and each phase keeps its time, peak memory and
-range in a profile.
+One call launches all kernels of a graph, so the device does not wait for Python, and each phase keeps its time, peak
+memory and range in a profile.
 
-Every replay reads and writes the recorded addresses. So each batch is copied into buffers that stay; gradients are
-made by the backward graph and freed by the optimizer's, in memory that belongs to the graphs alone; and the optimizer
-counts its steps on the device. Python code of the step, such as a print or an `if`, runs while recording and never
-again.
+Every replay reads and writes the recorded addresses. So batches are copied into permanent buffers; the backward graph
+makes gradients and the optimizer's frees them, in the graphs' memory; and the optimizer counts steps on the device.
+Python code of the step, such as a print or an `if`, runs only while recording.
 """
 
 import warnings
@@ -28,8 +26,9 @@ from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
 
 _STEPS_BEFORE = 3
-"""Steps before the recording: the first compiles and makes the optimizer's state, and as many are in torch's own
-example of a whole step (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture")."""
+"""Steps before the recording, as in torch's example (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture").
+The first compiles and makes the optimizer's state.
+"""
 _REMOVE = (
     "remove what waits for the GPU or copies from it (.item(), .tolist(), .cpu(), a condition on a tensor's value, "
     "torch.nonzero), or use --cuda-graph off"
@@ -37,38 +36,36 @@ _REMOVE = (
 
 
 class Recorder(Protocol):
-    """Records what a function launches."""
-
     def apart(self) -> AbstractContextManager[object]:
-        """A context for the steps before the recording, and for the recording."""
+        """A context for recording and the steps before."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Call `run` without executing what it launches; gives the function that executes that."""
+        """Call `run` without executing its kernels; returns the function that executes them."""
 
     def forget(self) -> None:
-        """Free what was recorded, and its memory."""
+        """Free the recording and its memory."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs, which share one pool of memory because they are replayed in the order of their recording."""
+    """CUDA graphs share one pool of memory, because they are replayed in recorded order."""
 
     def __init__(self, device: torch.device) -> None:
-        # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each.
-        # Its kernels go before those of an update that is launched beside them.
+        # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each. Its kernels precede a
+        # concurrent update's.
         self._stream = torch.cuda.Stream(device, priority=FIRST)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context on a stream of its own, since the default one cannot be recorded."""
+        """A separate stream, since the default one cannot be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The replay of a graph of what `run` launches. Raises what `run` does, and what torch says of the capture."""
+        """Capture `run` and return its replay. Raises errors of `run` and of the capture."""
         graph = torch.cuda.CUDAGraph()
         first: Exception | None = None
         try:
@@ -78,27 +75,28 @@ class CudaGraphs:
                 except Exception as error:
                     first = error
                     raise
-        except Exception as error:  # the end of a capture that has failed raises an error of its own
+        except Exception as error:  # ending a failed capture raises a further error
             _free_random_numbers(self._stream.device)
             raise first or error from None
         self._graphs.append(graph)
         return graph.replay
 
     def forget(self) -> None:
-        """Free the graphs; their replays are of no use from then on."""
+        """Free the graphs; their replays become useless."""
         while self._graphs:
             self._graphs.pop().reset()
 
 
 def _free_random_numbers(device: torch.device) -> None:
-    """Let a process draw random numbers after a capture that failed: torch takes the generator for captured until then
-    (github.com/pytorch/pytorch/issues/171263). A copy of its state is not."""
+    """Let a process draw random numbers after a failed capture: torch takes the generator for captured
+    (github.com/pytorch/pytorch/issues/171263), but not a copy of its state.
+    """
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 class GraphedStep:
-    """A step with a model and an optimizer, whose phases are replayed as CUDA graphs once `record` was called."""
+    """A step with a model and an optimizer, replayed phase by phase after `record`."""
 
     def __init__(self, step: BuiltStep, device: Device, model: str, recorder: Recorder | None = None) -> None:
         """`model` is its name in errors. Raises Unsupported for a user's whole step."""
@@ -110,19 +108,16 @@ class GraphedStep:
         self._recorder = recorder or CudaGraphs(device.torch_device)
         self._replayed = 0
         self.module = step.module
-        """The model."""
         self.batches = step.batches
-        """The batches that the steps take in turn."""
+        """Steps use them in rotation."""
         self.phases: tuple[Phase, ...] = ()
-        """The phases, in the order in which they run; none before they are recorded."""
+        """In order of execution; empty before recording."""
         self.peak: PeakMemory | None = None
-        """The peak memory of the step, as it was while it was recorded: a replay allocates nothing. None where the
-        device keeps no high-water mark."""
+        """Peak memory while recording: a replay allocates nothing. None: the device keeps no high-water mark."""
         self.phase_peaks: dict[str, PeakMemory] = {}
-        """The same of each phase."""
 
     def record(self) -> None:
-        """Run a few steps, then record one. Raises Unsupported for a step that cannot be recorded."""
+        """Run a few steps, then record one. Raises Unsupported for an unrecordable step."""
         with self._recorder.apart():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*capturable=True.*")  # it is captured below
@@ -136,7 +131,7 @@ class GraphedStep:
             self.peak = replace(peak.with_larger_of(self.peak or peak), phase="step")
 
     def launched(self) -> ModelStep:
-        """The step as it was before the recording, which is freed: for whoever looks at what a step allocates."""
+        """The step before recording, for measuring its allocations; the recording is freed."""
         self.phases = ()
         self._recorder.forget()
         self._device.free_unused()
@@ -174,7 +169,7 @@ Step = BuiltStep | GraphedStep
 
 
 def _copy(batch: Any, inputs: Any, what: str) -> None:
-    """Copy a batch into one of the same form. Raises Unsupported if it is of another."""
+    """Raises Unsupported for a batch of another form."""
     if isinstance(batch, Tensor) and isinstance(inputs, Tensor) and batch.shape == inputs.shape:
         inputs.copy_(batch, non_blocking=True)
     elif isinstance(batch, dict) and isinstance(inputs, dict) and batch.keys() == inputs.keys():

@@ -44,35 +44,28 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 def make_whole(
     parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
-    """Make an optimizer whose state is whole on each rank, or divided as its parameters are."""
+    """State is whole on each rank, or divided like its parameters."""
     return optimizer(parameters, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distributed:
-    """A module ready to be stepped on this rank."""
-
     module: nn.Module
-    """The module with the parameters that this rank's optimizer updates."""
+    """Has the parameters that this rank updates."""
     call: Callable[..., Any] | None
-    """The callable that runs a rank's batch; None if there is a pipeline."""
+    """Runs a rank's batch; None for a pipeline."""
     data_index: int = 0
-    """The number of the step's batch that this rank works on; ranks with equal numbers share a batch."""
+    """Number of this rank's batch; ranks with equal numbers share it."""
     finish_gradients: Callable[[], None] | None = None
-    """Called after the backward pass; then every rank has the gradients that its optimizer needs. None if they are
-    complete when the backward pass ends."""
+    """Called after the backward pass to complete this rank's gradients. None: the backward pass completes them."""
     finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]] | None = None
-    """The same, but gives some parameters at a time as soon as they have their gradients, to be updated; None if all
-    are updated afterwards."""
+    """The same, but yields parameters as soon as their gradients are complete; None: all are updated afterwards."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context for the forward and backward passes of every micro-step but the last, in which gradients accumulate
-    on each rank and are not sent."""
+    """A context for all micro-steps except the last: gradients accumulate on each rank, unsent."""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context for the forward pass and for the backward pass."""
     pipeline: Pipeline | None = None
-    """Runs both passes of a batch in turn; None if they run one after the other."""
+    """Runs both passes of a batch interleaved; None: one after the other."""
     make_optimizer: MakeOptimizer = make_whole
-    """Makes the optimizer of the parameters."""
 
 
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -81,8 +74,8 @@ Autocast = Callable[[], AbstractContextManager[object]]
 def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
     """Lay the model out in place; all ranks call this together, with equal weights.
 
-    Before, the whole model is on each rank's device, in the dtype in which its weights are stored. Raises UserError if
-    the number of ranks is not that of the layout.
+    Before, the whole model is on each rank's device, in its stored dtype. Raises UserError if the number of ranks does
+    not fit the layout.
     """
     device = world.device.torch_device
     mesh = open_mesh(_sizes(spec.layout), device.type)
@@ -105,7 +98,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
 
 
 def prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
-    """Have each block recomputed and compiled by itself instead of in the model's forward pass."""
+    """Recompute and compile each block separately instead of in the model's forward pass."""
     if isinstance(module, Transformer):
         module.call_block = call_plainly
     split = spec.layout.tp > 1
@@ -134,11 +127,11 @@ def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: Devic
 
 
 def units_of(module: nn.Module) -> Sequence[Unit]:
-    """The submodules whose parameters FSDP2 gathers together; the other parameters are gathered with the root."""
+    """Submodules that FSDP2 gathers as a whole; other parameters are gathered with the root."""
     if not isinstance(module, Transformer | TransformerStage):
         return [Unit(module=block) for block in repeated_blocks(module)]
-    # Autocast reads an embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
-    # what is computed. All other weights autocast would cast itself, before each use.
+    # Autocast reads an embedding in its stored dtype, so the residual stream is fp32: gathering it lower would change
+    # results. All other weights autocast would cast itself, before each use.
     tables = [table for table in (module.embedding, module.positions) if table is not None]
     embeddings = [Unit(module=table, low_precision=False) for table in tables]
     return [*embeddings, *(Unit(module=block) for block in blocks_of(module).values())]
@@ -198,7 +191,7 @@ def _in_stages(
 
 
 def forget_the_whole(device: torch.device) -> None:
-    """Free the memory of the whole model, so that it is not part of the step's peaks."""
+    """Frees the whole model's memory, which would count in the step's peaks."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

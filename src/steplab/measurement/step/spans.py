@@ -1,7 +1,7 @@
 """Named ranges around parts of a step, for any profiler: torch's own, nsys, any reader of NVTX.
 
-A model is built with its ranges in place, and timed with them off. They are on only while a profiler runs, and only
-then do its modules carry hooks, so that the timed step is the step that runs without steplab.
+A model is built with its ranges, and timed with them off. Only while a profiler runs are they on, and modules carry
+hooks, so the timed step is the step without steplab.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,18 @@ from steplab.measurement.compat import minds_hooks
 
 _NOTHING = nullcontext()
 _NAMES_SHOWN = 3
-"""The number of modules that a note names."""
 
 
 def activities_on(device: torch.device) -> list[ProfilerActivity]:
-    """Activities that torch.profiler records: the host, and a GPU's kernels."""
+    """The host, and a GPU's kernels."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 class Spans:
-    """Ranges by name: while they are on, spans("softmax") is a context manager that marks what runs inside it."""
+    """Ranges by name: while on, `with spans("softmax")` marks the work inside."""
 
     def __init__(self, *, nvtx: bool) -> None:
-        """Make the ranges; `nvtx` marks them in NVTX as well, which needs a torch with CUDA."""
+        """`nvtx` marks ranges in NVTX as well, which needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
         self._open: list[_Range] = []
@@ -41,10 +40,9 @@ class Spans:
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
-        """A context in which ranges are recorded, and each submodule of `module` marks its forward pass by its dotted
-        name.
+        """A context: ranges are recorded, and each submodule of `module` marks its forward pass by its dotted name.
 
-        Yields the names of the submodules left without ranges, because hooks would change what they run.
+        Yields names of submodules left without ranges, because hooks would change their run.
         """
         hooks, left_out = self._attach(module) if module is not None else ([], ())
         self._are_on = True
@@ -74,8 +72,9 @@ class Spans:
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The modules of a model that hooks may be on, by their dotted names ('' is the model itself), and the names of
-    those that are left out, with all inside them, because hooks would change what they run."""
+    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out, with all inside
+    them, because hooks would change their run.
+    """
     modules: dict[str, nn.Module] = {}
     left_out: list[str] = []
     for name, module in model.named_modules():
@@ -89,7 +88,6 @@ def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str
 
 
 def note_on_left_out(names: Sequence[str]) -> list[str]:
-    """A note that names the submodules without ranges; none if there are none."""
     if not names:
         return []
     shown = ", ".join(name or "the model" for name in names[:_NAMES_SHOWN])

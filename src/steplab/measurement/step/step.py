@@ -1,19 +1,16 @@
 """The training step, divided into phases: forward, backward, optimizer, in the spec's precision.
 
-This is the only builder of a step, for all commands. With accumulation each micro-step runs forward and backward on
-its own batch. The loss is divided by their number, so gradients are of the mean over all sequences. Ranks exchange
+This is the only builder of a step, for all commands. With accumulation each micro-step runs forward and backward on its
+own batch. The loss is divided by their number, so gradients are of the mean over all sequences. Ranks exchange
 gradients after the last micro-step.
 
-In a world of several processes that average gradients by steplab's own DataParallel, a phase `gradient sync` follows
-the backward pass: the rest of the communication, and the wait for the slowest rank. Where parameters are updated
-as soon as their gradients have arrived, that is part of the optimizer's phase. A pipeline runs the forward and
-backward passes of its microbatches in turn, in one phase `pipeline`.
+With steplab's own DataParallel, a phase `gradient sync` follows the backward pass: the rest of the communication, and
+the wait for the slowest rank. It belongs to the optimizer's phase where parameters are updated as soon as gradients
+arrive. A pipeline runs the passes of its microbatches interleaved, in one phase `pipeline`.
 
-An update that is overlapped with the backward pass (StepSpec.update) is part of that phase, and the step has no phase
-of the optimizer's.
+An update overlapped with the backward pass (StepSpec.update) belongs to that phase.
 
-zero_grad belongs to the phase that uses the gradients last: the optimizer's when training, the backward's when only
-gradients are requested or the update is part of it.
+zero_grad belongs to the last phase that uses gradients: the optimizer's when training, else the backward's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,25 +40,25 @@ from steplab.specs.step_choices import FP8, RECORD_THEIR_OWN, WITH_MASTERS
 _BATCHES = 2
 LEARNING_RATE = 1e-4
 FIRST = -1
-"""Priority of a CUDA stream before those of the lowest, which is 0."""
+"""Priority of a CUDA stream above the lowest, 0."""
 _DATA_SEEDS = 1_000_003
-"""The distance of the batches' seeds between two seeds of a spec: a prime above any number of ranks."""
+"""Distance of batch seeds between two seeds of a spec: a prime above any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
-    """A step of which only the phases are known."""
+    """A step known only by its phases."""
 
     phases: Sequence[Phase]
-    """The phases, in the order in which they run."""
+    """In order of execution."""
     module: nn.Module | None = None
-    """The model; None if it is not known."""
+    """None: unknown."""
 
 
 def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "BuiltStep":
     """The step of the spec's pass over the workload. A user's whole step is one phase, `step`.
 
-    Raises Unsupported for a layout that cannot be applied to the workload.
+    Raises Unsupported for a layout that does not fit the workload.
     """
     if workload.step is not None:
         if world is not None:
@@ -76,7 +73,7 @@ def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: W
 
 
 class ModelStep:
-    """One model with its batches and its optimizer; each phase leaves what the next one needs."""
+    """One model with its batches and its optimizer."""
 
     def __init__(
         self,
@@ -86,8 +83,7 @@ class ModelStep:
         world: World | None = None,
         variant: Variant | None = None,
     ) -> None:
-        """Build the step; in a world a collective call. With a `variant`, the ranks are data parallel in that way
-        instead of by the spec's layout."""
+        """In a world a collective call. A `variant`, not the spec's layout, decides how ranks are data parallel."""
         assert workload.module is not None
         assert workload.make_batch is not None
         module = workload.module
@@ -103,9 +99,8 @@ class ModelStep:
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
         self.distributed = make_ready(module, spec, world, self._autocast, variant)
-        """The module as it is called, and how its gradients are exchanged."""
         self.module = self.distributed.module
-        """The model before compilation."""
+        """Before compilation."""
         if world is not None:
             torch.manual_seed((spec.seed * _DATA_SEEDS + self.distributed.data_index + 1) % 2**63)
         # Made before any timing and swapped between micro-steps: the data loader is not measured here.
@@ -115,10 +110,11 @@ class ModelStep:
         self._num_micro_steps = spec.micro_steps
         self._micro_steps_begun = 0
         self.loss: Tensor | None = None
-        """The mean loss of a micro-step's batch between its forward and its backward pass; for a pipeline, after
-        both, on the ranks that have its last stage."""
+        """Mean loss of a micro-step's batch, between its forward and backward pass; for a pipeline, after both, on
+        ranks with the last stage.
+        """
         self.on_gradients: Callable[[], None] = unseen
-        """Called when the last backward pass of a step has made its gradients and none is freed yet."""
+        """Called after a step's last backward pass, before gradients are freed."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
@@ -131,10 +127,8 @@ class ModelStep:
         self._stream = torch.cuda.Stream(device, priority=FIRST) if by_itself else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in RECORD_THEIR_OWN
         self.phases = self._phases(spec)
-        """The phases in the order they run, once per micro-step."""
 
     def run(self) -> None:
-        """Run one step, its phases in order."""
         for phase in self.phases:
             phase.run()
         if isinstance(self.optimizer, ShardedOptimizer):
@@ -159,7 +153,6 @@ class ModelStep:
         return phases
 
     def forward(self) -> None:
-        """Run the forward pass of the next micro-step."""
         if self._cuda_graphs and self._is_last:  # of the previous step
             # From here on the static buffers of the last replay may be overwritten, gradients among them.
             torch.compiler.cudagraph_mark_step_begin()
@@ -178,7 +171,7 @@ class ModelStep:
             self.loss = loss_of(output)
 
     def backward(self) -> None:
-        """Run the backward pass of the micro-step whose forward pass was run last."""
+        """Runs for the micro-step that last ran forward."""
         assert self.loss is not None
         with self._on_its_stream(), self._synchronising(), self._updating(), self.distributed.around():
             self.scaler.scale(self._share(self.loss)).backward()
@@ -187,8 +180,7 @@ class ModelStep:
             self._end_backward()
 
     def make_gradients_unsent(self) -> None:
-        """Run the forward and backward passes of a step, after which every rank has its own gradients, and the next
-        synchronisation sends them."""
+        """Run both passes; then every rank has its own gradients, and the next synchronisation sends them."""
         with self.distributed.no_sync():
             for _ in range(self._num_micro_steps):
                 self.forward()
@@ -199,7 +191,7 @@ class ModelStep:
         self._end_backward()
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
-        """Run both passes; the stages enter autocast, as forward passes alone do."""
+        """Stages enter autocast, as forward passes do."""
         self._micro_steps_begun += 1
         tokens_BT, targets_BT = self._batch()
         with self.distributed.around():
@@ -218,13 +210,11 @@ class ModelStep:
         return nullcontext() if self._is_last else self.distributed.no_sync()
 
     def _updating(self) -> AbstractContextManager[object]:
-        """A context in which parameters are updated as soon as their gradients are final, if they are to be."""
         return nullcontext() if self._update is None or self._is_last else self._update.paused()
 
     @contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """A context on a stream that goes before the updates', behind and before the current one; a recorded step is on
-        such a stream already."""
+        """A stream with priority over the updates', ordered with the current one; a recorded step already has it."""
         if self._stream is None:
             yield
             return
@@ -252,7 +242,7 @@ class ModelStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def update_in_parts(self, finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]]) -> None:
-        """Update some parameters at a time, as soon as their gradients have arrived."""
+        """Update parameters as soon as their gradients arrive."""
         assert self.optimizer is not None
         update = UpdateByParts(self.optimizer)
         for parameters in finish_in_parts():
@@ -286,7 +276,7 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
-    """The fp32 values of the module's linear layers, which are bf16 from here on."""
+    """fp32 values of the linear layers, which become bf16."""
     masters = bf16_with_masters(module, stay=_added_up(module))
     if not masters:
         why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"
@@ -295,8 +285,9 @@ def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
 
 
 def _added_up(module: nn.Module) -> Sequence[Tensor]:
-    """Weights whose gradients are added up within a backward pass, in float32 as long as the weights are: the head's,
-    of a loss in chunks. In bf16 these sums would be rounded, as under autocast they are not."""
+    """Weights with gradients summed within a backward pass, in float32: the head's, for a loss in chunks. bf16 would
+    round these sums, unlike autocast.
+    """
     return [module.head.weight] if isinstance(module, Transformer) and module.head_loss is not None else []
 
 

@@ -81,7 +81,6 @@ AttentionFn = Callable[..., Tensor]
 def flash_reference_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """FlashAttention-2 in tiled PyTorch."""
     output: Tensor = FlashAttentionReference.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
 
@@ -89,7 +88,6 @@ def flash_reference_attention(
 def flash_triton_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """FlashAttention-2 in Triton kernels."""
     output: Tensor = FlashAttentionTriton.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
 
@@ -148,10 +146,10 @@ def attention(
     """softmax(scale * q k^T) v, by the named implementation.
 
     q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
-    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. Nothing is
-    broadcast. causal hides keys after the query's own position, both counted from the first, as torch's is_causal does.
-    scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype, except
-    plain, which keeps q's.
+    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. There is no
+    broadcasting. causal hides keys after the query's own position, both counted from the first, as torch's is_causal
+    does. scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype,
+    except plain, which keeps q's.
 
     Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for an unknown name and for
     inputs that the named implementation does not support.

@@ -10,11 +10,8 @@ from .hopper_kernels import planned_on
 from .implementations import DTYPES, why_not
 
 FALLBACK = "sdpa"
-"""The choice for unmeasured inputs."""
 MEASURED = ("NVIDIA H100", "NVIDIA H200")
-"""Prefixes of the names of measured GPUs."""
 WIDEST = 128
-"""Largest measured head dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 TILE = 64
-"""Queries, and keys, of a tile."""
 _INFINITY = float("inf")
 
 
@@ -94,7 +93,6 @@ def reference_backward(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Accumulator dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -11,7 +11,7 @@ OLDEST = (3, 6)
 OLDEST_TORCH = "2.10"
 """The first torch that requires Triton 3.6."""
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
-"""Versions with which every kernel compiles (tests/golden/hopper_kernels.json)."""
+"""Versions that compile every kernel (tests/golden/hopper_kernels.json)."""
 
 
 def release(version: str) -> tuple[int, int]:

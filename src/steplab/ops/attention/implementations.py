@@ -1,5 +1,5 @@
-"""The table of attention implementations, from which choices, help, refusals, `auto`, plans, FLOPs, memory and
-documentation follow.
+"""The table of attention implementations: the source of choices, help, refusals, `auto`, plans, FLOPs, memory and
+documentation.
 
 A new implementation is a row, its code, and the name of its function in api.py. This file imports nothing, so that
 plans work without torch. Limits are the CUDA kernels', and assumed for ROCm. torch's are from its
@@ -14,7 +14,6 @@ _HALVES = (BF16, FP16)
 _ALL = (FP32, BF16, FP16, FP64)
 ITEM_BYTES = {FP32: 4, BF16: 2, FP16: 2, FP64: 8}
 DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": FP16, "float64": FP64}
-"""Number formats in torch's spelling -> in this table's."""
 
 
 def _rounded_up(number: int, multiple: int) -> int:
@@ -28,7 +27,6 @@ class Workspace:
     rounded up]."""
 
     what: str
-    """Content, in words."""
     tokens: int = 1
     """Tokens are rounded up to a multiple of this."""
     width: int | None = None
@@ -47,7 +45,7 @@ class Workspace:
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """True if tensors of such numbers need it; shared: several heads of queries share keys."""
+        """True if tensors of these formats need it; shared: several heads of queries share keys."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
@@ -83,7 +81,6 @@ class Implementation:
     package: str | None = None
     """Package that it needs in addition to torch."""
     dtypes: tuple[str, ...] = _ALL
-    """Number formats of its inputs."""
     widest: int | None = None
     """Largest head dimension; None: no limit."""
     widest_on_all: int | None = None
@@ -127,7 +124,6 @@ class Implementation:
 
     @property
     def saved(self) -> str:
-        """Tensors saved for backward, in words."""
         return "the weights, S × K a head" if self.materialises_scores else "q, k, v, o, log-sum-exp"
 
 
@@ -301,7 +297,6 @@ TABLE = (
         memory_estimate="assumed to save as every fused kernel does, with the workspace of torch's flash kernel",
     ),
 )
-"""All of them, in the order of the choices."""
 
 NAMES = tuple(row.name for row in TABLE)
 """The choices of --attention."""

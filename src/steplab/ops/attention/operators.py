@@ -38,7 +38,6 @@ def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
 
 
 def attention_flops(q_shape: Sequence[int], num_keys: int, *, causal: bool, num_products: int) -> int:
-    """FLOPs of `num_products` products for queries [B, H, S, D]."""
     batch, num_heads, num_queries, width = q_shape
     return 2 * num_products * batch * num_heads * width * num_pairs(num_queries, num_keys, causal=causal)
 
@@ -64,7 +63,6 @@ def _backward(
 
 
 def register_formulas(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Register a pair of operators with torch's FlopCounterMode."""
     register_flop_formula(forward)(_forward)
     register_flop_formula(backward)(_backward)
 
@@ -110,7 +108,8 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
     """True if the dispatcher would do more for these tensors than call the operator's function on a GPU. It does for
     autograd, modes (FLOP counters, selective checkpointing), transforms of torch.func, profilers, tensor subclasses,
-    and the two kinds of tensors whose memory does not hold their values."""
+    and the two kinds of tensors without their values in memory.
+    """
     if (
         torch.is_grad_enabled()
         or _num_modes() > 0

@@ -20,7 +20,6 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 _NO_KERNEL = ("No available kernel", "No viable backend")
-"""torch's errors if the permitted kernels do not take the inputs."""
 
 
 def sdpa_attention(

@@ -31,12 +31,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UserError, with the fix, for tensors that are not an attention's. Valid are q [..., H, S, D] with k and v
     [..., N, K, D], where N divides H (grouped-query heads: query head h reads key head h * N // H); [batch, S, D] with
-    [batch, K, D]: one head; and [S, D] with [K, D]. Nothing is broadcast."""
+    [batch, K, D]: one head; and [S, D] with [K, D]. There is no broadcasting.
+    """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
     q_shape, k_shape = q.shape, k.shape
-    # One comparison for the common case: every head has its own keys, as many as there are queries.
+    # One comparison for the common case: every head has its own keys, and K equals S.
     if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
         alike = True
     else:
@@ -81,7 +82,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
     if q.shape[:-3] != k.shape[:-3]:
         return f"attention broadcasts nothing: the dimensions before the heads must be alike, not {shown}; use expand"
     if not _agree(q.shape, k.shape, v.shape):
-        return f"attention takes key heads whose number divides that of the query heads, not {shown}"
+        return f"the number of key heads must divide the number of query heads, not {shown}"
     if not q.device == k.device == v.device:
         return f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}"
     names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))
@@ -127,7 +128,6 @@ def num_key_heads(k: Tensor) -> int:
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """1 / sqrt(D) if no scale is given."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 

@@ -71,7 +71,6 @@ class Operands:
     stream: int | None
     """The raw stream, if the launches are to be kept."""
     launches: list[Launch | None]
-    """Launches so far."""
 
 
 def triton_backward(
@@ -122,7 +121,6 @@ class _Layout(NamedTuple):
     """The kernel for some tensors, and its working memory in one piece."""
 
     one_sweep: Tiles | None
-    """As in `Operands`."""
     parts: list[int]
     """Numbers of 32 bits: -lse, -D, sums, shared, turns. All except the last are multiples of 128, as the copy engine
     needs."""

@@ -29,7 +29,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def base_two(scale: float) -> float:
-    """The factor with which exp2 replaces exp with the scale."""
+    """Factor for exp2 instead of exp with the scale."""
     return scale * math.log2(math.e)
 
 
@@ -49,13 +49,10 @@ def _torch_makes_them_in_tf32() -> bool:
 
 class Call(NamedTuple):
     parts: Columns
-    """The columns of the head dimension, in parts."""
     dtype: torch.dtype
     device: torch.device
     products: str
-    """Result of `precision`."""
     causal: bool
-    """True if keys after a query's position are hidden."""
     scale: float
     """Scale of the scores, above zero."""
 
@@ -69,7 +66,6 @@ class Form:
     """The descriptor of a tensor that the copy engine reads or writes, without the address."""
 
     kind: type[Any]
-    """Triton's or Gluon's TensorDescriptor."""
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:

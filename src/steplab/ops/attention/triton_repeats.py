@@ -60,7 +60,7 @@ class Launcher:
         self._read.append(given)
 
     def ready(self, stream: int, arguments: Sequence[Any]) -> Launch:
-        """The launch on a raw stream, with all arguments read; without Triton's hooks, for which see `hooked`."""
+        """The launch on a raw stream, with all arguments read; without Triton's hooks (see `hooked`)."""
         with self._reading:
             self._reader(*self._grid, stream, *self._of_kernel, *arguments)
             return partial(self._in_c, *self._read.pop())
@@ -103,12 +103,9 @@ class Kind:
     stream: int | None
     """The raw stream; None if launches are not kept: on a CPU, or a GPU that is not the current one."""
     device: torch.device
-    """Device of all tensors."""
     made: tuple[Made, ...]
-    """Results of such a call."""
 
     def tensors(self) -> list[Tensor]:
-        """New tensors for the results, without content."""
         if self.stream is None or _empty is None:
             return [torch.empty_strided(*laid, dtype=dtype, device=self.device) for *laid, dtype in self.made]
         return [_empty(*like) for like in self.made]
@@ -137,8 +134,9 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
-    """The kind of a call; `make` describes the results for its inputs, and `more` is everything else that a call
-    depends on. inputs begin with q and k, which determine the shapes and types of all others."""
+    """The kind of a call; `make` describes the results for its inputs, `more` is all else that it depends on. inputs
+    begin with q and k, which determine all shapes and types.
+    """
     q, k, *_ = inputs
     device = q.get_device()
     stream = _stream(device) if q.is_cuda and device == torch.cuda.current_device() else None

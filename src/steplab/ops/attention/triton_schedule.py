@@ -1,5 +1,6 @@
-"""The order of the Hopper kernels' work, and its division over programs. Heads go in groups whose tensors the L2 cache
-holds together, so that programs find each other's loads there."""
+"""The order of the Hopper kernels' work, and its division over programs. Heads go in groups with tensors that fit the
+L2 cache together, so programs find each other's loads there.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -17,8 +18,7 @@ CACHE_SHARE = 16 * 2**20
 PAIRS_TOGETHER = 8
 """The fewest pairs of heads that CACHE_SHARE must hold for pairs to be used; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""The fewest programs a multiprocessor with which pairs are used, so that all end together; 3.9 was the fewest
-measured."""
+"""Fewest programs a multiprocessor for using pairs, so that all end together; 3.9 was the fewest measured."""
 START_OF_TASK = 0.6
 """Time of a task without its tiles, in times of a tile; from trials."""
 MOST_DEALT = 2**17
@@ -34,8 +34,8 @@ def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multi
     """Heads that share keys and that a program of the backward kernel takes one after the other: 1 or 2.
 
     With two it passes on half as many sums of dK and dV. But a pair's programs are in both heads' sequences at a time,
-    so the L2 cache must hold some pairs, and only half of num_programs remain, of which each multiprocessor must get
-    some. So the order of the sums, and their last bits, depend on the batch and on the GPU.
+    so the L2 cache must hold some pairs. Only half of num_programs remain, and each multiprocessor must get some. So
+    the order of the sums, and their last bits, depend on the batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1
@@ -61,7 +61,6 @@ class Task(NamedTuple):
     head: int
     """Number of the head, counted over all batches."""
     first_query: int
-    """The first of `rows` queries."""
     num_tiles: int
     """Tiles of keys that they see; tasks are dealt by this number."""
 

@@ -29,7 +29,8 @@ class Columns:
 @cache
 def columns(head_dim: int) -> Columns:
     """The division of `head_dim` columns: in two if a half and less than another half hold them all. Only from 65 on:
-    below, a half is narrower than the 128 bytes in which shared memory is swizzled."""
+    below, a half is narrower than the 128 bytes of shared memory's swizzle.
+    """
     box = max(16, _power_of_two(head_dim))
     main = box // 2
     rest = max(16, _power_of_two(head_dim - main))

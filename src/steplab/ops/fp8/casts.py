@@ -2,7 +2,7 @@
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
 elsewhere the reference gives the same bits. Tensors must be bf16: a transposed float32 tile would move between threads
-after its cast, as bytes, and for a tensor of one row Triton 3.6 and 3.7.1 misplaced some (seen on an H200).
+as bytes, and for a tensor of one row Triton 3.6 and 3.7.1 misplaced some (seen on an H200).
 
 A format's largest finite number is TOP: 448 of e4m3, 57,344 of e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning"). A tensor is multiplied by scale = TOP / amax, clamped at TOP and rounded to nearest; products are multiplied
@@ -39,7 +39,6 @@ def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in fp8, and the inverse scale: a float32 scalar."""
     top, scale = torch.finfo(dtype).max, plain_scale(amax, dtype)
     return (x.float() * scale).clamp(-top, top).to(dtype), scale.reciprocal()
 

@@ -1,7 +1,7 @@
 """A linear layer with three products of fp8 operands, each scaled by its own current largest magnitude.
 
-A product of fp8 on Hopper sums over the dimension along which both operands are contiguous, so each tensor is needed by
-rows in one product and by columns in another:
+Hopper's fp8 products need both operands contiguous along the summed dimension, so each tensor is needed by rows in one
+product and by columns in another:
 
     y  = x  wᵀ      sums over K: x by rows,    w by rows
     dx = dy w       sums over N: dy by rows,   w by columns
@@ -11,7 +11,7 @@ Weights and activations are in e4m3, gradients, which vary more, in e5m2. Sums o
 bits (fast accumulation), of gradients in float32.
 
 A cast reads its tensor once more for the largest magnitude, unless the producing kernel returns it. Autograd passes on
-only gradients, so a layer and the producer of its gradient are one Function here:
+only gradients, so here a layer and its gradient's producer are one Function:
 
     from add_rms_norm_amax: x          fp8_heads, fp8_swiglu
     from swiglu_amax: h                the layer down
@@ -49,8 +49,8 @@ def fp8_linear(
 
     Args:
         x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
-        gradients: the format to which the output's gradient is cast.
-        weight_gradient: bf16 takes x and the gradient in their own format, so that neither is needed by columns.
+        gradients: format of the output's gradient.
+        weight_gradient: bf16 takes x and the gradient uncast, so neither is needed by columns.
 
     Saved are the weight by columns, and x by columns in fp8 or unchanged. Raises Unsupported unless T, K and N are
     multiples of 16.

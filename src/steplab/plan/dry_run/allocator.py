@@ -49,7 +49,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block and merge it with its free neighbours."""
         self.allocated_bytes -= block.num_bytes
         block.in_use = False
         if block.before is not None and not block.before.in_use:
@@ -61,7 +60,7 @@ class CachingAllocator:
         self._add(block)
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
-        """The smallest free block that is large enough; the lowest address breaks ties."""
+        """The lowest address breaks ties."""
         pool = self._free[small]
         at = bisect.bisect_left(pool, (wanted,))
         return pool.pop(at)[2] if at < len(pool) else None

@@ -40,7 +40,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def product_of_heads(m: Machine, x: Tensor) -> Tensor:
-    """The output of a batched matmul, whose gradient is copied for the matmuls of its backward."""
+    """The output of a batched matmul; backward copies its gradient for its matmuls."""
     if m.sizes.one_order(x.count):
         return x
     view = Tensor(x.count, x.dtype, x.storage, x.start)
@@ -91,7 +91,7 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
-    """x + y, or x - y, which also makes a gradient for y instead of sharing one."""
+    """x - y also makes a gradient for y instead of sharing one."""
     like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
 
 
 def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """Batched matmul, with copies of inputs whose heads are together. Keeps both."""
+    """Batched matmul, with copies of inputs that have heads together. Keeps both."""
     x, y = _heads_apart(m, x), _heads_apart(m, y)
     names, sizes = (x.what, y.what), m.sizes
     rows, heads = sizes.context, sizes.batch * sizes.heads

@@ -1,7 +1,7 @@
 """Activation checkpointing in the dry run, as torch.utils.checkpoint does it without reentrant autograd.
 
 In the forward pass a block's nodes keep nothing, and its frame keeps its input. The first backward of a node recomputes
-the block up to the last tensor that a node needs (early stop). Each node takes its tensors from the frame in turn.
+the block up to the last tensor that a node needs (early stop). Nodes take their tensors from the frame in order.
 Selective checkpointing also keeps the outputs of matmuls and of fused attention in the frame, instead of recomputing
 them.
 """
@@ -25,7 +25,6 @@ class Frame:
         self._found: list[Kept | None] = []
         self._outputs: list[Tensor] = []
         self.recomputing = False
-        """True during the second forward pass."""
 
     def run(self) -> Any:
         return self._run(self._x)

@@ -31,7 +31,7 @@ def _num_bytes(kinds: list[_Kind]) -> int:
 
 class CompiledTransformer:
     def __init__(self, m: Machine, spec: StepSpec, head_loss: HeadLoss | None) -> None:
-        """head_loss: the output head and the loss as one operator, which compiled code calls too."""
+        """head_loss: output head and loss as one operator."""
         self._machine, self._spec, self._head_loss = m, spec, head_loss
         self._normed: Slot | None = None
         self._fused = spec.block_ops == "triton"
@@ -94,8 +94,7 @@ class CompiledTransformer:
         return head_loss(m, x, self.parameters.head)
 
     def _gradient_of_head(self, loss: Tensor) -> Tensor:
-        """The gradient of the head's input; a loss in chunks has made it already, with the gradient of the head's
-        weight."""
+        """A loss in chunks has made it already, with the head's weight's gradient."""
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")

@@ -1,5 +1,6 @@
-"""The ordered events of a dry run, from which memory, FLOPs and bytes are read. They are structs, because a large
-model's step has some hundred thousand and frozen dataclasses are several times slower."""
+"""The ordered events of a dry run, the source of memory, FLOPs and bytes. They are structs, because a large model's
+step has some hundred thousand and frozen dataclasses are several times slower.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -14,8 +15,9 @@ READS_A_VALUE = "_local_scalar_dense"
 """The operator of `.item()`: Python reads a value off a tensor, and waits until the device has it."""
 
 MADE_BY_HOST = "made_by_host"
-"""A tensor that the model makes without naming a device: not an operator. A GPU gets it by a copy, whose time is not
-predicted."""
+"""A tensor that the model makes without naming a device: not an operator. A GPU gets it by a copy of unpredicted
+time.
+"""
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
@@ -35,8 +37,6 @@ class Freed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Operand(msgspec.Struct, frozen=True, gc=False):
-    """A tensor that an operator reads or writes."""
-
     memory: int
     """Number of its allocation; two tensors in one allocation are views of the same memory."""
     num_bytes: int
@@ -45,8 +45,6 @@ class Operand(msgspec.Struct, frozen=True, gc=False):
 
 
 class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A call of an operator: its computation, its traffic, and its place in the step."""
-
     name: str
     """The name in a torch trace, without aten::; for fused attention, the implementation's name."""
     kind: Kind

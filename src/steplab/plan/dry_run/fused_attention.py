@@ -36,7 +36,6 @@ _OF_BACKWARD = (
 
 
 def attention_of(name: str) -> Attend:
-    """The dry run of an implementation other than `sdpa`, which is an alias."""
     return _COMPOSED.get(name) or partial(_fused, row=implementation(name))
 
 
@@ -80,13 +79,12 @@ def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
     heads, symbol = (sizes.kv_heads, "k") if taken.of_shared_keys else (sizes.heads, "h")
     shape = taken.shape(sizes.batch, heads, sizes.context, sizes.shape.head_dim)
     symbols = " ".join(["B", symbol, *map(str, shape[2:])])
-    if taken.tokens == 1 and taken.width in (None, 1):  # nothing is rounded up
+    if taken.tokens == 1 and taken.width in (None, 1):  # sizes are not rounded up
         symbols = (sizes.rows if taken.width is None else sizes.residual).symbols
     return Count(taken.times * prod(shape), symbols if taken.times == 1 else f"{symbols} {taken.times}")
 
 
 def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:
-    """Padded copies of these; empty if the kernel needs no padding."""
     shape, tokens = m.sizes.shape, m.sizes.tokens.value
     width = rounded_up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
     if width == shape.head_dim:
@@ -138,4 +136,3 @@ def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:
 
 
 _COMPOSED: dict[str, Attend] = {"plain": plain, "sdpa_math": math}
-"""Implementations composed of several torch operators, each with its own memory."""

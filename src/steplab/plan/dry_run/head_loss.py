@@ -130,7 +130,6 @@ def _chunk(
 
 
 def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) -> None:
-    """The same by torch operators, without operators on one number a token."""
     wide = logits if logits.dtype is FP32 else m.run("copy", (logits,), logits.count, FP32, "logits, in fp32")
     m.run("amax", (wide,), rows, FP32, "largest logits")
     exponentials = m.run("sub", (wide,), logits.count, FP32, "exponentials of logits")

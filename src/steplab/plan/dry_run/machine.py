@@ -132,7 +132,6 @@ class Machine:
         return self._num_pieces
 
     def made_since(self, position: int) -> list[Piece]:
-        """Pieces that were allocated since then and are alive."""
         return [piece for number, piece in self._alive.items() if number > position]
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
@@ -155,7 +154,6 @@ class Machine:
         added: tuple[Tensor, ...] = (),
         dtype: Dtype | None = None,
     ) -> Tensor:
-        """The result of a matmul, in the operands' format or in `dtype`; added: a bias."""
         self.start_products()
 
         def multiply() -> Tensor:

@@ -175,7 +175,8 @@ def _linear_with_bias(
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     """torch's fused kernel: keeps its input and one number a row. From torch 2.12 on, autocast runs it in fp32. The
-    residual stream and the weight are fp32 under autocast, so nothing is cast."""
+    residual stream and the weight are fp32 under autocast, so it needs no casts.
+    """
     if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
         return _composed_rms_norm(m, x, weight, what)
     like, named = (x.count, x.dtype), x.what
@@ -217,7 +218,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
-    """torch's kernel: keeps its input and two numbers a row. Under autocast all of it is fp32, so nothing is cast."""
+    """torch's kernel: keeps its input and two numbers a row. Under autocast all of it is fp32, without casts."""
     like, named = (x.count, x.dtype), x.what
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)

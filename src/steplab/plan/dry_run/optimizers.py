@@ -18,8 +18,9 @@ class Table(NamedTuple):
 
 
 def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
-    """Device tables of ops/adamw for the tensors of a kernel, whose sizes are in elements. They hold five addresses a
-    tensor (six with a master), its size and rates, and the tensor of each block of elements."""
+    """Device tables of ops/adamw for a kernel's tensors; sizes are in elements. They hold five addresses a tensor (six
+    with a master), its size and rates, and the tensor of each block of elements.
+    """
     number, width = len(sizes), 6 if has_masters else 5
     num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)
     each, blocks = Count(number, str(number)), Count(num_blocks, str(num_blocks))
@@ -105,7 +106,7 @@ class Optimizer:
         self._adamw("_foreach_", *_tensors(parameters), first, second, tuple(roots), tuple(roots))
 
     def _loop(self) -> None:
-        """One parameter after the other; the last one's denominator is alive while the next root is made."""
+        """The last parameter's denominator is alive while the next root is made."""
         m, denominator = self._machine, None
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
             like = (parameter.tensor.count, parameter.tensor.dtype)

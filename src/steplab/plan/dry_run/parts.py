@@ -38,23 +38,18 @@ _KEPT_BEFORE: dict[PartName, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Tensors of the same kind and size."""
-
     category: str
     """As in MEMORY_CATEGORIES."""
     what: str
-    """Owner, in words."""
     formula: str
     num_bytes: int
     rounding_bytes: int
-    """Bytes that the allocator adds to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     holdings: Mapping[Held, int]
     num_bytes: int
-    """Bytes of all, rounding included."""
 
 
 def bundle_of(holdings: Mapping[Held, int]) -> Bundle:
@@ -71,7 +66,7 @@ class Moment:
     where: str
     """The allocation that reached the peak, in words."""
     own: Bundle
-    """The part's own tensors, gradients of its weights included."""
+    """With gradients of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +82,7 @@ class Parts:
     """Operators by phase and part, of one block, without the optimizer's."""
 
     def moment(self, phase: str, part: PartName) -> Moment | None:
-        """The highest moment of a part in a pass; None: the pass does not run."""
+        """None: the pass does not run."""
         return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
 
 

@@ -36,10 +36,10 @@ def rounded_up(number: int, step: int) -> int:
 class Count:
     value: int
     symbols: str
-    """Product in symbols: 'B h T²'; '' for 1."""
+    """'B h T²'; '' for 1."""
 
     def formula(self, dtype: Dtype) -> str:
-        """Bytes in symbols: '4 B h T²'."""
+        """'4 B h T²'."""
         if dtype.num_bytes == 1 and self.symbols:
             return self.symbols
         return f"{dtype.num_bytes} {self.symbols}".rstrip()
@@ -54,8 +54,6 @@ def half(count: Count) -> Count:
 
 
 class Split(NamedTuple):
-    """How tensor parallelism splits a step."""
-
     ranks: int = 1
     tokens: bool = True
     """True if a rank has part of the tokens between the products (sequence parallelism), as in steplab; else it has
@@ -84,9 +82,7 @@ class Sizes:
         """True if a rank of several has part of the tokens between the products: sequence parallelism."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
-        """Queries of a rank's heads."""
         self.stream = self.residual if self.split_tokens else self.gathered
-        """The residual stream of a rank's tokens."""
         self.rows_of_stream = part(B * T, "B T") if self.split_tokens else self.tokens
         self.keys = part(B * T * keys, "B T d k / h") if grouped else self.residual
         self.inner = part(B * T * f, "B T f")

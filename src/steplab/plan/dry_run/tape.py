@@ -19,7 +19,7 @@ class Engine(Protocol):
     where: str
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """A copy in fresh memory; added_to: the sum with another tensor."""
+        """added_to: the sum with another tensor."""
 
     def ran(self, name: str, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> None:
         """Report an operator."""
@@ -75,7 +75,6 @@ def _run(node: Node, machine: Engine) -> None:
 
 
 def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: Engine) -> Tensor:
-    """A gradient in the number format of its tensor, as the engine converts it."""
     assert gradient is not None
     return gradient if gradient.dtype is slot.dtype else machine.copy(gradient, slot.dtype)
 

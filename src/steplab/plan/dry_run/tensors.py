@@ -13,7 +13,6 @@ from steplab.plan.dry_run.sizes import Count, Dtype
 @dataclass(kw_only=True, slots=True, eq=False)
 class Piece:
     what: str
-    """Owner, in words."""
     formula: str
     num_bytes: int
     category: str
@@ -53,7 +52,6 @@ class Tensor:
         return self.storage.piece.what
 
     def parts(self, *counts: Count) -> "tuple[Tensor, ...]":
-        """Adjacent views of it."""
         found, start = [], self.start
         for count in counts:
             found.append(Tensor(count, self.dtype, self.storage, start))
@@ -73,7 +71,6 @@ class Slot:
         """For a parameter: operators of a forward pass that read it (two if the head is tied to the embedding), and
         gradients still to come in the current backward pass."""
         self.of_pass = Slot(dtype) if num_uses > 1 else None
-        """Slot that sums these gradients."""
 
     def take(self) -> Tensor:
         gradient, self.gradient = self.gradient, None

@@ -33,8 +33,6 @@ HeadLoss = Callable[[Machine, Tensor, Parameter], Tensor]
 
 
 class Parameters:
-    """The weights, in the model's order, and the rotary table."""
-
     def __init__(self, m: Machine) -> None:
         sizes, shape = m.sizes, m.sizes.shape
         tied = shape.head == "tied"
@@ -49,7 +47,6 @@ class Parameters:
         self.all = [*self.tables, *blocks, *self.norm.values(), *([] if tied else [self.head])]
         of_linear = [p for block in self.of_blocks for name, p in block.items() if "norm" not in name]
         self.linear = [*of_linear, *([] if tied else [self.head])]
-        """Weights and biases that only linear layers have."""
         self._rotary = None if learned else m.new(sizes.rotary, FP32, "rotary table", category="parameters")
 
 

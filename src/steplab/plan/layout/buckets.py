@@ -28,7 +28,6 @@ _DDP_FIRST_BUCKET_BYTES = 2**20
 class Buckets:
     sizes_bytes: tuple[int, ...]
     buffered_bytes: int
-    """Size of the permanent buffers."""
     waiting_bytes: int
     """Most bytes of gradients that wait for the others of their bucket."""
     during_backward: bool

@@ -26,7 +26,6 @@ class Work:
     tensor_s: float = 0.0
     """Seconds of products and fused attention on tensor cores, at the full clock."""
     other_s: float = 0.0
-    """Seconds of all others."""
     ideal_s: float = 0.0
     """`tensor_s` at the tensor cores' peak."""
 
@@ -52,10 +51,10 @@ class PartTimes:
         self._known: dict[tuple[int, str, str, bool], Work] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._parts: list[Parts] = []
-        """Referenced, so that no id is reused."""
+        """Referenced, to keep ids unique."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
-        """The work of one part; compiled: with its operators fused."""
+        """compiled: with its operators fused."""
         key = (id(parts), phase, part, compiled)
         if key not in self._known:
             self._parts.append(parts)
@@ -65,7 +64,8 @@ class PartTimes:
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
         """The optimizer's update of `num_elements` weights, by the bytes that its kernels read and write. Raises
-        Unsupported for adamw_triton, whose traffic across ranks is not known."""
+        Unsupported for adamw_triton: its traffic across ranks is unknown.
+        """
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"
             raise Unsupported(what, "its memory traffic is known only for one process", "use adamw_fused")
@@ -73,7 +73,6 @@ class PartTimes:
         return Work(1, 0.0, streaming_s(_NAMES[optimizer], moved_bytes, self._gpu))
 
     def copy_s(self, num_bytes: float) -> float:
-        """Seconds to copy bytes within the GPU's memory."""
         return streaming_s("copy", 2 * num_bytes, self._gpu) if num_bytes else 0.0
 
     def _work(self, kernels: Iterable[Kernel]) -> Work:

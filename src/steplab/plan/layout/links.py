@@ -1,9 +1,8 @@
 """Time of a collective between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
 
 Within a node w is NCCL's share of the GPU's stated link. Between nodes it is NCCL's share of the stated adapters
-(specs/networks.toml): a ring enters and leaves each node once, through as many adapters as the group has ranks there.
-alpha grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol
-Simple).
+(specs/networks.toml): a ring enters and leaves each node once, through one adapter per rank of the group there. alpha
+grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 
 import dataclasses
@@ -49,8 +48,9 @@ class Group:
     size: int
     stride: int
     in_line: int = 0
-    """Length of the line of ranks in which these are neighbours; in one longer than a node, some neighbours are in
-    different nodes. 0: the group is the line."""
+    """Length of the line of ranks with these as neighbours; beyond a node, some neighbours are in different nodes. 0:
+    the group is the line.
+    """
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
         """Ranks of the group that share a node, at the least."""

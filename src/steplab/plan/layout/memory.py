@@ -44,9 +44,7 @@ docs/memory_formulas.md it is 0.03.
 """
 
 _Sizes = tuple[tuple[int, ...], ...]
-"""Bytes of the tensors that are made for each weight."""
 Holdings = list[tuple[Bundle, int]]
-"""Tensors that are alive together, and their multiplicity."""
 
 
 class RankPeak(NamedTuple):
@@ -91,7 +89,6 @@ def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
 
 
 def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple[Parts, int]]:
-    """The distinct parts of these blocks, and the number of blocks with each."""
     if not _differ(spec):
         return [(parts_of_rank(spec, sharing, 0), len(blocks))]
     found = [parts_of_rank(spec, sharing, block) for block in blocks]
@@ -250,7 +247,7 @@ class _Rank:
         return self._has_masters and weight.of_linear_layer and not is_whole
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
-        """Bytes of this rank's shards of weights; gradients of trained ones take as many."""
+        """Gradients of trained weights take as many."""
         width = self._sharing.weight_bytes
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 
@@ -260,7 +257,6 @@ class _Rank:
         return self._local_bytes()
 
     def _gradient_bytes(self) -> int:
-        """Bytes after the step's backward passes: whole gradients, or their shards."""
         buckets = self._sharing.buckets
         if buckets and buckets.shared_bytes:
             return buckets.shared_bytes
@@ -438,7 +434,6 @@ class _Rank:
 
 
 _SHARDS, _ON_THEIR_WAY = "shards of gradients", "weights on their way"
-"""Tensors that FSDP2 allocates in its own streams."""
 
 
 def _is_aside(bundle: Bundle) -> bool:

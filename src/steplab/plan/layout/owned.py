@@ -17,10 +17,8 @@ from steplab.specs.ddp import BYTES_PER_MB
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
     weights_bytes: int
-    """Bytes of the weights that rank 0 updates."""
     num_weights: int
     parameters_bytes: int
-    """Bytes of the buffers that contain all parameters."""
     by_peer_copies: bool
     """True if parameters and averaged gradients are outside of torch's allocator."""
     buckets: Buckets
@@ -42,7 +40,6 @@ def owned_of(
     }
 
     def slots_bytes(members: Sequence[int], *, pads: bool) -> int:
-        """Bytes of a buffer of these weights, or of their gradients, with a slot for each owner."""
         given = [elements[index] for index in members], element_bytes, [owner[index] for index in members], ranks
         even = pads and worth_padding(shares_of(*given), "cuda")
         return owner_slots(*given, even=even).size * element_bytes

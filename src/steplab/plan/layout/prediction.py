@@ -62,7 +62,7 @@ def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def num_communicators(layout: Layout) -> int:
-    """Groups that a rank exchanges messages with: one for each axis that it shares with others."""
+    """One per axis that a rank shares with others."""
     if layout.world_size == 1:
         return 0
     return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)

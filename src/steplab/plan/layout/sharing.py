@@ -20,7 +20,7 @@ class Sharing:
     """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
     fsdp: int
     replicas: int
-    """Groups of such ranks, which average the gradients of their shards."""
+    """Groups of these ranks that average gradients of their shards."""
     reshard: bool
     """True if weights that FSDP2 gathered are freed after the forward pass."""
     weight_bytes: int
@@ -61,8 +61,8 @@ def sharing_of(
     """How the ranks of the spec's layout share state.
 
     Args:
-        variant: of a data-parallel study, whose ranks are all along dp.
-        model: None for steplab's own; FSDP2 gathers any other in the format in which it is kept.
+        variant: of a data-parallel study, with all ranks along dp.
+        model: None for steplab's own; FSDP2 gathers any other in its stored format.
     """
     layout, model = spec.layout, model or own_model(spec)
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")

@@ -47,7 +47,8 @@ UNMEASURED_SPREAD = 0.5
 
 def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
     """Seconds of a step on its layout, in nodes of the known GPU; None: messages cross an unknown network. Raises
-    Unsupported for a step whose time cannot be predicted."""
+    Unsupported for an unpredictable step.
+    """
     refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE), gpu)
     found = LayoutClock(gpu, machine_of(hardware_named(gpu.name), None)).time(as_chosen(spec, gpu))
     return found.seconds if found else None
@@ -243,7 +244,7 @@ def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
 
 
 def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
-    """The turn of the slowest ranks, and the seconds in which a pipeline fills and drains."""
+    """The slowest ranks' turn, and the seconds of a pipeline's filling and draining."""
     slowest, _ = max(shares, key=lambda one: one[0].step_s)
     if spec.layout.pp == 1:
         return slowest, 0.0

@@ -37,7 +37,6 @@ class Traffic:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends at the least."""
         return self.total_bytes * bus_factor(self.collective, self.group.size)
 
 

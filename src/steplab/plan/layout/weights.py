@@ -27,7 +27,6 @@ class Weight:
 
     @property
     def of_linear_layer(self) -> bool:
-        """False for norms and embeddings."""
         return not any(word in self.name for word in ("norm", "embedding", "positions"))
 
     def shard(self, ranks: int) -> int:

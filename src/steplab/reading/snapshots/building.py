@@ -49,7 +49,6 @@ _STATES = {
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
-"""Types of columns that are not int64."""
 
 _Kind = TypeVar("_Kind", Segments, Blocks)
 _Dict = Mapping[Any, Any]
@@ -95,7 +94,6 @@ class _Stacks:
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def of(self, frames: Sequence[object]) -> Numbers:
-        """The number of each list of frames; NONE for other values."""
         identities, known = list(map(id, frames)), self._of_list
         for identity, each in dict(zip(identities, frames, strict=True)).items():
             if identity not in known:
@@ -142,7 +140,6 @@ def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
 
 
 def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
-    """A key's values as a column; `absent` also replaces None."""
     values = [row.get(key) for row in rows]
     kinds = set(map(type, values))
     if NoneType in kinds:
@@ -159,7 +156,6 @@ def _not_a_number(key: object) -> str:
 
 
 def _held(segments: Sequence[object], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
-    """Segments and blocks by device."""
     of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
     for each in segments:
         segment = _dict(each, "a segment")
@@ -197,7 +193,6 @@ def _block(block: _Dict, address: int, stacks: _Stacks) -> tuple[int, ...]:
 
 
 def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
-    """Columns of rows in field order."""
     names = [field.name for field in fields(kind)]
     columns = np.array(rows, dtype=np.int64).reshape(-1, len(names)).T
     return kind(

@@ -29,7 +29,6 @@ class _Replayed:
     device: DeviceHistory
     lifetimes: Lifetimes
     allocated_bytes: Integers
-    """Allocated bytes at each moment."""
 
 
 def digest(
@@ -43,7 +42,7 @@ def digest(
     """Sum up a history; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
 
     With marks, sums the marks' device by MEASURED_CATEGORIES; without, the device with the highest peak by
-    UNNAMED_CATEGORIES. Raises SteplabError if nothing was allocated.
+    UNNAMED_CATEGORIES. Raises SteplabError without allocations.
     """
     replayed = _chosen(history, marks)
     device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
@@ -89,7 +88,6 @@ def digest(
 
 
 def _chosen(history: History, marks: Marks | None) -> _Replayed:
-    """The device of the marks, else the one with the highest peak."""
     devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
     best: _Replayed | None = None
     for device in devices:
@@ -103,7 +101,6 @@ def _chosen(history: History, marks: Marks | None) -> _Replayed:
 
 
 def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
-    """Replace computed block sizes by the recorded ones of the marks."""
     num_before = int((lifetimes.start < 0).sum())
     if marks is None or not marks.block_bytes or len(marks.block_bytes) != len(lifetimes) - num_before:
         return lifetimes
@@ -112,7 +109,6 @@ def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
 
 
 def _origin_at(moment: int, lifetimes: Lifetimes, origins: Origins) -> Origin:
-    """The origin of the allocation just before a moment."""
     pieces = np.flatnonzero(lifetimes.start == moment - 1)
     return origins.of(int(pieces[0])) if moment and len(pieces) else Origin()
 
@@ -155,7 +151,6 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:
-    """Indices into UNNAMED_CATEGORIES, for a snapshot without marks."""
     before, during = UNNAMED_CATEGORIES.index("before"), UNNAMED_CATEGORIES.index("during")
     return np.where(lifetimes.start == NONE, before, during).astype(np.int8)
 
@@ -179,7 +174,7 @@ def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residen
 
 
 def _forward_stretches(marks: Marks) -> Iterator[Stretch]:
-    """Forward passes whose results backward uses: the step's, and recomputed ones."""
+    """Forward passes with results used by backward: the step's, and recomputed ones."""
     names = [phase.name for phase in marks.phases]
     if "forward" in names and "backward" in names:
         yield from (phase for phase in marks.phases if phase.name == "forward")

@@ -14,7 +14,6 @@ Numbers = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 
 NONE = -1
-"""Column value for missing data."""
 
 ACTIONS = (
     "alloc",
@@ -31,13 +30,11 @@ ACTIONS = (
 
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(8)
 OTHER = len(ACTIONS)
-"""Code of an unknown action."""
 
 INACTIVE, ALLOCATED, AWAITING_FREE = range(3)
 """States of a block: free; in use; released while another stream may use it."""
 
 Frame = tuple[str, int, str]
-"""File name, line, and function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +42,6 @@ class Events:
     """Allocator events, oldest first."""
 
     action: Codes
-    """Index into ACTIONS, or OTHER."""
     address: Integers
     """Address of the block or segment; NONE without either."""
     size_bytes: Integers
@@ -54,7 +50,6 @@ class Events:
     time_us: Integers
     """Microseconds since 1970; NONE without times."""
     stack: Numbers
-    """Index into History.stacks."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -62,12 +57,9 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Memory held from the device at the end."""
-
     address: Integers
     size_bytes: Integers
     is_expandable: Flags
-    """True if the segment grows by mapping pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +73,6 @@ class Blocks:
     state: Codes
     """INACTIVE, ALLOCATED or AWAITING_FREE."""
     stack: Numbers
-    """Index into History.stacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,16 +90,13 @@ class AllocatorSettings:
     max_split_bytes: int | None = None
     """Blocks of at least this size are never split; None: all may be."""
     expandable_segments: bool = False
-    """True if segments grow by mapping pages."""
     roundup_divisions: tuple[int, ...] = ()
-    """Steps per power of two from 1 MiB on, to which sizes round up; 0: no rounding."""
+    """Steps per power of two from 1 MiB on; sizes round up to them. 0: no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
     devices: tuple[DeviceHistory, ...]
-    """Devices with memory, by index."""
     stacks: tuple[tuple[Frame, ...], ...]
     """Different stacks, innermost frame first."""
     settings: AllocatorSettings = field(default=AllocatorSettings())
-    """Settings at the snapshot."""

@@ -14,9 +14,7 @@ from steplab.records.module_names import without_numbers
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
 _Alike = tuple[int, int, Origin]
-"""Requested size, category, and origin without layer numbers."""
 _MOST_KINDS = 50_000
-"""Most kinds distinguished by size, stack and module; a step has hundreds."""
 
 
 def largest(
@@ -37,7 +35,6 @@ def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
 
 
 def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
-    """Mask of lifetimes that hold memory at a moment."""
     alive: Flags = (lifetimes.start < moment) & (lifetimes.end >= moment)
     return alive
 
@@ -75,7 +72,6 @@ def _groups(
 
 
 def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int, int]]:
-    """First lifetime, number of lifetimes and block bytes of each kind, in order of first lifetimes."""
     if not len(pieces):
         return
     sizes = [lifetimes.requested_bytes[pieces], codes[pieces].astype(np.int64)]

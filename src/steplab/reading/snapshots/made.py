@@ -20,9 +20,8 @@ _LIBRARY = re.compile(
     r"|/torch/(_\w+|nn|optim|utils|autograd|cuda|amp|distributed|fx|func|compiler|profiler|overrides\.py|functional\.py)"
     r"|/lib/python3\.\d+/(?!site-packages/|dist-packages/)"
 )
-"""torch, wherever installed, and Python's library."""
+"""torch and Python's library."""
 _HARNESS = re.compile(r"/steplab/(measurement|cli|lab)/|/steplab/(__main__|model/workload)\.py$")
-"""steplab's code around the model."""
 _STEP = re.compile(r"/steplab/measurement/(step/)?step\.py$")
 """Older snapshots have the file in `measurement`."""
 _GENERATED = re.compile(r"torchinductor|/inductor|^<eval_with_key>")
@@ -62,7 +61,7 @@ def _is_generated(frame: Frame) -> bool:
 
 
 def _is_step(frame: Frame) -> bool:
-    """True for the step's own code, shown for memory that no model line allocates, such as the optimizer's."""
+    """True for the step's own code, shown for memory from outside the model, such as the optimizer's."""
     return bool(_STEP.search(frame[0]))
 
 
@@ -107,7 +106,6 @@ class Origins:
         self._made.pop(NONE, None)
 
     def kinds(self, pieces: Integers) -> list[Integers]:
-        """Columns that are equal for lifetimes of the same origin."""
         ordinals = self._ordinals[pieces]
         known = np.maximum(ordinals, 0)
         columns = [self._stack[pieces].astype(np.int64)]

@@ -1,4 +1,4 @@
-"""Reads the marks next to a snapshot, from any writer; accepts only what a recorder can write."""
+"""Reads the marks next to a snapshot, from any writer; accepts only marks that a recorder can write."""
 
 from pathlib import Path
 
@@ -45,7 +45,6 @@ def check_same_history(marks: Marks, history: History, path: Path) -> None:
 
 
 def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
-    """Reason that the marks belong to another history; None if they match."""
     if device is None:
         return f"it belongs to another snapshot: the snapshot has no device {marks.device_index}"
     events, num_counted = device.events, len(marks.block_bytes)

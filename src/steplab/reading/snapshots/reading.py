@@ -56,8 +56,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Buffered(io.BufferedReader):
-    """Allocates for existing bytes, not for a damaged length."""
-
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not size > _BUFFER_BYTES:
             return super().read(size)
@@ -95,7 +93,6 @@ _HIGHEST = 2**63 - 1
 
 
 def refuse_impossible(history: History) -> None:
-    """Raise Refused for a size or address that is missing, negative or beyond 64 bits."""
     for device in history.devices:
         expect(device.index >= 0, f"the number of a device is negative: {device.index}")
         _check_events(device)
@@ -107,7 +104,6 @@ def refuse_impossible(history: History) -> None:
 
 
 def _check_events(device: DeviceHistory) -> None:
-    """Check sizes and addresses of events."""
     events = device.events
     placed = events.action <= SEGMENT_UNMAP
     sized = placed | (events.action == OOM)
@@ -125,7 +121,6 @@ def _check_held(what: str, address: Integers, size_bytes: Integers) -> None:
 
 
 def _check_sum(device: DeviceHistory) -> None:
-    """Check that sums of sizes fit 64 bits."""
     columns: Sequence[Integers] = (
         device.events.size_bytes[device.events.action <= OOM],
         device.blocks.size_bytes,

@@ -4,8 +4,8 @@ Releases pair with allocations. Memory counts as allocated from `alloc` to `free
 `free_completed`, later only if another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without
 requests, completions count.
 
-Older memory shows at its other end: held after the last event, or released without an allocation. A ring buffer that
-lost its oldest events is read alike.
+Older memory shows at its other end: held after the last event, or released without an allocation. The same holds for a
+ring buffer that lost its oldest events.
 
 Block sizes round up to 512 B. Blocks of the small pool, or of a growing segment, are cut to size. In the large pool
 only a rest over 1 MiB is cut off; otherwise the piece keeps it. Its size depends on the segment's division, so large
@@ -44,13 +44,12 @@ SMALLEST_BYTES = KIB // 2
 SMALL_POOL_BYTES = MIB
 """Largest rounded size of the small pool; in the large pool, the largest rest not cut off."""
 SEGMENT_BYTES = 2 * MIB
-"""The smallest segment."""
 OVERSIZE_BYTES = 20 * MIB
 """Largest excess of an unsplit block over the request, in bytes."""
 
 
 def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
-    """Sizes to which the allocator rounds requests before searching a block."""
+    """Sizes after the allocator's rounding, before it searches a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
         return rounded
@@ -68,24 +67,18 @@ class LargePool:
     def __init__(self, settings: AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
-        """End of each free block, by its start."""
         self._free_before: dict[int, int] = {}
-        """Start of each free block, by its end."""
         self._used: dict[int, tuple[int, int]] = {}
         """End and piece number of each used block, by its start."""
         self._borders: set[int] = set()
-        """Starts of segments; blocks do not merge across them."""
         self.corrected: dict[int, int] = {}
-        """Corrected block size by piece number."""
         self._searches_left = 10_000
 
     def add_segment(self, start: int, size_bytes: int) -> None:
-        """Add a free segment."""
         self._borders.add(start)
         self._set_free(start, start + size_bytes)
 
     def remove_segment(self, start: int) -> None:
-        """Return a free segment to the device."""
         if start in self._free:
             self._take_free(start)
         self._borders.discard(start)
@@ -118,7 +111,6 @@ class LargePool:
         return end - start
 
     def release(self, start: int) -> None:
-        """Free a block and merge it with free neighbours."""
         if start not in self._used:
             return
         end, _ = self._used.pop(start)
@@ -130,7 +122,7 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Make a free block begin at `start`, as it must: the piece before it has another size than assumed."""
+        """Make a free block begin at `start`: the piece before it has another size than assumed."""
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -149,7 +141,6 @@ class LargePool:
         return False
 
     def _settle(self, begin: int, number: int, border: int, end: int) -> None:
-        """Set begin .. border to a piece, border .. end to free."""
         self._used[begin] = (border, number)
         self.corrected[number] = border - begin
         self._set_free(border, end)
@@ -187,8 +178,6 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired(Pieces):
-    """Pieces from events."""
-
     block: Integers
     """Index among the blocks held at the end; NONE: released."""
 
@@ -224,7 +213,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
         stack=np.concatenate((blocks.stack[kept], np.full(len(lost), NONE, dtype=np.int32), events.stack[rows[made]])),
         block=np.concatenate((kept, np.full(len(lost), NONE), survivors)),
     )
-    # A completion without its request belongs to memory that no longer counted at the start.
+    # A completion without its request frees memory that did not count at the start.
     completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
     waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
     return pieces, Awaited(
@@ -234,7 +223,6 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
 
 
 def _by_address(events: Events) -> Integers:
-    """Indices of allocating and releasing events, by address, then time."""
     relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
     order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
     return order
@@ -245,7 +233,6 @@ def _sizes(events: Events, *rows: Integers) -> list[Integers]:
 
 
 def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
-    """Index of the allocated block at each address; NONE without one."""
     allocated = np.flatnonzero(blocks.state == ALLOCATED)
     if not len(allocated):
         return np.full(len(addresses), NONE)
@@ -257,14 +244,10 @@ def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes(Pieces):
-    """Pieces with their blocks."""
-
     block_bytes: Integers
     """Block bytes; their sum over live blocks is the allocator's `allocated_bytes`."""
     num_events: int
-    """Events in the history."""
     notes: tuple[str, ...] = field(default=())
-    """Uncertainties, in words."""
 
 
 def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
@@ -396,7 +379,6 @@ def _begin(
 
 
 def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    """Sizes of blocks held at the end, by index; 0 for NONE."""
     if not len(device.blocks.size_bytes):
         return np.zeros(len(numbers), dtype=np.int64)
     return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])

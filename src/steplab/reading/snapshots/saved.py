@@ -11,15 +11,13 @@ from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, Lef
 from steplab.records.module_names import without_numbers
 
 MOST_GROUPS = 100
-"""Most groups of equal saved tensors."""
 
 _MOST_BLOCKS = 10
 _TOLD_APART = ("parameters", "autocast_copies", "inputs")
-"""Categories kept for saved tensors; all other memory counts as saved for backward."""
 
 
 class SavedMemory:
-    """Saved tensors with categories, and the memory that no earlier one holds."""
+    """Tensors saved for backward with their categories, and the memory not already held by an earlier one."""
 
     def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
         self._marks, self._lifetimes = marks, lifetimes
@@ -42,7 +40,6 @@ class SavedMemory:
         return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
-        """Groups of equal tensors, most bytes first; and the kinds beyond MOST_GROUPS."""
         sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
         for saved, category, stored_bytes in self._rows:
             alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
@@ -64,7 +61,6 @@ class SavedMemory:
         return tuple(found[:MOST_GROUPS]), _left_out(beyond)
 
     def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
-        """The first repeated module, each that differs from all before, and those beyond the tenth."""
         emitted = self._gradient_bytes()
         found = dict[tuple[object, ...], BlockMemory]()
         for module, (shape, dtype) in self._marks.block_inputs.items():

@@ -99,11 +99,9 @@ class Residents:
 MOST_POINTS = 500
 """Most points of a thinned timeline: more than a chart's columns, few enough for a small record."""
 _KEPT_BESIDE = 40
-"""Points reserved for peaks and phase starts."""
 
 
 def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
-    """Sum of live sizes at each moment."""
     change = np.zeros(lifetimes.num_events + 2, dtype=np.int64)
     np.add.at(change, lifetimes.start + 1, sizes)
     np.subtract.at(change, lifetimes.end + 1, sizes)

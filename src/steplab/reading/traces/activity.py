@@ -18,7 +18,6 @@ from steplab.reading.traces.trace import NONE, Column, Rows, Trace
 from steplab.records.profile import CATEGORIES, OUTSIDE
 
 _QUEUED_NS = 50_000
-"""Longest gap between kernels that were already queued."""
 _GRAPHS = re.compile(r"(cuda|cu|hip)GraphLaunch")
 # Operators that only make a view or an empty tensor; their time counts for the surrounding operator.
 _BOOKKEEPING = re.compile(
@@ -34,19 +33,13 @@ class Activity(Rows):
     launch_ns: Column
     """Start of the launching host call; NONE: not in the trace."""
     launched_ns: Column
-    """End of that call."""
     call: Column
     """Number of that call, which separates pieces of different launches."""
     op: Column
-    """Number of the launching operator; NONE without one."""
     step: Column
-    """Number of the launching step; NONE without one."""
     phase: Column
-    """Index into Host.phase_names."""
     path: Column
-    """Index into Host.paths."""
     category: Column
-    """Index into CATEGORIES."""
     unseen: Column
     """1 if a CUDA graph without work in the trace was launched between the previous piece's launch and this one's; else
     0.
@@ -145,7 +138,6 @@ def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, fir
 
 
 def unseen_launches(trace: Trace) -> Column:
-    """Indices of CUDA graph launches without work in the trace, in order."""
     launches = trace.named(trace.calls.name, _GRAPHS.search)
     return np.flatnonzero(launches & ~np.isin(np.arange(len(trace.calls)), launching_calls(trace)))
 

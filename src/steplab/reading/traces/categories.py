@@ -91,7 +91,6 @@ _INDUCTORS = (
     ("normalisation", re.compile(r"(layer|batch|group|rms)_norm|var_mean|mean\w*rsqrt|rsqrt\w*mean")),
     ("embedding", re.compile(r"embedding_dense_backward|^embedding$")),
 )
-"""Categories of Inductor's reductions, by operators in their names."""
 
 
 def _of_inductor(kind: str, operators: str) -> str:
@@ -178,7 +177,7 @@ def kernel_category(name: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def op_category(name: str) -> str:
-    """Category of an operator, on devices whose kernels are operators."""
+    """Category of an operator, on devices without kernels."""
     return _first_match(_OP_RULES, name)
 
 

@@ -20,11 +20,9 @@ from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
 
 MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
-"""Names of ranges in which a host thread sends a message."""
+"""Names of ranges around a host thread's sends."""
 TRANSFERS = re.compile(r"^Mem(cpy|set)")
-"""Names of device copies and fills."""
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
-"""Copies, and the kernel of parallel.peer_copies."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
 """Share of the step below which gaps are not drawn."""
@@ -32,14 +30,11 @@ _FINEST = 4000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pieces:
-    """Work of one timeline row, as parallel columns."""
-
     start_ns: Column
     end_ns: Column
     category: Column
 
     def within(self, low_ns: int, high_ns: int) -> "_Pieces":
-        """The pieces that begin in [low, high)."""
         kept = (self.start_ns >= low_ns) & (self.start_ns < high_ns)
         return _Pieces(start_ns=self.start_ns[kept], end_ns=self.end_ns[kept], category=self.category[kept])
 
@@ -92,7 +87,6 @@ def _lasts_ns(activity: Activity, step: int) -> int:
 
 
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
-    """Starts and ends of a CPU's messages within steps, from the sending threads."""
     ranges = trace.ranges
     is_message = trace.named(ranges.name, MESSAGE_RANGES.match)
     chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
@@ -100,7 +94,6 @@ def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
 
 
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """Messages, computation, and pieces drawn as computation (with copies and fills)."""
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
     computes = ~sends & ~trace.named(activity.name, TRANSFERS.match)
@@ -123,7 +116,7 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """The same rows for a CPU: operators are computation; a call that starts a message is neither."""
+    """For a CPU: operators are computation; a call that starts a message is neither."""
     start_ns, end_ns = messages_of_host(trace, host)
     sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
     computed = _of(activity, activity.category != _COMMUNICATION)
@@ -147,7 +140,7 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
 
 
 def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
-    """One timeline, in which a kernel is a stretch of one category."""
+    """One timeline; stretches of one category replace its kernels."""
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
         (start_ns, end_ns, category, row)
@@ -168,7 +161,6 @@ def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begi
 
 
 def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
-    """Pieces by start; close neighbours of one category are merged."""
     joined: list[tuple[int, int, int]] = []
     order = np.argsort(pieces.start_ns, kind="stable")
     columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])

@@ -28,7 +28,7 @@ def launching_calls(trace: Trace) -> Column:
 def one_device(trace: Trace) -> Trace:
     """The trace of the device with the most work, and of the process that launched most of it.
 
-    Work of unknown device or launch stays. Notes name what is omitted; otherwise the trace is unchanged.
+    Work of unknown device or launch stays. Notes name omitted work.
     """
     processes = np.array((*trace.processes, NONE))
     device, calls = trace.work.device, launching_calls(trace)
@@ -56,7 +56,7 @@ def _known(numbers: Column) -> list[int]:
 
 
 def _most_common(numbers: Column) -> int:
-    """The most frequent number other than NONE; NONE if there is none."""
+    """NONE if there is no other."""
     found, counts = np.unique(numbers[numbers != NONE], return_counts=True)
     return int(found[counts.argmax()]) if len(found) else NONE
 

@@ -116,7 +116,6 @@ def _unknown(trace: Trace) -> Iterator[str]:
 
 
 def _unseen(trace: Trace, host: Host) -> Iterator[str]:
-    """Doubts if launches and work cannot be matched."""
     launches = trace.named(trace.calls.name, _LAUNCHES.match).any()
     if launches and ((trace.work.correlation <= 0).all() or (trace.calls.correlation <= 0).all()):
         yield "all correlation ids are 0: kernels have no known launch, operator or range"
@@ -219,7 +218,6 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
 
 
 def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
-    """Host time, from first to last step, in ranges of each kind of _HOST_WORK."""
     ranges, (starts_ns, ends_ns) = trace.ranges, host.steps
     for kind, pattern in _HOST_WORK.items():
         chosen = trace.named(ranges.name, pattern.search)
@@ -268,7 +266,6 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
 
 
 def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str, int, int, int]]:
-    """Stretches of consecutive kernels of one range, by phase."""
     for first, stop in stretches(shown.path, shown.phase):
         path = host.paths[shown.path[first]]
         if path:
@@ -277,7 +274,6 @@ def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str,
 
 
 def _groups(*keys: Column) -> Iterator[Column]:
-    """Indices of rows that agree in all keys, group by group, each in its order."""
     order = np.lexsort(keys[::-1])
     for first, stop in stretches(*(key[order] for key in keys)):
         yield order[first:stop]

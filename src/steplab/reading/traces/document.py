@@ -20,7 +20,6 @@ from steplab.reading.traces.window import Source, Window
 CHUNK_BYTES = 1 << 19
 """Bytes decoded at a time, few enough for the processor's cache."""
 _FIRST_BYTES = 1 << 6
-"""Bytes of a member first read ahead."""
 
 _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -68,7 +67,6 @@ class Document:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read of the document."""
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
@@ -110,7 +108,6 @@ class Document:
         return self.damage is None
 
     def _key(self) -> str | None:
-        """Consume the key that begins here, with its colon; None without one."""
         window = self._window
         found = _KEY.match(window.data, window.start, window.end)
         while not found and not window.exhausted:

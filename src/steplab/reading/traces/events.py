@@ -35,8 +35,6 @@ class Args(Struct, frozen=True, gc=False):
 
 
 class Event(Struct, frozen=True, gc=False):
-    """Fields read of events of any category."""
-
     cat: str = ""
     name: str = ""
     ts: Raw = Raw(b"null")
@@ -59,8 +57,6 @@ class MessageArgs(Args, frozen=True, gc=False):
 
 
 class MessageEvent(Event, frozen=True, gc=False):
-    """An event with the arguments of collectives, for reading several ranks."""
-
     args: MessageArgs = MessageArgs()
 
 

@@ -16,7 +16,7 @@ from steplab.records.profile import OUTSIDE, PHASES
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
 """Ranges without a place in the model: the compiler's name its cache entry."""
 _LONGEST_PATH = 1000
-"""Characters of a path from which on deeper ranges count as the surrounding one."""
+"""Longest path in characters; deeper ranges count as the surrounding one."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 
@@ -86,7 +86,6 @@ class Host:
         return found
 
     def _phases(self) -> tuple[list[str], Column]:
-        """Names of phases, and the phase marked by each range (NONE without)."""
         names = [*PHASES, OUTSIDE]
         by_name = np.full(len(self._trace.names) or 1, NONE)
         for number, text in enumerate(self._trace.names):

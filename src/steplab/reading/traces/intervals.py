@@ -28,20 +28,17 @@ def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
 
 
 def stretches(*columns: Column) -> Iterator[tuple[int, int]]:
-    """First row of each stretch of equal rows, and the row behind its last."""
     if len(columns[0]):
         changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
         yield from pairwise((0, *(np.flatnonzero(changes) + 1).tolist(), len(columns[0])))
 
 
 def length(start_ns: Column, end_ns: Column) -> int:
-    """Nanoseconds covered by any interval."""
     starts, ends = union(start_ns, end_ns)
     return int((ends - starts).sum())
 
 
 def overlap(a: tuple[Column, Column], b: tuple[Column, Column]) -> int:
-    """Nanoseconds covered by both sets."""
     # |A and B| = |A| + |B| - |A or B|
     both = np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
     return length(*a) + length(*b) - length(*both)

@@ -78,7 +78,6 @@ _PASSED_OVER = frozenset(
 
 Integers = NDArray[np.int64]
 Columns = Mapping[str, Values]
-"""Columns common to all kinds of events."""
 
 
 def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -> Trace | None:
@@ -143,19 +142,13 @@ class Collector:
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
-        """Events left out for lack of a start or duration."""
         self.num_negative = 0
-        """Events left out for a negative duration."""
         self.has_lost_work = False
-        """True if device work is among these."""
         self.unknown = Counter[str]()
-        """Timed events by unknown category."""
         self.further_steps = list[Event]()
         """Steps of further categories, such as the GPU's, used if there are no others."""
         self.num_repaired = 0
-        """Events read despite invalid JSON."""
         self._is_passing_over = False
-        """True if the last piece had nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
 
     def take(self, array: memoryview) -> bool:
@@ -186,7 +179,6 @@ class Collector:
         return len(elements) - len(events)
 
     def add_steps(self) -> None:
-        """Take steps of further categories as ranges, if there are no others."""
         if not any(map(STEP.match, self.builder.names)):
             self._add([msgspec.structs.replace(event, cat="user_annotation") for event in self.further_steps])
 
@@ -289,7 +281,6 @@ class Collector:
 
 
 def _integers(values: list[Number]) -> Integers:
-    """Whole numbers, also from text; NONE for anything else."""
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -318,7 +309,6 @@ _ITEM_BYTES = {
     "Float8_e4m3fn": 1,
     "Float8_e5m2": 1,
 }
-"""Bytes per element, by type names in collectives' arguments."""
 
 
 class _World(msgspec.Struct):
@@ -339,7 +329,6 @@ class _Device(msgspec.Struct):
 
 
 def _listed_devices(properties: bytes | None) -> dict[int, str]:
-    """Known names of the machine's GPUs, by number."""
     try:
         known = msgspec.json.decode(properties or b"[]", type=list[_Device])
     except (msgspec.DecodeError, UnicodeDecodeError):

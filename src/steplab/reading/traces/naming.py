@@ -28,7 +28,6 @@ _OPERATOR = re.compile(r"\w+::\w|autograd::engine|\w+Backward\d*$")
 
 
 def phase_marked_by(name: str) -> str | None:
-    """The phase that a range of this name marks; None without one."""
     return next((phase for pattern, phase in _PHASES if pattern.match(name)), None)
 
 
@@ -53,6 +52,5 @@ def called(text: str) -> Call | None:
 
 
 def without_call(text: str) -> str:
-    """A range's name without emit_nvtx's op_id."""
     found = _CALLED.fullmatch(text) if ", " in text else None
     return found["name"] if found else text

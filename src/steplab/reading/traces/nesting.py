@@ -38,7 +38,7 @@ class Nesting:
         return found
 
     def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
-        """Instants at which a thread's innermost interval changes, and the interval from there."""
+        """Instants where a thread's innermost interval changes, and the interval from there."""
         borders: list[int] = []
         owners: list[int] = []
         stack: list[int] = []
@@ -72,7 +72,6 @@ class Nesting:
 
 
 def _by_thread(thread: Column) -> Iterator[tuple[int, Column]]:
-    """Each thread with its rows in order."""
     order = np.argsort(thread, kind="stable")
     for first, stop in stretches(thread[order]):
         yield int(thread[order[first]]), order[first:stop]

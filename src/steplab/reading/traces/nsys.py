@@ -52,7 +52,6 @@ _PUSH_POP, _START_END = 59, 60
 _CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 """Suffixes to remove: cudaLaunchKernel_v7000 becomes cudaLaunchKernel."""
 _THREAD_BITS = 24
-"""Lowest bits of a global id, for the thread; higher ones are its process."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -103,14 +102,11 @@ def _computing_object(connection: sqlite3.Connection) -> str | None:
 
 
 class _Export:
-    """An open export and its trace."""
-
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys")
         self._processes = Numbering[int]()
         self._num_rows = Counter[str]()
-        """Rows read by table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
         self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
@@ -118,7 +114,7 @@ class _Export:
         self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
-        """Read all tables; notes name absent and damaged ones."""
+        """Notes name absent and damaged tables."""
         readers = {
             _TEXTS: self._read_texts,
             _KERNELS: self._read_kernels,
@@ -263,7 +259,6 @@ class _Export:
                 self._builder.notes.append(f"rows of {table} {what}: {count}")
 
     def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
-        """Correlation ids made unique across processes; NONE for CUPTI's 0."""
         ids = np.array(correlation, dtype=np.int64)
         process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
         return np.where(ids <= 0, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
@@ -281,7 +276,6 @@ class _Export:
         self._texts = dict(reversed(rows))  # the first of an id counts
 
     def _device_names(self) -> dict[int, str]:
-        """Known names of GPUs."""
         if _GPUS not in self._tables:
             return {}
         try:

@@ -31,8 +31,8 @@ def computed_in(inputs: Inputs) -> str:
 class OpCosts:
     """Costs of a trace's calls.
 
-    An operator whose inner operators execute its FLOPs costs nothing: aten::linear calls aten::mm, and the product
-    counts once.
+    An operator costs nothing if inner operators execute its FLOPs: aten::linear calls aten::mm, and the product counts
+    once.
     """
 
     def __init__(self, trace: Trace, parent: Column) -> None:

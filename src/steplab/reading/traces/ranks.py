@@ -54,13 +54,10 @@ class Call:
     start_ns: int
     end_ns: int
     exposed_ns: int
-    """Nanoseconds of it without computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """One rank's trace, reduced to sums over all steps and collectives."""
-
     rank: int | None
     host: str
     num_steps: int
@@ -70,12 +67,10 @@ class RankTrace:
     hidden_ns: int
     idle_ns: int
     begins_ns: int
-    """Start of the last step, since 1970."""
     ends_ns: int
     calls: tuple[Call, ...]
     timeline: Timeline
     profile: Profile | None = None
-    """Only for one of the ranks."""
 
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
@@ -123,7 +118,6 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
 
 
 def _with_a_step(trace: Trace) -> Trace:
-    """The trace with one step, if it marks none."""
     tables = [table for table in (trace.work, trace.calls, trace.ops, trace.ranges) if len(table)]
     if len(step_ranges(trace)) or not tables:
         return trace
@@ -158,7 +152,6 @@ def _calls(
 
 
 _Key = tuple[str, str, str, int]
-"""Step, kind, group and number of a collective."""
 
 
 def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:

@@ -48,10 +48,7 @@ def step_ranges(trace: Trace) -> Column:
 
 
 def last_steps(trace: Trace, most: int) -> Trace:
-    """The trace with host events and launches of its last `most` steps; a note says so.
-
-    A trace without further steps is returned unchanged.
-    """
+    """The trace with host events and launches of its last `most` steps, with a note if it had more."""
     steps = step_ranges(trace)
     if len(steps) <= most:
         return trace

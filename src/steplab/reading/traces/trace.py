@@ -22,7 +22,6 @@ EARLIEST_NS, LATEST_NS = -(2**53), 2**53 * 1000
 """Earliest and latest start read: 104 days before the clock's zero to 285 years after. Differences fit 64 bits."""
 
 NONE = -1
-"""Column value for missing data."""
 UNTYPED = "tensor"
 """Type of an input with only a known shape."""
 
@@ -38,21 +37,16 @@ class Rows:
         return len(self.name)
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> Self:
-        """The rows chosen by a mask or a slice."""
         return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events(Rows):
-    """Events of one kind, outer before inner."""
-
     duration_ns: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork(Events):
-    """Kernels, copies and fills."""
-
     device: Column
     stream: Column
     correlation: Column
@@ -61,8 +55,6 @@ class DeviceWork(Events):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCalls(Events):
-    """CUDA runtime or driver calls: launches, copies, synchronisations."""
-
     thread: Column
     """Number of the thread, from 0 by appearance."""
     correlation: Column
@@ -76,13 +68,10 @@ class Ops(Events):
     sequence: Column
     """Autograd's number, common to a forward operator and its backward operator."""
     inputs: Column
-    """Index into Trace.inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranges(Events):
-    """Named host time: record_function and NVTX; they nest."""
-
     thread: Column
 
 
@@ -100,9 +89,7 @@ class Inputs:
     tensor.
     """
     scalars: tuple[str, ...] = ()
-    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention, whose cost depends on
-    one; else empty.
-    """
+    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,41 +109,32 @@ class Trace:
     """Content of one file."""
 
     source: str
-    """kineto or nsys."""
     names: tuple[str, ...]
-    """Texts by name number."""
     inputs: tuple[Inputs, ...]
-    """Different sets of operator inputs."""
     work: DeviceWork
     calls: HostCalls
     ops: Ops
     ranges: Ranges
     processes: tuple[int, ...]
-    """Process number of each thread."""
     device_name: str | None = None
     """Name of the GPU with the most work; None: not in the file."""
     notes: tuple[str, ...] = field(default=())
     """Gaps of the file and unreadable parts, in words."""
     damage: tuple[str, ...] = field(default=())
-    """Notes on early ends and damage."""
     lists_gpu: bool = False
     """True if the file lists a GPU, even without work."""
     steps: re.Pattern[str] = STEP
-    """Matches names of steps."""
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Timed events by category that no reader knows."""
+    """Timed events by category unknown to the reader."""
 
     rank: int | None = None
-    """Rank of the process; None: unknown."""
     host: str = ""
-    """Name of the machine; '': unknown."""
     base_ns: int = 0
     """Zero of its times, in ns since 1970."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
     """Collectives by start and stream (on a CPU, thread), if requested."""
 
     def doubting(self, *doubts: str) -> "Trace":
-        """The trace with notes that put all of it in doubt."""
         return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
 
     def with_ranges(self, is_meant: Callable[[str], object]) -> "Trace":
@@ -173,18 +151,14 @@ class Trace:
         return replace(self, ops=self.ops.where(~moved), ranges=ranges)
 
     def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
-        """Mask of a name column's entries with a matching name."""
         return np.isin(column, [number for number, name in enumerate(self.names) if is_meant(name)])
 
 
 Key = TypeVar("Key", bound=Hashable)
 Values = int | Sequence[int] | NDArray[Any]
-"""One event's value, or one per event."""
 
 
 class Numbering(dict[Key, int]):
-    """Numbers keys from 0 in order of first lookup."""
-
     def __missing__(self, key: Key) -> int:
         number = self[key] = len(self)
         return number
@@ -196,13 +170,10 @@ class TraceBuilder:
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_names: Mapping[int, str] = {}
-        """GPU names by the device numbers of work."""
         self.notes: list[str] = []
         self.damage: list[str] = []
-        """Notes on early ends and damage."""
         self.lists_gpu = False
         self.unknown: Mapping[str, int] = {}
-        """Timed events by category that is not read."""
         self.rank: int | None = None
         self.host = ""
         self.base_ns = 0
@@ -210,12 +181,10 @@ class TraceBuilder:
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[tuple[Hashable, Hashable]]()
-        """Thread numbers by process and thread in the file."""
         kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
         self._tables = {kind: _Table(kind) for kind in kinds}
 
     def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
-        """Add one or many events, with all columns of the kind."""
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:
@@ -267,6 +236,5 @@ class _Table:
 
 
 def _num_repeated(correlation: Column) -> int:
-    """Number of positive ids that repeat."""
     ids = np.sort(correlation[correlation > 0])
     return len(np.unique(ids[1:][ids[1:] == ids[:-1]]))

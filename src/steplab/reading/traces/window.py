@@ -21,16 +21,14 @@ class Window:
         self.data = bytearray(2)
         self.start = self.end = 1
         self.exhausted = False
-        """True at the document's end."""
         self.num_read = 0
-        """Bytes read so far."""
         self._source = source
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes of `data`; they change with the next fill."""
+        """They change with the next fill."""
         return memoryview(self.data)[start:end]
 
     def fill(self, size: int) -> None:

@@ -22,8 +22,6 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpan:
-    """One phase of one step on the device, in ns."""
-
     phase: int
     step: int
     start_ns: int
@@ -65,7 +63,7 @@ def phase_times(
     longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
     totals: dict[int, Sums] = {}
     for window in windows:
-        # Nothing that starts before the longest piece reaches into the window.
+        # Earlier pieces end before the window.
         low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
         high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
         found = _one_window(activity.where(slice(low, high)), window)

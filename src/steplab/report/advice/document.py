@@ -1,4 +1,4 @@
-"""The report of a walk to a faster step: its answer, every change that was tried, and how to make those that paid."""
+"""The report of a search for a faster step: verdict, tried changes, and how to make the useful ones."""
 
 import shlex
 from collections.abc import Iterator
@@ -24,12 +24,10 @@ _SIGNED_BYTES = Quantity(lambda size: units.signed(size, units.format_bytes))
 
 
 def advice_title(advice: Advice) -> str:
-    """The step that the walk began with."""
     return describe(advice.spec) if advice.spec else "a step"
 
 
 def advice_verdict(advice: Advice) -> Verdict:
-    """The step time before and after the changes that paid, and their other costs."""
     return Verdict(sentences=tuple(_answer(advice)), cautions=tuple(_cautions(advice)))
 
 
@@ -69,7 +67,7 @@ def _for_the_first(advice: Advice) -> str:
 
 
 def tried_words(tried: Tried) -> str:
-    """The result of a change, in one line: its saving or cost, and the decision."""
+    """A change's result, in one line."""
     result, ratio = _result(tried), tried.ratio
     if ratio and ratio.decision in ("lower", "higher"):
         share = abs(1 - ratio.ratio)
@@ -87,7 +85,6 @@ def _kept_with(tried: Tried, advice: Advice) -> list[str]:
 
 
 def _untried(advice: Advice) -> Iterator[str]:
-    """Each change that was not reached, with what it is predicted to save, unless it is predicted not to fit."""
     for words, share, fits in zip_longest(advice.untried, advice.untried_shares, advice.untried_fits):
         gain_s = share * advice.best_s if share is not None and advice.best_s else None
         if fits is False:  # where it is not recorded, it is not known
@@ -135,8 +132,7 @@ def _sections(advice: Advice) -> Iterator[Section]:
 
 
 def _allocator(advice: Advice) -> str:
-    """The setting of torch's allocator under which the walk was made, before a command: its fastest step may not fit
-    without."""
+    """The search's setting of torch's allocator, before a command: its fastest step may not fit without."""
     environment = advice.environment
     if environment is None or environment.device.kind != "cuda":
         return ""
@@ -196,7 +192,7 @@ def _row(tried: Tried) -> Row:
 
 
 def predicted_s(tried: Tried) -> float | None:
-    """The predicted saving in seconds of the step before, as it was measured."""
+    """Saving in seconds of the previous step as measured."""
     if tried.predicted_share is None or tried.ratio is None:
         return None
     return tried.predicted_share * tried.ratio.a

@@ -1,4 +1,4 @@
-"""Draws a walk as a waterfall: the step as given, what each change saves, and the fastest step."""
+"""Draws a search as a waterfall: the first step, each change's saving, and the fastest step."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ _WIDTH, _ROW, _LEFT, _RIGHT, _TOP, _BELOW = 640, 30, 210, 90, 8, 36
 
 
 def waterfall(advice: Advice) -> Chart | None:
-    """Horizontal bars from top to bottom; None where fewer than two steps were timed."""
+    """None with fewer than two timed steps."""
     timed = [tried for tried in advice.tried if tried.ratio]
     if advice.start_s is None or advice.best_s is None or not timed:
         return None

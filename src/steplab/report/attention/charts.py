@@ -1,6 +1,6 @@
 """Charts of a benchmark of attention: rates and memory over sequence length, one line per implementation.
 
-Shapes that differ only in sequence length share a panel; the remaining shapes stand side by side in one more.
+Shapes that differ only in sequence length share a panel; the others share one more.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,44 +23,30 @@ if TYPE_CHECKING:
 
 Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
-"""Width of one of several panels, in pixels."""
 _FACTORS = "; lengths grow by factors too"
 _WORD_PX = 13.0
-"""Pixels between the words for two failures at one length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Panel:
-    """Shapes on one set of axes."""
-
     title: str
-    """Common sizes of the shapes; empty without any."""
     positions: tuple[str, ...]
-    """Labels of the positions: lengths, or whole shapes."""
     marks: tuple[tuple[int, AttentionCell], ...]
-    """Each cell with the number of its position."""
     ordered: bool
-    """Whether positions are lengths, so that lines between them mean something."""
+    """True if positions are lengths, joined by lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """The figure that is drawn for each cell."""
-
     figure: Figure
-    """Its value."""
     scale: kit.Scale
-    """The scale of all panels."""
     name: str
-    """In words."""
     show: Callable[[float], str]
-    """Text of a value, for hovering."""
     limit: float | None = None
-    """A value that the device cannot exceed."""
 
 
 def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
-    """FLOP/s of a pass, with the dense peak of the device where all cells share a dtype; None if no cell timed it."""
+    """With the device's dense peak if all cells share a dtype; None if the pass was not timed."""
     figure = partial(AttentionCell.flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
@@ -75,14 +61,14 @@ def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = N
 
 
 def _peak(cells: Sequence[AttentionCell], device: str | None) -> Peak | None:
-    """The device's dense peak in the cells' dtype; None where they have several, or the catalogue has none."""
+    """Dense, in the cells' dtype; None for several dtypes or an unknown GPU."""
     dtypes = {cell.spec.dtype for cell in cells}
     hardware = find_hardware(device) if device else None
     return hardware.peak_flops(dtypes.pop()) if hardware and len(dtypes) == 1 else None
 
 
 def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
-    """Bytes saved for backward, or the peak of forward and backward; None where neither is known."""
+    """None if unknown."""
 
     def figure(cell: AttentionCell) -> float | None:
         memory = cell.memory
@@ -121,10 +107,7 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
 def _paint(
     picture: Drawing, axes: "Axes", panel: _Panel, place: ax.Places, plot: _Plot, index: int, column: str
 ) -> None:
-    """Draw the marks of one implementation, joined by a line where positions are ordered.
-
-    Failures are marked where a slow or a large cell would be: at the bottom for rates, at the top for memory.
-    """
+    """Failures are marked where a slow or a large cell would be: at the bottom for rates, at the top for memory."""
     points = []
     for position, cell in sorted((mark for mark in panel.marks if mark[1].spec.column == column), key=lambda m: m[0]):
         value, name = plot.figure(cell), f"{cell.spec.label} {column}"
@@ -140,15 +123,13 @@ def _paint(
 
 
 def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, cell: AttentionCell) -> float:
-    """Place of the word for a failure: beside those of other implementations that failed at the same length."""
+    """Other implementations may have failed at the same length."""
     failed = [other for at, other in panel.marks if at == position and other.failure and plot.figure(other) is None]
     offset = failed.index(cell) - (len(failed) - 1) / 2
     return place.centers[position] + offset * _WORD_PX / place.position_px
 
 
 def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
-    """One panel for each group of shapes that differ only in length, and one for the remaining shapes."""
-
     def but_for_length(cell: AttentionCell) -> tuple[object, ...]:
         spec = cell.spec
         return spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys
@@ -172,7 +153,6 @@ def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
 
 
 def _shared(cell: AttentionCell) -> str:
-    """Common sizes of a panel's shapes."""
     spec = cell.spec
     heads = f"{spec.heads} heads" if spec.heads > 1 else "1 head"
     return f"batch {spec.batch}, {heads} of {spec.dim}, {'causal, ' if spec.causal else ''}{spec.dtype}"

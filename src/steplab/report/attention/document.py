@@ -47,22 +47,18 @@ from steplab.report.report import Context, RecordReport
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
-"""Share of a mean from which its interval is told by its ends, which need not be as far from it."""
+"""Share of a mean above which its interval is shown by its ends, which may be asymmetric."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
-"""The failure without a package (ops.attention.peers), also in the words of older records."""
+"""Failure for lack of a package, also in older records' words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Comparison:
-    """One implementation against the peer, over the shapes that both ran."""
-
     column: str
     ratios: tuple[Ratio, ...]
-    """Its times over the peer's, by shape."""
     speeds: tuple[float, ...]
     slowest_at: str
-    """The shape with the least speed."""
     chose_peer: bool
     """True if it is `auto`, and chose the peer on every shape."""
 
@@ -72,7 +68,7 @@ class _Comparison:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """95 % interval of the mean: shapes were timed one after the other, so their errors are independent."""
+        """95 % interval of the mean; errors of shapes are independent."""
         ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
         if len(ends) < len(self.ratios):
             return None
@@ -89,17 +85,15 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """True if it is faster on no shape or slower on none, so that a mean has a meaning."""
+        """True if all shapes agree, so that a mean has a meaning."""
         return not (self.num_faster and self.num_slower)
 
     @property
     def is_decided(self) -> bool:
-        """True if the interval of the mean does not include 1."""
         return self.bounds is not None and not self.bounds[0] <= 1 <= self.bounds[1]
 
 
 def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
-    """Speeds relative to `peer`, and the implementations that ran out of memory."""
     name = telling_pass(run.cells)
     told: list[str] = []
     if name is not None:
@@ -110,7 +104,6 @@ def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
 
 
 def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) -> list[_Comparison]:
-    """One comparison per implementation, the fastest first."""
     peers, shapes = peers_of(cells, peer), [cell.spec.shape for cell in cells]
     found = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
@@ -135,13 +128,12 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
 
 
 def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
-    """True if `auto` chose the peer, by the note that the measurement leaves."""
+    """By the note that the measurement leaves."""
     chosen = f"auto is {peer.spec.implementation}: "
     return cell.spec.compile == peer.spec.compile and any(note.startswith(chosen) for note in cell.notes)
 
 
 def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
-    """The fastest implementations with their means, then those not decided, then those that win on some shapes only."""
     others = [one for one in comparisons if not one.chose_peer]
     decided = [one for one in others if one.one_sided and one.is_decided][:_MOST_TOLD]
     undecided = [one for one in others if one.one_sided and not one.is_decided]
@@ -210,7 +202,7 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
 
 
 def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
-    """The mean speed of each implementation relative to the peer, the fastest first, with a stroke at the peer's."""
+    """Mean speeds relative to the peer, fastest first, with a stroke at the peer's."""
     name = telling_pass(run.cells)
     comparisons = _comparisons(run.cells, peer, name) if peer and name else []
     if not peer or not name or not comparisons:
@@ -263,7 +255,6 @@ def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
 
 
 def _called(column: str) -> str:
-    """Name of an implementation, with what it is where the name does not say: cuDNN's (sdpa_cudnn)."""
     known = {"sdpa_flash", "sdpa_cudnn"}
     if column not in known:
         return column
@@ -284,14 +275,12 @@ def _title(run: AttentionRun) -> str:
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
-    """The result of one cell, for a line of progress."""
     times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := cell.median_s(name)) is not None]
     failed = [why_failed(cell.failure)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 
 def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
-    """The sections of one benchmark; among others, without the charts of the less telling passes and of the peak."""
     if means := mean_speeds(run.cells, peer):
         yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)
@@ -309,14 +298,13 @@ def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Ite
 
 
 def account_document(account: AttentionAccount) -> Document:
-    """The tensors that plain attention holds at its peak, compared with the device's memory."""
     total, memory = account.total_bytes, account.memory_bytes
     saved = sum(term.num_bytes for term in account.terms if term.kept)
     held = f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
     held += f"{units.format_bytes(memory)}"
     answer = f"{account.spec.label} needs {held}: {units.format_bytes(total - memory)} too little."
     if total <= memory:
-        answer = f"{account.spec.label} needs {held}, of which CUDA, libraries and the allocator's gaps take a part."
+        answer = f"{account.spec.label} needs {held}, with a part for CUDA, libraries and the allocator's gaps."
     told = [f"The peak is {account.moment}. {_SYMBOLS}.", f"{units.format_bytes(saved)} of it is saved for backward."]
     if account.previous and account.previous_bytes is not None:
         told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")
@@ -336,7 +324,7 @@ def account_document(account: AttentionAccount) -> Document:
 
 
 def report_against(peer: str | None) -> RecordReport:
-    """The report with speeds relative to `peer`; None: the first of sdpa_flash, sdpa and plain that was measured."""
+    """`peer` None: the first measured of sdpa_flash, sdpa and plain."""
 
     def against(run: AttentionRun) -> str | None:
         return peer or default_peer(run.cells)

@@ -1,4 +1,4 @@
-"""Figures and tables of a benchmark of attention: medians, rates, speeds relative to a peer, memory and errors."""
+"""Figures and tables of a benchmark of attention."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median, quantiles
@@ -15,7 +15,6 @@ from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-"""The names of the passes in captions."""
 _BY_INTEREST = ("both", "forward", "backward")
 SCATTERED = 0.2
 """Interquartile range, relative to the median, above which a median is marked. Kernels repeat within a few per cent;
@@ -24,25 +23,23 @@ _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
 def default_peer(cells: Sequence[AttentionCell]) -> str | None:
-    """The implementation that speeds are relative to by default: the first measured of sdpa_flash, sdpa and plain."""
+    """The first measured of sdpa_flash, sdpa and plain."""
     columns = {cell.spec.column for cell in cells}
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
 
 def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[AttentionSpec, AttentionCell]:
-    """The peer's cell for each shape."""
     return {cell.spec.shape: cell for cell in cells if cell.spec.column == peer}
 
 
 def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], name: str) -> float | None:
-    """Speed relative to the peer on the same shape: the peer's median time over the cell's."""
     peer = peers.get(cell.spec.shape)
     own_s, peer_s = cell.median_s(name), peer.median_s(name) if peer else None
     return peer_s / own_s if own_s and peer_s else None
 
 
 def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
-    """The time of a pass over the peer's; repeats that took turns are compared pair by pair."""
+    """Alternating repeats are compared pair by pair."""
     a, b = peer.samples(name), cell.samples(name)
     if peer.spec.column in cell.interleaved and len(a) == len(b):
         return compare_samples([[sample] for sample in a], [[sample] for sample in b], in_turns=True)
@@ -50,7 +47,6 @@ def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
 
 
 def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:
-    """One row per cell: its spec, medians, rates, memory and errors; with `peer`, speeds relative to it."""
     figures = (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES, *MEMORY, *ERRORS)
     return [
         {
@@ -70,7 +66,7 @@ def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> l
 
 
 def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[AttentionCell], ...]:
-    """The speed of each pass relative to the peer's; tables show it only with a peer."""
+    """Tables show it only with a peer."""
     peers = peers_of(cells, peer)
 
     def of_pass(name: str) -> Figure[AttentionCell]:
@@ -86,7 +82,7 @@ def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[Att
 
 
 def failure_words(cell: AttentionCell) -> str | None:
-    """Why a cell failed, in short; for out of memory, the size of the failed allocation and the pass."""
+    """In short; for out of memory, the size of the failed allocation and the pass."""
     failure = cell.failure
     if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
         return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
@@ -94,12 +90,12 @@ def failure_words(cell: AttentionCell) -> str | None:
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
-    """The most informative timed pass, which is both together where it was timed; None where no pass was timed."""
+    """Both passes together if timed; None if none was timed."""
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
 def scatter(cell: AttentionCell, name: str) -> float:
-    """Interquartile range of a pass's samples, relative to their median; 0 with fewer than four samples."""
+    """Interquartile range over median; 0 with fewer than four samples."""
     samples = cell.samples(name)
     if len(samples) < 4:
         return 0.0
@@ -108,7 +104,6 @@ def scatter(cell: AttentionCell, name: str) -> float:
 
 
 def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
-    """The sizes that distinguish a shape from the others."""
     words = [shape.sizes_label]
     if len({other.causal for other in others}) > 1:
         words += ["causal"] * shape.causal
@@ -118,7 +113,7 @@ def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
 
 
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
-    """The notes of the cells, each text once, with the shapes and implementations that it concerns."""
+    """Each text once, with its shapes and implementations."""
     found = told_once((f"{cell.spec.label} {cell.spec.column}", note) for cell in cells for note in cell.notes)
     return [
         f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
@@ -136,7 +131,7 @@ Value = Callable[[AttentionCell], Scalar]
 def by_shape(
     cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
 ) -> Table:
-    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any.
+    """One row per shape, one column per implementation and one for its `ratio`, if any.
 
     A failed cell shows its failure instead of a value.
     """
@@ -169,7 +164,7 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Median time of a pass and speed relative to the peer, shapes by implementations; None for one implementation.
+    """Median time and speed relative to the peer, shapes by implementations; None for one implementation.
 
     Medians of samples that scatter are marked.
     """
@@ -195,7 +190,7 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
-    """Speed of each implementation relative to the peer, over the shapes that both ran; None without a comparison."""
+    """Over common shapes; None without a comparison."""
     peers = peers_of(cells, peer)
     rows: list[Row] = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
@@ -231,7 +226,7 @@ _HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
 
 
 def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
-    """Tables of time, memory and errors of every cell; a table without values is left out."""
+    """Tables without values are left out."""
     rows = [
         row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
         for row, cell in zip(attention_rows(cells, peer), cells, strict=True)
@@ -263,7 +258,6 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
 
 
 def account_table(account: AttentionAccount) -> Table:
-    """One row per tensor that plain attention holds at its peak, and their sum."""
     rows: list[Row] = [
         {
             "tensor": term.what,

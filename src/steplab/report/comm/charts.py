@@ -1,4 +1,4 @@
-"""Charts of a benchmark of collectives: time over message size, over the number of ranks, and by backend.
+"""Charts of a benchmark of collectives.
 
 All have the same panels: marks at message sizes or world sizes, one line per series, both axes logarithmic.
 """
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _BESIDE_OTHERS = 640.0, 440.0
-"""Width of a panel that is alone, and of one of several."""
 _BELOW = 44.0
 _CURVE_POINTS = 40
 _LEAST_TICKS_PX = 44.0
@@ -29,36 +28,21 @@ _SIZE, _RANKS = "message size", "ranks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Panel:
-    """Series on one pair of axes."""
-
     title: str
-    """Common settings of the series; empty for a single panel."""
     lines: dict[str, list[CommCell]]
-    """The cells of each series."""
     fits: dict[str, CommFit]
-    """The fitted line of each series that has one."""
     family: str = ""
-    """Panels of one family share their scale of times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plot:
-    """The quantity along x, and the series."""
-
     name: str
-    """Name of the chart."""
     axis: str
-    """Name of the x axis."""
     x: Callable[[CommCell], int]
-    """A cell's value along x."""
     show: Callable[[float], str]
-    """Text of a value along x."""
     y: Callable[[CommCell], float | None]
-    """A cell's value along y."""
     series: tuple[str, ...]
-    """The series of all panels, in the order of their colours."""
     scales: dict[str, kit.Scale]
-    """The scale of seconds of each family of panels."""
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
@@ -82,7 +66,7 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
 
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
-    """Bus bandwidth over message size, one panel per backend and world size, one line per collective."""
+    """One panel per backend and world size, one line per collective."""
     groups = _groups(cells, "transport", "dtype", "world_size")
     panels = [_Panel(title=title, lines=_by_collective(group), fits={}) for _, title, group in groups]
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
@@ -106,7 +90,7 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
 
 
 def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
-    """One panel per collective, dtype and world size that several backends ran; None where there is none."""
+    """One panel per collective, dtype and world size; None without several backends."""
     panels = []
     for _, title, group in _groups(cells, "collective", "dtype", "world_size"):
         lines = grouped(group, lambda cell: cell.spec.transport)
@@ -174,12 +158,10 @@ def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
 
 
 def _gigabytes(values: Sequence[float]) -> kit.Scale:
-    """Bytes per second from zero, in GB/s."""
     return replace(kit.percent_scale(values), show=lambda value: f"{value / 1e9:g}")
 
 
 def _apart(places: Sequence[int], width: float) -> list[int]:
-    """Those places whose names do not run into each other."""
     whole = math.log(places[-1] / places[0]) or 1.0
     kept = [places[0]]
     for place in places[1:]:
@@ -189,7 +171,7 @@ def _apart(places: Sequence[int], width: float) -> list[int]:
 
 
 def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]) -> None:
-    """The marks of one series with a line through them; a failure is a word at its place."""
+    """A failure is a word at its place."""
     index = plot.series.index(series)
     points = []
     for cell in sorted(cells, key=plot.x):
@@ -208,7 +190,6 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
 
 
 def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell], fit: CommFit) -> None:
-    """The profile's line from the smallest size to the largest."""
     timed = [cell for cell in cells if cell.slowest and cell.wire_bytes is not None]
     low, high = min(plot.x(cell) for cell in timed), max(plot.x(cell) for cell in timed)
     factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
@@ -219,7 +200,6 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
 
 
 def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:
-    """The cells that agree in these fields: the values, the title that tells them from other groups, and the cells."""
     groups = grouped(cells, lambda cell: tuple(getattr(cell.spec, name) for name in names))
     varies = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
 
@@ -234,7 +214,6 @@ _SAID: dict[str, Callable[[Any], str]] = {
     "world_size": lambda ranks: f"{ranks} ranks",
     "size_bytes": units.format_message,
 }
-"""How a value of a field is said."""
 
 
 def _by_collective(cells: Sequence[CommCell]) -> dict[str, list[CommCell]]:

@@ -1,4 +1,4 @@
-"""The report of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
+"""The report of a benchmark of collectives."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +17,14 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
 _APART = 0.1
-"""Spread over ranks above which one rank delays the others."""
 
 
 def comm_name(run: CommRun) -> str:
-    """The benchmark's name, or the number of its ranks."""
     return run.name or f"collectives over {units.counted(run.study.num_processes, 'rank')}"
 
 
 def comm_verdict(run: CommRun) -> Verdict:
-    """Bandwidth, latency and the effect of ranks, for the collective that gradients need most."""
+    """For the collective that gradients need most."""
     measured = [cell for cell in run.cells if cell.slowest]
     return Verdict(sentences=tuple(_sentences(run, measured)), cautions=tuple(_cautions(run, measured)))
 
@@ -49,7 +47,6 @@ def _sentences(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 
 
 def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: CommRun) -> str:
-    """The longest message's bandwidth with the interval of its time, and the shortest message's time."""
     longest, shortest = (pick(cells, key=lambda cell: cell.message_bytes) for pick in (max, min))
     told = f"{name} over {units.counted(ranks, 'rank')} ({way}) "
     if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
@@ -89,7 +86,6 @@ def _scaling(name: str, cells: Sequence[CommCell]) -> Iterator[str]:
 
 
 def _slowest(measured: Sequence[CommCell], ranks: int) -> str | None:
-    """The collective with the least bandwidth at the longest message."""
     size_bytes = max(cell.spec.size_bytes for cell in measured)
     found = [
         (bandwidth, cell)
@@ -121,10 +117,9 @@ def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 TERMS = (
     (
         "algbw, busbw",
-        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as nccl-tests defines it, is that times "
-        "2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and all-to-all, and 1 for broadcast and "
-        "send/receive: what each rank has to send at least, to be compared with the link's own bandwidth. GB is 1e9 "
-        "bytes.",
+        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as in nccl-tests, is this times each "
+        "rank's least traffic over the message: 2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and "
+        "all-to-all, 1 for broadcast and send/receive. Compare it with the link's bandwidth. GB is 1e9 bytes.",
     ),
     (
         "time of a call",
@@ -141,11 +136,9 @@ TERMS = (
         "residual is their root mean square.",
     ),
 )
-"""Terms of this section, and what they mean."""
 
 
 def comm_cell_line(cell: CommCell) -> str:
-    """The result of one cell, for a line of progress."""
     if cell.failure or cell.slowest is None:
         failed = why_failed(cell.failure) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
@@ -165,7 +158,6 @@ def _processes(run: CommRun) -> str:
 
 
 def _counted_devices(devices: Iterable[str]) -> str:
-    """Each device once, with the number of times it occurs."""
     return ", ".join(device if count == 1 else f"{count} × {device}" for device, count in Counter(devices).items())
 
 
@@ -189,7 +181,7 @@ _HEAD = (
 
 
 def bandwidth_table(cells: Sequence[CommCell]) -> Table:
-    """Bus bandwidth: one row per collective, backend and world size, one column per message size."""
+    """One row per collective, backend and world size, one column per message size."""
     sizes = sorted({cell.spec.size_bytes for cell in cells})
     rows: dict[tuple[Scalar, ...], dict[str, Scalar]] = {}
     for cell in sorted(cells, key=lambda cell: COLLECTIVES.index(cell.spec.collective)):
@@ -225,7 +217,7 @@ _TIMED_EACH = (
 
 
 def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
-    """One row per cell: the spec, times of the slowest rank, bandwidths, the spread over ranks, the check."""
+    """One row per cell; times are the slowest rank's."""
     return [
         {
             **row_of(cell.spec, "collective", "backend", "device"),

@@ -1,5 +1,3 @@
-"""The document of a comparison: the verdict, every figure of both sides, and what explains the differences."""
-
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,7 +23,6 @@ _MOST_BARS = 24
 
 
 def compare_document(comparison: Comparison) -> Document:
-    """The document of a comparison."""
     in_order = sorted(comparison.figures, key=lambda figure: not figure.decides)
     rated = {figure.group for figure in comparison.figures if figure.ratio}
     with_interval = next((group for group in _GROUPS if group in rated), None)
@@ -37,8 +34,8 @@ def compare_document(comparison: Comparison) -> Document:
             _picture(comparison.figures),
             *figures,
             Section.notes([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
-            Section.notes([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
-            Section.of("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
+            Section.notes([f"{memory_words(change)}." for change in comparison.memory], "Where memory changed"),
+            Section.of("Compared records", Pairs(pairs=tuple(_sides(comparison)))),
             Section.notes(comparison.notes, "Not compared"),
         ),
         data=[_row(comparison, figure) for figure in in_order],
@@ -46,8 +43,7 @@ def compare_document(comparison: Comparison) -> Document:
 
 
 def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
-    """The table of one group of figures. explained: whether it says what its columns are, which one
-    table does for all."""
+    """explained: one table defines the columns for all."""
     found = [figure for figure in comparison.figures if figure.group == group]
     caption = "Medians." if group == "time" else ""
     if comparison.in_turns and group == "time":
@@ -95,8 +91,7 @@ _COLUMNS = (
 
 
 def _picture(figures: Iterable[ComparedFigure]) -> Section:
-    """Bars of the relative differences: what decides, then what is decided, and the largest first; a page alone shows
-    them."""
+    """Bars of relative differences: deciding figures, then decided ones, largest first; only on pages."""
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
     largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
         :_MOST_BARS
@@ -136,7 +131,7 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
 
 
 def _title(side: Side) -> str:
-    """The request, after the name that all its records share if that differs."""
+    """The request, after its records' common name if that differs."""
     if len(side.names) != 1 or side.names[0] == side.told:
         return side.told
     return f"{short_name(side.names[0])}, {side.told}"
@@ -151,7 +146,6 @@ def _side(side: Side) -> str:
 
 
 def _row(comparison: Comparison, figure: ComparedFigure) -> Row:
-    """One figure for programs, in base units."""
     ratio = figure.ratio
     return {
         "outcome": comparison.outcome,

@@ -20,11 +20,9 @@ from steplab.report.memory.categories import category_word
 
 _NAMED = 3
 _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
-"""Parts of the names of kernels that a fused kernel would replace."""
 
 
 def verdict(comparison: Comparison) -> Verdict:
-    """The decision on B in one sentence; then the largest causes."""
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
@@ -64,7 +62,7 @@ def _answer(comparison: Comparison) -> str:
 
 
 def figure_words(figure: ComparedFigure) -> str:
-    """Step time 20.6 ms in place of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)."""
+    """Step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)."""
     cell = f"{figure.cell}: " if figure.cell else ""
     if figure.a == figure.b:
         return f"{cell}{figure.name} {value_words(figure.b, figure.unit)} in both"
@@ -81,7 +79,7 @@ def _ratio_words(ratio: Ratio | None) -> str:
 
 
 def interval_words(ratio: Ratio | None) -> str | None:
-    """The 95 % interval of a ratio; None: there is none, or it has no width."""
+    """None: no interval, or without width."""
     if ratio is None or ratio.low is None or ratio.high is None:
         return None
     return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.low < ratio.high else None
@@ -93,7 +91,6 @@ def _thresholds(figures: Sequence[ComparedFigure]) -> str:
 
 
 def value_words(value: float, unit: str) -> str:
-    """A value with its unit."""
     if unit == "s":
         return units.format_time(value)
     if unit == "bytes":
@@ -125,7 +122,6 @@ def _are_the_same(comparison: Comparison) -> bool:
 
 
 def unlike_words(found: Unlike) -> str:
-    """A field with both values."""
     values = ("not known" if value is None else str(value) for value in (found.a, found.b))
     return "{}: {} in A, {} in B".format(found.field.replace("_", " "), *values)
 
@@ -134,7 +130,7 @@ def unlike_words(found: Unlike) -> str:
 
 
 def kernel_words(change: KernelChange) -> str:
-    """The change of time and where it is, with the kernels that came and went."""
+    """The change of time, its place, and new and missing kernels."""
     return f"{_where(change)}: {_what_changed(change)}"
 
 
@@ -198,7 +194,7 @@ def _count(calls: float) -> str:
 
 
 def memory_words(change: MemoryChange) -> str:
-    """+412 MiB of activations: [4, 512, 10000] of head, float32 in place of bfloat16."""
+    """+412 MiB of activations: [4, 512, 10000] of head, float32 instead of bfloat16."""
     cell = f"{change.cell}: " if change.cell else ""
     size = f"{units.signed(change.change_bytes, units.format_bytes)} of {category_word(change.category)}"
     what = "tensors" if change.shape is None else f"{list(change.shape)}"

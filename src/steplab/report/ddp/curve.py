@@ -1,7 +1,7 @@
 """Draws the step time over the bucket size, measured and by the model.
 
-A mark is the exposed communication of a variant on top of the usual step without communication. Both were measured in
-turns, so a machine that becomes faster during the study does not change the figure.
+A mark is the exposed communication of a variant on top of the usual step without communication. They alternated, so a
+machine that becomes faster during the study does not change the figure.
 """
 
 import math
@@ -25,7 +25,6 @@ _OVERLAPPED = (0, (6, 3))
 
 
 def bucket_curve(run: DdpRun) -> Chart | None:
-    """The measured step times, one line per family of variants; None if no family has several bucket sizes."""
     sized = [cell for cell in figures.timed(run) if cell.contender.bucket_size_mb is not None]
     families = grouped(sized, lambda cell: cell.contender.family)
     if not any(len(cells) > 1 for cells in families.values()):
@@ -63,7 +62,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, flo
 
 
 def _scale(values: Sequence[float]) -> kit.Scale:
-    """Scale that begins just below the least value, because the differences may be a few per cent of the step."""
+    """Begins just below the least value: differences may be a few per cent of the step."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(values), max(values)
@@ -76,7 +75,6 @@ def _scale(values: Sequence[float]) -> kit.Scale:
 def _model_curves(
     model: OverheadModel | None, without_s: float, highest: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Step time by the model over bucket size, without points above `highest`."""
     if model is None:
         return {}
     exposed = [(point.bucket_mb, without_s + point.exposed_s) for point in model.curve]

@@ -17,7 +17,6 @@ from steplab.report.report import RecordReport
 
 
 def asked(run: DdpRun) -> str:
-    """The step: model, context, batch per rank, micro-steps, precision, compile."""
     step = run.study.step
     parts = [step.model.label, f"context {step.context}", f"batch {step.batch} per rank", step.precision]
     parts += [f"{step.micro_steps} micro-steps"] if step.micro_steps > 1 else []
@@ -26,7 +25,7 @@ def asked(run: DdpRun) -> str:
 
 
 def ranks_words(run: DdpRun) -> str:
-    """2 ranks, NVIDIA H200, nccl; the hosts where there are several."""
+    """2 ranks, NVIDIA H200, nccl; hosts if several."""
     facts = run.facts
     if facts is None:
         return units.counted(run.study.processes, "rank")
@@ -37,7 +36,6 @@ def ranks_words(run: DdpRun) -> str:
 
 
 def facts(run: DdpRun) -> Iterator[str]:
-    """The size of the gradients, and how the host was ahead of the devices."""
     if found := run.facts:
         yield (
             f"{units.format_count(found.num_parameters)} parameters in {found.num_tensors} tensors: "
@@ -58,7 +56,6 @@ def facts(run: DdpRun) -> Iterator[str]:
 
 
 def model_words(run: DdpRun) -> Iterator[str]:
-    """The model of the overhead, and its best bucket size."""
     model = run.model
     if model is None:
         return
@@ -72,7 +69,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
 
 
 def notes_of(run: DdpRun) -> list[str]:
-    """Notes on the study and its variants, each text once, with the variants that it is about."""
+    """Each text once, with its variants."""
     found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
     return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]
 
@@ -82,7 +79,7 @@ _WORDS = {"optimizer": "optimizer state"}
 
 
 def exposed_bars(run: DdpRun) -> Bars | None:
-    """Exposed communication of each variant, the least first; the shortest step and torch DDP's best stand out."""
+    """The least first; the shortest step and torch DDP's best stand out."""
     timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
     if not timed:
         return None
@@ -116,7 +113,7 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
 
 
 def memory_bars(run: DdpRun) -> Bars | None:
-    """Memory of the rank that holds most after the first update, by category, with a mark for the formulas."""
+    """The rank with most memory after the first update, by category, with a mark for the formulas."""
     held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
     if not held:
         return None
@@ -161,11 +158,9 @@ def _bytes(memory: StateMemory, kind: str) -> int:
 _STEADY = 1.05
 """Largest ratio between turns of the same step on an undisturbed machine."""
 _MOSTLY = 0.5
-"""Hidden share of communication below which most of it is exposed."""
 
 
 def ddp_verdict(run: DdpRun) -> Verdict:
-    """The variant with the shortest step against torch DDP, and how much of its communication is hidden."""
     return Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
 
 
@@ -178,7 +173,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
             if len(figures.timed(run)) > 1:
                 yield f"{first.contender.label} has the shortest step, {took}."
             else:
-                yield f"Of the step one variant alone was measured: {first.contender.label}, {took}."
+                yield f"Only one variant was measured: {first.contender.label}, {took}."
         return
     next_best = figures.best(c for c in compared if c.contender.kind not in ("torch_ddp", winner.contender.kind))
     verb = "has the shortest step and adds"
@@ -190,12 +185,12 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
     yield f"{told}."
     if theirs is winner and next_best:
-        yield f"Of the other variants, {next_best.contender.label} adds least, {_added(next_best)}."
+        yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
 
 
 def _saves(cell: DdpCell) -> bool:
-    """True if a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
+    """True if a step is surely shorter than without communication: each rank may update fewer parameters."""
     ratio = figures.step_ratio(cell)
     return ratio is not None and ratio.decision == "lower"
 
@@ -246,8 +241,8 @@ def _hidden(cell: DdpCell) -> Iterator[str]:
     alone = units.format_time(alone_s)
     if hidden < 0:
         yield (
-            f"Nothing of it is hidden: the same messages take {alone} with nothing beside them, and in the step they "
-            "slow the computation as well."
+            f"All of it is exposed: the same messages take {alone} alone, and in the step they slow the computation as "
+            "well."
         )
     elif hidden < _MOSTLY:
         yield (
@@ -265,8 +260,8 @@ def _cautions(run: DdpRun) -> Iterator[str]:
     least, most = figures.baseline_range_s(run) or (0.0, 0.0)
     if most > _STEADY * least:
         yield (
-            f"Warning: the step without communication took {units.format_time(least)} beside one variant and "
-            f"{units.format_time(most)} beside another: it was disturbed, and so is the exposed communication."
+            f"Warning: the step without communication took {units.format_time(least)} next to one variant and "
+            f"{units.format_time(most)} next to another: unstable, so exposed times are unreliable."
         )
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
@@ -281,20 +276,20 @@ def _cautions(run: DdpRun) -> Iterator[str]:
 TERMS = (
     (
         "without communication",
-        "The same step on the same ranks with nothing sent, measured in turns with each variant: some steps of one, "
-        "then some of the other. Where the study says so, the device is held idle before each step until the host is "
-        "ahead. The figures of the step without communication are the medians of those turns.",
+        "The same step on the same ranks without messages, alternating with each variant: some steps of one, then "
+        "some of the other. If noted, the device is held idle before each step until the host is ahead. The figures of "
+        "the step without communication are the medians of these turns.",
     ),
     (
         "exposed communication",
-        "Time that communication adds to a step: the step minus the same step without communication, measured in "
-        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds come "
-        "from the 95 % interval of the ratio of both steps, which are compared pair by pair.",
+        "Time that communication adds to a step: the step minus the same step without communication, from "
+        "alternating turns. It includes the slowdown of concurrent computation. Its bounds come from the 95 % interval "
+        "of the ratio of both steps, compared pair by pair.",
     ),
     (
         "alone, hidden",
-        "Alone is the time of the same messages with nothing beside them. Hidden is 1 − exposed / alone, where the "
-        "bounds of what is exposed allow it.",
+        "Alone is the time of the same messages without computation. Hidden is 1 − exposed / alone, if the bounds of "
+        "exposed communication allow it.",
     ),
     (
         "bucket",
@@ -307,11 +302,9 @@ TERMS = (
         "stage 1) and by peer copies eP/N of the gradients (stage 2), and FSDP2 the N-th part of all three (stage 3).",
     ),
 )
-"""Terms of this section, and what they mean."""
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
-    """The result of one variant, for a line of progress."""
     if cell.failure:
         return f"{cell.contender.label}: {why_failed(cell.failure)}"
     step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)

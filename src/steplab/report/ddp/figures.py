@@ -1,7 +1,7 @@
 """Figures of a data-parallel study, from its samples, and how tables show them.
 
-A step of several ranks is as long as that of the slowest rank. The figure of a variant is therefore the largest of the
-ranks' medians, and so is the baseline's, so that waiting for a slow device does not count as communication.
+A step is as long as the slowest rank's. So figures of variants and baseline are the largest of the ranks' medians, and
+waiting for a slow device does not count as communication.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,47 +17,44 @@ from steplab.records.rows import Row
 from steplab.report.kit.document import row_of
 
 MOMENT_WORDS = dict(zip(MOMENTS, ("initialised", "before the update", "after the update"), strict=True))
-"""The moments at which the memory of a rank is recorded, in words."""
 _WIDEST = 0.5
-"""Distance of the bounds of exposed communication, relative to communication alone, above which no share is given."""
+"""Widest bounds of exposed communication, over communication alone, for showing a share."""
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
-    """Median time of a phase on the slowest rank; None where it was not timed."""
+    """Median on the slowest rank; None if not timed."""
     samples = [rank.samples(phase, baseline=baseline) for rank in cell.ranks]
     return max((median(column) for column in samples if column), default=None)
 
 
 def step_s(cell: DdpCell) -> float | None:
-    """Time of a step."""
     return phase_s(cell, "step")
 
 
 def baseline_s(cell: DdpCell) -> float | None:
-    """Time of the same step without communication, measured in turns with the variant."""
+    """The same step without communication, alternating with the variant."""
     return phase_s(cell, "step", baseline=True)
 
 
 def host_lead_s(cell: DdpCell) -> float | None:
-    """Least host lead at the ends of a step's phases, on the rank where it was least."""
+    """Least at the ends of phases, over ranks."""
     return min((found for rank in cell.ranks if (found := timing.lead_s(rank.phases)) is not None), default=None)
 
 
 def waits_for_host(cell: DdpCell) -> bool:
-    """True if the host lead was near zero on some rank, whose messages the other ranks wait for."""
+    """True if the host lead was near zero on some rank; the others wait for its messages."""
     return any(timing.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
 def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:
-    """Time of the step without communication, or of a phase of it: the median over its turns with all variants.
+    """Median over its turns with all variants.
 
-    Its own measurement comes first, when the machine may not have settled, and is used only where there is no other.
+    Its own measurement comes first, on a machine that may not have settled, and is used only without others.
     """
     return _usual(run, lambda cell, beside: phase_s(cell, phase, baseline=beside))
 
 
 def usual_spread(run: DdpRun) -> float | None:
-    """`spread_over_ranks` of the step without communication, from the same samples."""
     return _usual(run, lambda cell, beside: spread_over_ranks(cell, baseline=beside))
 
 
@@ -69,19 +66,17 @@ def _usual(run: DdpRun, figure: Callable[[DdpCell, bool], float | None]) -> floa
 
 
 def baseline_range_s(run: DdpRun) -> tuple[float, float] | None:
-    """The shortest and the longest step without communication over the turns of all variants; None without any."""
     found = [seconds for cell in run.cells if (seconds := baseline_s(cell)) is not None]
     return (min(found), max(found)) if found else None
 
 
 def exposed_s(cell: DdpCell) -> float | None:
-    """Exposed communication: the time of the step minus that of the same step without communication."""
+    """The step's time minus the same step's without communication."""
     whole, without = step_s(cell), baseline_s(cell)
     return whole - without if whole is not None and without is not None else None
 
 
 def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
-    """Bounds of the exposed communication, by the 95 % interval of the step over the one without communication."""
     ratio, whole_s, without_s = step_ratio(cell), step_s(cell), baseline_s(cell)
     if ratio is None or ratio.low is None or ratio.high is None or whole_s is None or without_s is None:
         return None
@@ -89,7 +84,7 @@ def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
 
 
 def step_ratio(cell: DdpCell) -> Ratio | None:
-    """The step over the same step without communication, with which it took turns, each on its slowest rank."""
+    """The step over the same step without communication, from alternating turns, each on its slowest rank."""
     slowest = [
         max((r.samples("step", baseline=beside) for r in cell.ranks), key=lambda of: median(of or (0,)), default=())
         for beside in (True, False)
@@ -104,7 +99,7 @@ def step_ratio(cell: DdpCell) -> Ratio | None:
 def hidden(cell: DdpCell) -> float | None:
     """Hidden share of communication: 1 - exposed / alone. Below zero, communication costs more than it takes alone.
 
-    None where the bounds of the exposed communication are so far apart that the share could be off by a quarter.
+    None if the bounds of exposed communication are too far apart.
     """
     added_s, bounds, whole_s = exposed_s(cell), exposed_range_s(cell), alone_s(cell)
     if added_s is None or bounds is None or not whole_s or bounds[1] - bounds[0] > _WIDEST * whole_s:
@@ -113,38 +108,38 @@ def hidden(cell: DdpCell) -> float | None:
 
 
 def alone_s(cell: DdpCell) -> float | None:
-    """Median time of the variant's communication alone, on the slowest rank."""
+    """Median on the slowest rank."""
     return max((median(rank.alone_s) for rank in cell.ranks if rank.alone_s), default=None)
 
 
 def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
-    """Median step of the slowest rank over that of the fastest, less 1; None if not timed."""
+    """Slowest rank's median step over the fastest's, less 1; None if not timed."""
     medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=baseline))]
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
 
 def best(cells: Iterable[DdpCell]) -> DdpCell | None:
-    """The variant with the shortest step; None where none was timed.
+    """None if not timed.
 
-    The exposed communication would be a worse criterion, because a disturbed baseline makes it smaller.
+    Exposed communication would be a worse criterion: a disturbed baseline makes it smaller.
     """
     return min((cell for cell in cells if step_s(cell) is not None), key=lambda cell: step_s(cell) or 0.0, default=None)
 
 
 def best_ddp(cells: Iterable[DdpCell]) -> DdpCell | None:
-    """torch's DDP at its best bucket size; None where it was not timed."""
+    """None if not timed."""
     return best(cell for cell in cells if cell.contender.kind == "torch_ddp")
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
-    """Exposed communication of torch's DDP at its best bucket size; None where it was not measured, or is nothing."""
+    """Exposed communication; None if not measured, or zero."""
     found = best_ddp(cells)
     added = exposed_s(found) if found else None
     return added if added and added > 0 else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:
-    """Peak of allocated memory of the variant's step on any rank, without the baseline's memory; None if unknown."""
+    """Over ranks, without the baseline's memory; None if unknown."""
     if any(rank.baseline_freed for rank in cell.ranks):
         return None
     own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
@@ -152,23 +147,21 @@ def peak_bytes(cell: DdpCell) -> int | None:
 
 
 def memory_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """Memory of the rank that holds most at a moment; None where it was not recorded."""
+    """For the rank with most memory; None if not recorded."""
     found = [memory for rank in cell.ranks if (memory := rank.moment(moment)) is not None]
     return max(found, key=lambda memory: memory.known_bytes, default=None)
 
 
 def expected_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """Memory at that moment by the formula."""
     return next((memory for memory in cell.expected if memory.moment == moment), None)
 
 
 def timed(run: DdpRun) -> list[DdpCell]:
-    """The variants that were timed."""
     return [cell for cell in run.cells if step_s(cell) is not None]
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
-    """One row per variant; the step without communication has the medians over its turns with all variants."""
+    """The step without communication has medians over its turns with all variants."""
     figures = (*time_figures(run), *MEMORY)
     return [
         {
@@ -222,7 +215,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         key="alone_s",
         header="alone",
         rank=1,
-        note="Alone is the time of the same messages with nothing beside them.",
+        note="Alone is the time of the same messages without computation.",
         find=alone_s,
     ),
     Figure(
@@ -231,14 +224,14 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         unit="share",
         rank=2,
         note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
-        "communication slows the computation beside it by more than is hidden.",
+        "communication slows concurrent computation by more than is hidden.",
         find=hidden,
     ),
     Figure(
         key="traced_exposed_s",
         header="exposed in trace",
         rank=3,
-        note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
+        note="Exposed in trace is the time of messages without concurrent computation, under a profiler.",
         find=_traced(lambda traced: traced.exposed_s),
     ),
     Figure(key="num_calls", header="calls", unit="label", rank=2, find=lambda cell: cell.num_calls),
@@ -261,8 +254,8 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     key="host_lead_s",
     header="host ahead",
     rank=3,
-    note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
-    "least, including the time for which the device was held before the step.",
+    note="Host ahead is the host's least lead over the device at the end of a phase, including the hold before "
+    "the step.",
     find=host_lead_s,
 )
 _OTHERS: tuple[Figure[DdpCell], ...] = (
@@ -273,7 +266,6 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
 
 
 def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
-    """The figures of time and of messages."""
     best_s = best_ddp_s(run.cells)
     knows_tokens = run.facts is None or run.facts.knows_tokens
 
@@ -300,7 +292,7 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
             header="× DDP",
             unit="times",
             rank=1,
-            note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
+            note="× DDP is exposed over torch DDP's at the bucket size with the shortest step.",
             find=of_best,
         ),
         *_SENT,
@@ -319,7 +311,7 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
 
 
 def _held(moment: str, owner: str = "", header: str | None = None, rank: int = 0) -> Figure[DdpCell]:
-    """Memory at a moment; `owner` empty: the whole."""
+    """`owner` empty: the whole."""
 
     def find(cell: DdpCell) -> int | None:
         memory = memory_at(cell, moment)
@@ -350,8 +342,8 @@ MEMORY = (
     _by_formula(
         "after_step",
         "by formula",
-        "The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the optimizer "
-        "state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of ranks.",
+        "The formula counts parameters, gradients and optimizer state. ZeRO divides the optimizer state (sharded), the "
+        "gradients too (sharded, peer_copy), or all (FSDP2) by the number of ranks.",
     ),
     Figure(
         key="peak_bytes",
@@ -363,4 +355,4 @@ MEMORY = (
     *(_held(moment, owner) for moment in MOMENTS[:-1] for owner in CATEGORIES),
     *map(_by_formula, MOMENTS[:-1]),
 )
-"""Memory of the rank that holds most; its categories have columns for the time after the first update."""
+"""For the rank with most memory; categories are after the first update."""

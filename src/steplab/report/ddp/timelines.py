@@ -1,5 +1,3 @@
-"""Timelines of a data-parallel study: one step of each variant, computation above messages."""
-
 import math
 from dataclasses import replace
 
@@ -16,9 +14,9 @@ _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 
 
 def timelines(run: DdpRun) -> Chart | None:
-    """One picture per strategy, all on one axis of time; None where nothing was traced.
+    """One picture per strategy, on one axis of time; None without traces.
 
-    Variants that differ only in bucket size look alike; the fastest stands for them.
+    The fastest variant represents those that differ only in bucket size.
     """
     drawable = (cell for cell in run.cells if cell.traced and cell.traced.timeline.kernel)
     families = grouped(drawable, lambda cell: cell.contender.family).values()
@@ -34,7 +32,7 @@ def timelines(run: DdpRun) -> Chart | None:
         if steps.communication_s:
             told = (
                 f"messages take {units.format_time(steps.communication_s)} per step, "
-                f"{units.format_time(steps.exposed_s)} of it beside no computation"
+                f"{units.format_time(steps.exposed_s)} of it exposed"
             )
         pictures.append(replace(drawn, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}

@@ -1,5 +1,3 @@
-"""The document of a history: the changes of level, a picture, and a row for each commit."""
-
 from collections.abc import Iterator, Sequence
 
 from steplab import units
@@ -12,7 +10,6 @@ _NAMED = 3
 
 
 def history_document(histories: Sequence[Series]) -> Document:
-    """The document on one figure's histories."""
     (metric,) = {series.metric for series in histories}
     return Document(
         title=f"History of {_name(metric)}",
@@ -91,7 +88,7 @@ _WIDTH, _HEIGHT = 720, 240
 
 
 def history_chart(series: Series, quantity: Quantity) -> Chart | None:
-    """The figure by commit, with the median of each level and a stroke where a level begins."""
+    """With the median of each level, and strokes at changes."""
     if len(series.points) < 2:
         return None
     values = [point.value for point in series.points]

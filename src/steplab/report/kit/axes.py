@@ -1,4 +1,4 @@
-"""Axes along which groups of cells stand side by side: width, places, labels."""
+"""Axes of groups of cells: width, places, labels."""
 
 import contextlib
 import math
@@ -36,55 +36,46 @@ _WRAPS_FROM = 76  # pixels a position needs for labels that are not slanted but 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Which positions and series there are; the same in all panels of a chart."""
+    """Positions and series, equal in all panels of a chart."""
 
     outer: str | None
-    """Name of the groups along the x axis; None for no name."""
+    """Name of the groups along the x axis, if any."""
     inner: str | None
-    """Name of the positions within a group; None: there are no groups, and `outer` names the positions."""
+    """Name of the positions within a group; None: `outer` names the positions."""
     positions: tuple[tuple[str, str], ...]
-    """Group and place within it, as they are labelled."""
+    """Group and place within it."""
     series: tuple[str, ...]
-    """Labels of the colours; a single one where colour says nothing."""
+    """Labels of the colours, one without meaning of colour."""
     ordered: bool
-    """Whether x is a quantity, so that lines between positions have a meaning."""
+    """True if x is a quantity, with lines between positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The places of marks along x."""
-
     centers: tuple[float, ...]
-    """Middle of each position."""
     num_series: int
-    """Number of series that share a position."""
     position_px: float
-    """Pixels between two positions."""
 
     @property
     def mark_px(self) -> float:
-        """Pixels available to one mark."""
         return self.position_px * _SPREAD / self.num_series
 
     @property
     def step(self) -> float:
-        """Distance between two series of a position."""
         return _SPREAD / self.num_series
 
     def x(self, position: int, series: int) -> float:
-        """The place of one mark."""
         return self.centers[position] + (series - (self.num_series - 1) / 2) * self.step
 
 
 def chart_width(layout: Layout) -> float:
-    """Pixels for one panel: room for each mark, and for its figure while there are few."""
+    """Pixels for one panel: room for each mark, and for figures of few."""
     num_marks = len(layout.positions) * len(layout.series)
     wanted = LEFT + RIGHT + num_marks * (64 if num_marks <= 12 else 20) + 24 * len(layout.positions)
     return min(max(wanted, _NARROWEST), max(_WIDEST, LEFT + RIGHT + num_marks * 16.0))
 
 
 def places(layout: Layout, width: float) -> Places:
-    """Spread the positions over the width, with a gap between groups."""
     centers: list[float] = []
     at = 0.0
     for index, (outer, _) in enumerate(layout.positions):
@@ -97,29 +88,25 @@ def places(layout: Layout, width: float) -> Places:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Below:
-    """The labels under the axes, as they fit."""
+    """Fitted labels under the axes."""
 
     names: tuple[str, ...]
-    """A position's label in full, for its hover text."""
+    """In full, for hover texts."""
     texts: tuple[str, ...]
-    """As it is drawn."""
     slanted: bool
-    """Whether they are turned, because they are wider than their positions."""
+    """True if they are wider than their positions."""
     ticks_px: float
-    """Height they take."""
     groups: tuple[tuple[str, str, float, float], ...]
-    """Each group: its full name, its name as drawn, and the centers of its first and last position."""
+    """Per group: full name, drawn name, and the centers of its first and last position."""
     groups_px: float
-    """Height that the groups take; 0 without any."""
 
     @property
     def height_px(self) -> float:
-        """Room below the axes."""
         return self.ticks_px + (self.groups_px + 8 if self.groups else 6)
 
 
 def below(layout: Layout, place: Places) -> Below:
-    """Labels of positions and groups, each wrapped into its own width, or slanted where that is too small."""
+    """Labels are wrapped into their width, or slanted if it is too small."""
     names = [inner if layout.inner else outer for outer, inner in layout.positions]
     room = place.position_px - 8
     slanted = place.position_px < _WRAPS_FROM and max(text_width(name, _LABEL_SIZE) for name in names) > room
@@ -156,7 +143,6 @@ def _extra_lines(texts: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def panel(layout: Layout, scale: Scale, title: str, width: float) -> Iterator[tuple[Drawing, "Axes", Places]]:
-    """A drawing to fill in, its axes, and the places of marks along them."""
     place = places(layout, width)
     labels = below(layout, place)
     with drawing(width, AXES_HEIGHT + labels.height_px, title) as picture:
@@ -164,7 +150,7 @@ def panel(layout: Layout, scale: Scale, title: str, width: float) -> Iterator[tu
 
 
 def _frame(picture: Drawing, layout: Layout, scale: Scale, place: Places, labels: Below) -> "Axes":
-    """Axes with the scale's rules, and below them the labels of positions and groups."""
+    """With the scale's rules and the labels below."""
     axes = picture.axes(LEFT, labels.height_px, RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
     scale.put_on(axes)
@@ -186,14 +172,12 @@ def _frame(picture: Drawing, layout: Layout, scale: Scale, place: Places, labels
 
 
 def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
-    """The heading of a row of labels, in the left margin."""
     if name:
         axes.annotate(name, (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 
 def _group_labels(picture: Drawing, axes: "Axes", labels: Below) -> None:
-    """Names of the groups under their positions, with a rule that spans them."""
     from matplotlib.transforms import ScaledTranslation
 
     row = axes.get_xaxis_transform()

@@ -1,7 +1,7 @@
-"""The chart kit: matplotlib figures as SVG that belongs in a page, scales with their ticks, marks of failures.
+"""The chart kit: matplotlib figures as SVG for a page, scales with ticks, marks of failures.
 
-Figures are drawn with stand-in colours that are replaced by the page's CSS variables, so that one picture
-serves the light and the dark scheme; text stays text, so that the page's font and a screen reader get it.
+Stand-in colours become the page's CSS variables, so a picture serves the light and the dark scheme. Text stays text,
+for the page's font and screen readers.
 """
 
 import contextlib
@@ -27,20 +27,16 @@ if TYPE_CHECKING:
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
-"""Glyphs for markers in a legend."""
 AXES_HEIGHT = 224
 LEFT, RIGHT, TOP = 64, 12, 10
-"""Margins of axes, in pixels."""
 _LOG_FROM = 20  # ratio of the largest to the smallest value
 _FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
 
 INK, MUTED, GRID, PAPER, BAD = "#010203", "#010204", "#010205", "#010206", "#010207"
-"""Stand-ins for text, lesser text, rules, the background, and failures."""
 _COLORS = tuple(f"#0102{16 + index:02x}" for index in range(20))
 SERIES = _COLORS[:8]
-"""Stand-ins for the colours of a palette."""
 CATEGORY_COLORS = _COLORS[len(SERIES) :]
-"""Stand-ins for twelve more, a fixed one for each category of kernels; told apart by their lightness too."""
+"""Stand-ins for categories of kernels; they differ in lightness too."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", PAPER: "--paper", BAD: "--bad"} | {
     color: f"--c{index + 1}" for index, color in enumerate(_COLORS)
@@ -71,34 +67,29 @@ _STYLE: dict[Any, Any] = {
     "ytick.minor.size": 0,
 }
 DASHED, DOTTED = (0, (4, 3)), (0, (2, 3))
-"""Line styles of limits, fits and levels."""
 PX_PER_INCH = 72
 """matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
 
 
 def category_color(category: str) -> str:
-    """The stand-in of the colour of a category of kernels, the same in every picture."""
     return CATEGORY_COLORS[CATEGORIES.index(category)]
 
 
 def category_legend(categories: Sequence[str]) -> Legend:
-    """Legend of these categories of kernels."""
     return tuple((color_number(category_color(name)), "■", name) for name in categories)
 
 
 def color_number(stand_in: str) -> int:
-    """The number by which legends and bars name a stand-in's colour, from 1."""
+    """From 1, as in legends and bars."""
     return _COLORS.index(stand_in) + 1
 
 
 def css_color(stand_in: str) -> str:
-    """The page's own name for a stand-in's colour: var(--c1)."""
+    """For example var(--c1)."""
     return f"var({_VARIABLES[stand_in]})"
 
 
 class Drawing:
-    """A figure of `width` x `height` CSS pixels, and the hover texts of its marks."""
-
     def __init__(self, width: float, height: float, title: str) -> None:
         from matplotlib.figure import Figure
 
@@ -107,23 +98,22 @@ class Drawing:
         self._tips: list[str] = []
 
     def axes(self, left: float, bottom: float, right: float, top: float) -> "Axes":
-        """Axes that leave these margins, in pixels."""
         width, height = self.width, self.height
         return self.figure.add_axes(
             (left / width, bottom / height, (width - left - right) / width, (height - bottom - top) / height)
         )
 
     def tip(self, artist: "Artist", text: str) -> None:
-        """Show `text` when the pointer rests on `artist`."""
+        """Hover text."""
         artist.set_gid(f"tip-{len(self._tips)}")
         self._tips.append(text)
 
     def picture(self, title: str = "", **more: Any) -> Picture:
-        """The finished picture; `title` tells it from others, `more` are further fields of it."""
+        """`more` are further fields of Picture."""
         return Picture(title=title, svg=self.to_svg(), width=self.width, **more)
 
     def to_svg(self) -> str:
-        """The picture as an inline <svg> element: responsive, labelled, the same for the same data."""
+        """An inline <svg> element: responsive, labelled, deterministic."""
         import matplotlib
 
         target = io.StringIO()
@@ -141,7 +131,7 @@ class Drawing:
         return svg(self.title, self.width, self.height, body.strip())
 
     def _parts(self, group: ElementTree.Element) -> Iterator[ElementTree.Element]:
-        """The elements of a group, those of its nameless groups in their place, and hover texts of named ones."""
+        """The elements of a group, with nameless groups flattened, and hover texts of named ones."""
         for part in group:
             name = part.get("id", "")
             if part.tag == "metadata" or (part.tag == "path" and part.get("style") == "fill: none"):
@@ -167,7 +157,7 @@ class Drawing:
 
 
 def _shorter(tag: str) -> str:
-    """A tag with what a page can draw of its numbers, and with the page's colours for their stand-ins."""
+    """A tag with drawable precision, and the page's colours for stand-ins."""
     tag = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", tag)
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
     tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), tag)
@@ -175,7 +165,6 @@ def _shorter(tag: str) -> str:
 
 
 def svg(title: str, width: float, height: float, body: str) -> str:
-    """One responsive, labelled <svg> of these pixels around the elements in `body`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{html.escape(title)}">{body}</svg>'
@@ -184,7 +173,7 @@ def svg(title: str, width: float, height: float, body: str) -> str:
 
 @contextlib.contextmanager
 def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
-    """A Drawing to fill in, with the page's style in force meanwhile; matplotlib's own is put back after."""
+    """A Drawing to fill in under the page's style; matplotlib's is restored."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -193,18 +182,12 @@ def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """An axis, mostly the y axis of all panels of one chart."""
-
     low: float
-    """Lower end."""
     high: float
-    """Upper end, with room for what stands above the marks."""
+    """With room above the marks."""
     log: bool
-    """Whether it is logarithmic."""
     ticks: tuple[float, ...]
-    """Where the rules go."""
     show: Callable[[float], str]
-    """Text of a tick or a value."""
 
     def put_on(self, axes: "Axes", *, along: Literal["x", "y"] = "y") -> None:
         """Give axes this scale along x or y, with its limits and the names of its ticks."""
@@ -216,7 +199,7 @@ class Scale:
 
 
 def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
-    """Seconds: from zero, or logarithmic where the range is wide."""
+    """From zero, or logarithmic for a wide range."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= log_from * low:
         ticks = _steps(high, 10)
@@ -230,14 +213,14 @@ def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
 
 
 def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
-    """Bytes from zero; up to the device's memory where it is near enough to matter."""
+    """From zero; up to the device's memory if near."""
     high = max(values)
     high = max(high, capacity) if capacity is not None else high
     return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
 
 
 def count_scale(values: Iterable[float]) -> Scale:
-    """Counts, or rates whose unit is said elsewhere, 600 T: from zero, or logarithmic where the range is wide."""
+    """Counts, or rates without a unit, 600 T: from zero, or logarithmic for a wide range."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= _LOG_FROM * low:
         return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
@@ -245,7 +228,7 @@ def count_scale(values: Iterable[float]) -> Scale:
 
 
 def log_bytes_scale(values: Iterable[float]) -> Scale:
-    """Bytes on a logarithmic axis, its rules at powers of two."""
+    """With rules at powers of two."""
     low, high = min(values := list(values)), max(values)
     bottom, top = 0.6 * low, 2.0 * high
     apart = max(1, math.ceil(math.log2(top / bottom) / 7))
@@ -255,7 +238,6 @@ def log_bytes_scale(values: Iterable[float]) -> Scale:
 
 
 def percent_scale(values: Iterable[float]) -> Scale:
-    """Shares from zero."""
     high = max(values)
     return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=units.format_share)
 
@@ -271,22 +253,20 @@ def _steps(high: float, base: int) -> tuple[float, ...]:
 
 
 def tidy(text: str) -> str:
-    """A tick's text without digits that say nothing: '10.0 ms' -> '10 ms'."""
+    """Without needless digits: '10.0 ms' -> '10 ms'."""
     return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
 
 
 def series_color(index: int) -> str:
-    """The stand-in for the colour of a series, by its number; the colours repeat."""
+    """By number; colours repeat."""
     return SERIES[index % len(SERIES)]
 
 
 def series_legend(names: Iterable[str], glyphs: Sequence[str] = GLYPHS) -> Legend:
-    """The legend of series, each with its colour and its glyph."""
     return tuple((color_number(series_color(i)), glyphs[i % len(glyphs)], name) for i, name in enumerate(names))
 
 
 def put_mark(axes: "Axes", x: float, y: float, index: int, *, size: float = 7, **look: Any) -> "Artist":
-    """The mark of one value of a series."""
     marker = MARKERS[index % len(MARKERS)]
     look = {"markeredgewidth": 0} | look
     (mark,) = axes.plot([x], [y], color=series_color(index), marker=marker, markersize=size, **look)
@@ -294,13 +274,13 @@ def put_mark(axes: "Axes", x: float, y: float, index: int, *, size: float = 7, *
 
 
 def put_line(axes: "Axes", points: Sequence[tuple[float, float]], index: int) -> None:
-    """A pale line through the marks of a series."""
     if points:
         axes.plot(*zip(*points, strict=True), color=series_color(index), linewidth=1, alpha=0.55, zorder=1)
 
 
 def mark_failure(picture: Drawing, axes: "Axes", x: float, failure: Failure, name: str, *, top: bool) -> None:
-    """A word for a failure, upright where a mark would be, from the top or the bottom of the axes; hovering says why.
+    """A word for a failure, upright at its place, from the top or the bottom of the axes; the hover text has the
+    reason.
 
     `name` is what failed.
     """

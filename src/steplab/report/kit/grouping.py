@@ -8,7 +8,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """The items of each key; keys and items in the order in which they come."""
+    """The items of each key, in order."""
     found: dict[_Key, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -16,12 +16,11 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Each remark once with its subjects, from pairs of subject and remark."""
     return {told: [about for about, _ in pairs] for told, pairs in grouped(remarks, lambda pair: pair[1]).items()}
 
 
 def spread(items: Sequence[_Item], most: int) -> list[_Item]:
-    """At most `most` of the items, evenly spaced, the first and the last among them."""
+    """At most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

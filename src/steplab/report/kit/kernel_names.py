@@ -40,7 +40,6 @@ def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
 
 
 def _differing(names: Sequence[str], most: int) -> list[str]:
-    """The names, shortened where they agree: each keeps the part in which they differ."""
     texts = [_readable(name) for name in names]
     if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
         texts = [plain(name[:_LONGEST]) for name in names]
@@ -52,7 +51,6 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
 
 
 def _around(text: str, start: int, end: int, most: int) -> str:
-    """text[start:end] with as much of the rest as fits into `most` characters, but the function's name at least."""
     room = most - (end - start) - 2
     if len(text) <= most:
         return text
@@ -68,8 +66,8 @@ def _around(text: str, start: int, end: int, most: int) -> str:
 def short_kernel(name: str, most: int = 60) -> str:
     """`name` without return type, namespaces and parameters, in at most `most` characters.
 
-    A longer name loses the numbers among its template arguments, then the plain types, then its middle, because two
-    kernels of one template mostly differ at the end.
+    A longer name loses template arguments that are numbers, then plain types, then its middle: kernels of one template
+    mostly differ at the end.
     """
     text = _readable(name)
     for rule in (_NUMBERS, _PLAIN_TYPES):
@@ -79,7 +77,6 @@ def short_kernel(name: str, most: int = 60) -> str:
 
 
 def _readable(name: str) -> str:
-    """`name` without return type, namespaces and parameters."""
     name = plain(name[:_LONGEST])
     if re.fullmatch(r"[\w:]+", name):  # aten::mm, nvjet_hsh_128x256: nothing to take off
         return name

@@ -1,7 +1,6 @@
-"""Fits labels into pictures: measures them, breaks them into lines, and shortens those that are still too long.
+"""Fits labels into pictures: measures, breaks and shortens them.
 
-An SVG does not wrap text, so a label wider than its place would be cut at the picture's edge or overlap its neighbour.
-Widths are those of DejaVu Sans, which is wider than the fonts that browsers usually have.
+An SVG does not wrap text. Widths are DejaVu Sans's, wider than browsers' usual fonts.
 """
 
 import functools
@@ -19,17 +18,16 @@ LINE = 1.25
 
 
 def text_width(text: str, size_px: float) -> float:
-    """Upper bound of the width of a line of text, in pixels."""
+    """Upper bound, in pixels."""
     return sum(map(_letter_width, text)) * size_px / _MEASURED_PX
 
 
 @functools.cache
 def _letter_width(letter: str) -> float:
-    """Width of one letter at `_MEASURED_PX` pixels."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    # The font that is measured has no glyphs as wide as those of East Asian scripts; its 'W' is about as wide.
+    # The measured font lacks East Asian glyphs; its 'W' is about as wide.
     latin = "W" if unicodedata.east_asian_width(letter) in "WF" else letter
     font = FontProperties(family="DejaVu Sans", size=_MEASURED_PX)
     return float(text_to_path.get_text_width_height_descent(latin, font, ismath=False)[0])
@@ -51,7 +49,7 @@ def wrap(text: str, width_px: float, size_px: float, most_lines: int) -> list[st
 def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
     """Apply `fit(name, index)` to every name, so that different names stay different.
 
-    Where two shortened names would be equal, the beginning and the end that such names share are removed first.
+    If two shortened names would be equal, their common beginning and end are removed first.
     """
     texts = [fit(name, index) for index, name in enumerate(names)]
     read: dict[str, set[str]] = {}
@@ -70,24 +68,22 @@ def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
 
 
 def num_shared(names: Iterable[str]) -> int:
-    """Number of leading letters that all names share."""
     return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def shortened(text: str, most: int) -> str:
-    """The text in at most `most` characters, without its middle: names with one beginning mostly differ at the end."""
+    """Without its middle: names with one beginning mostly differ at the end."""
     head = most // 3
     tail = most - 1 - head
     return text if len(text) <= most else f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def short_name(name: str) -> str:
-    """A name that a user gave, on one line, without what steers its reader, and in at most 32 characters."""
+    """A user's name on one line, without control characters, in at most 32 characters."""
     return shortened(" ".join(plain(name).split()), _LONGEST_NAME)
 
 
 def fitted(text: str, width_px: float, size_px: float) -> str:
-    """The text on one line of `width_px`, shortened if it is wider."""
     return wrap(text, width_px, size_px, 1)[0] if text_width(text, size_px) > width_px else text
 
 
@@ -101,7 +97,6 @@ def _broken(text: str, width_px: float, size_px: float) -> list[str]:
 
 
 def _parts(text: str, width_px: float, size_px: float, breaks: Sequence[str]) -> list[str]:
-    """The text divided at the first kind of break; parts that are still too wide, at the next kind."""
     if not breaks or text_width(text.rstrip(" ·"), size_px) <= width_px:
         return [text]
     cut = [part for part in re.split(breaks[0], text) if part]

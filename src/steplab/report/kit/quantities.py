@@ -1,5 +1,3 @@
-"""The quantities of reports, each with the format of its values."""
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,31 +9,29 @@ from steplab.report.kit.text import ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A kind of value, in base units."""
-
     write: Callable[[Any], str]
-    """Writes a number, or, for a quantity of words, a text."""
+    """Writes a number, or a text for words."""
     numeric: bool = True
-    """Whether its column holds figures, aligned to the right."""
+    """True for figures, aligned to the right."""
 
     def show(self, value: Scalar) -> str:
-        """Text of a value; a text among figures stays as it is, for it says why there is no figure."""
+        """A text among figures is unchanged: it is the reason of a missing figure."""
         if value is None or value == "":
             return ABSENT
         return value if self.numeric and isinstance(value, str) else self.write(value)
 
 
 def _decimal(value: float) -> str:
-    """1,234,567 as it is; a fraction with six significant digits."""
+    """1,234,567; fractions have six significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 BY_NAME = Quantity(str)
-"""Stands for the quantity of the unit that a field's name ends in."""
+"""The quantity of the unit at the end of a field's name."""
 TEXT = Quantity(str, numeric=False)
-"""Words; a number among them is written as Python does."""
+"""Words; numbers as in Python."""
 LABEL = Quantity(str)
-"""A number that names something: a rank, a batch size; written as Python does."""
+"""A number as a name (rank, batch size), as in Python."""
 NUMBER = Quantity(_decimal)
 """A count or an exact number of bytes, with all its digits: 1,234,567."""
 COUNT = Quantity(units.format_count)
@@ -82,14 +78,14 @@ _BY_UNIT = (
 )
 
 UNITS = {"times": TIMES, "share": SHARE, "percent": PERCENT, "label": LABEL, "error": ERROR, "GB/s": GB_PER_S}
-"""Quantities of figures whose keys do not end in the unit (records.figure)."""
+"""Quantities of figures without a unit in the key (records.figure)."""
 
 
 def quotient(over: Scalar, under: Scalar) -> float | None:
-    """One number over another; None where one of them is absent, or the second is zero."""
+    """None if one is absent, or the second zero."""
     return over / under if isinstance(over, (int, float)) and isinstance(under, (int, float)) and under else None
 
 
 def quantity_of(name: str) -> Quantity:
-    """How the values of a field are written whose name ends in its unit; words where it ends in none."""
+    """By the unit at the end of a field's name; words without one."""
     return next((quantity for unit, quantity in _BY_UNIT if name.endswith(unit)), TEXT)

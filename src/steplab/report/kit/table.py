@@ -16,34 +16,30 @@ _T = TypeVar("_T")
 
 _GAP = "  "
 _FOOTNOTE_FROM = 80
-"""Characters from which a text that several rows repeat stands below the table once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
-    """A table as people read it, in any syntax."""
-
     columns: tuple[Column, ...]
-    """The columns in which rows differ."""
+    """With differing rows."""
     rows: tuple[tuple[str, ...], ...]
-    """Texts; of a long one that several rows repeat, the number of its footnote."""
+    """Texts, or a footnote's number."""
     said: tuple[tuple[str, ...], ...]
-    """The words for the value of each row and column; empty for a column that does not fold, and a value not to say."""
+    """Words for each row and column; empty for a column that does not fold, and for a usual value."""
     caption: str
-    """The values that all rows share, then the table's caption and the notes of its columns."""
+    """Common values, then the table's caption and column notes."""
     footnotes: tuple[str, ...]
-    """Long texts that several rows repeat."""
+    """Long repeated texts."""
     failures: frozenset[int]
-    """Indices of the rows of failures."""
 
     @property
     def below(self) -> str:
-        """What stands below the table: its caption and its footnotes."""
+        """Caption and footnotes."""
         return " ".join(filter(None, (self.caption, *self.footnotes)))
 
 
 def sheet(table: Table) -> Sheet:
-    """The columns of a table that say something; what all rows share moves to the caption."""
+    """Informative columns; common values move to the caption."""
     kept: list[Column] = []
     shared: list[str] = []
     failures = frozenset(index for index, row in enumerate(table.rows) if row.get("status", "ok") != "ok")
@@ -84,7 +80,7 @@ def _text(column: Column, row: Row) -> str:
 
 
 def _common(column: Column, rows: Sequence[Row]) -> Scalar:
-    """The value whose text all rows have; one that failed before it could say does not count, any other does."""
+    """The value with the same text in all rows; early failures without it do not count."""
     silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
     known = {_text(column, row): row[column.key] for row in reversed(rows) if row.get(column.key) is not None}
     return next(iter(known.values())) if len(known) == 1 and silent_failures else None
@@ -98,7 +94,6 @@ def _said(column: Column, row: Row) -> str:
 
 
 def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
-    """The same without the columns that fold, and what they say of each row, in words."""
     staying = [index for index, column in enumerate(shown.columns) if not column.folds]
 
     def kept(all_: Sequence[_T]) -> tuple[_T, ...]:
@@ -115,18 +110,15 @@ def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A table in the columns of a terminal."""
-
     header: tuple[str, ...]
-    """The lines of its headings; none where every row is a block of its own."""
+    """Lines of headings; empty if rows are blocks."""
     rows: tuple[tuple[str, ...], ...]
-    """The lines of each row."""
     left_out: tuple[str, ...]
-    """Headings of the columns for which there was no room."""
+    """Headings of columns without room."""
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
-    """The table in at most `width` columns: with as many of its columns as fit, or one field to a line.
+    """In at most `width` characters: with the columns that fit, or one field per line.
 
     Folding columns that do not fit become words below their row.
     """
@@ -172,7 +164,6 @@ def _indented(words: str, width: int) -> list[str]:
 
 
 def _fitting(shown: Sheet, width: int) -> list[int]:
-    """Indices of the columns that fit; none if rank 0 does not fit."""
     chosen = list(range(len(shown.columns)))
     while sum(_least(shown, index) for index in chosen) + len(_GAP) * (len(chosen) - 1) > width:
         last = shown.columns[max(chosen, key=lambda index: (shown.columns[index].rank, index))]
@@ -184,8 +175,9 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
 
 
 def _least(shown: Sheet, index: int) -> int:
-    """Columns of the terminal without which a column would cut a figure, or a text that stays on one line; a text among
-    figures, which says why there is none, may be broken between words."""
+    """Least width of a column without cutting figures or one-line texts; texts among figures, the reasons of missing
+    ones, may break between words.
+    """
     column = shown.columns[index]
     measured = longest_piece if column.quantity.numeric else columns
     widest = max((measured(row[index]) for row in shown.rows), default=0)
@@ -195,7 +187,7 @@ def _least(shown: Sheet, index: int) -> int:
 
 
 def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
-    """The least widths, and what is left over first to those columns that lack least."""
+    """Least widths; the remainder goes first to columns that lack least."""
     given = [_least(shown, index) for index in chosen]
     whole = [
         max(columns(text) for text in (shown.columns[index].heading, *(row[index] for row in shown.rows)))
@@ -210,7 +202,6 @@ def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
 
 
 def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterator[str]:
-    """One line per field, for a terminal too narrow even for the columns that always stay."""
     for column, text in zip(shown.columns, row, strict=True):
         first, *rest = flowed(text, max(width - label - len(_GAP), 8))
         yield f"{column.heading:<{label}}{_GAP}{first}".rstrip()

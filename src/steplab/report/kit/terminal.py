@@ -12,16 +12,16 @@ from steplab.report.kit.text import flowed
 _PIPED_WIDTH = 120
 _LONGEST_LINE = 120  # of sentences: longer ones are hard to read
 INDENT = 2
-"""Columns by which the content of a section is indented."""
+"""In columns."""
 
 
 def terminal_width() -> int:
-    """Columns to fill: COLUMNS if it is set, else the terminal's own width, else 120 (a pipe has none)."""
+    """COLUMNS if set, else the terminal's width, else 120 (for a pipe)."""
     return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
 
 
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
-    """The document as text, without charts and without a newline at the end; `width` None: the terminal's width."""
+    """Without charts, without a newline at the end; `width` None: the terminal's."""
     return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
 
 
@@ -52,7 +52,6 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
 
 
 def _section(section: Section, width: int, style: Style) -> Iterator[str]:
-    """An empty line, the title and the indented blocks; without a title, the blocks alone."""
     if not section.title:
         yield from _apart(section.blocks, width, style)
         return
@@ -63,7 +62,7 @@ def _section(section: Section, width: int, style: Style) -> Iterator[str]:
 
 
 def _apart(blocks: Iterable[Block], width: int, style: Style) -> list[str]:
-    """The blocks, separated by empty lines; a note follows its block directly, and a section brings its own line."""
+    """Separated by empty lines; a note follows its block directly, and a section brings its own line."""
     lines: list[str] = []
     for block in blocks:
         own = list(_block(block, width, style))
@@ -98,7 +97,7 @@ def _block(block: Block, width: int, style: Style) -> Iterator[str]:
 def _sentences(block: Sentences, width: int, style: Style) -> Iterator[str]:
     look = {"note": "dim", "warning": "red", "code": "cyan"}.get(block.role, "")
     for text in block.texts:
-        if block.role == "code":  # to be copied as it stands
+        if block.role == "code":  # to be copied unchanged
             yield style(plain(text), look)
         elif block.role == "finding":
             first, *rest = flowed(plain(text), width - 2)

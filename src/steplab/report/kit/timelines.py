@@ -1,7 +1,8 @@
 """Draws the timeline of one step, with one row per stream and shaded phases.
 
-The step is divided into columns a few pixels wide. In each column the categories are stacked, each as high as its
-share of the column's time, so that an area is a time and empty space is idle time."""
+In columns of a few pixels, each category is as high as its share of the time, so areas are times and empty space is
+idle time.
+"""
 
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,49 +24,38 @@ _TOP, BOTTOM, _GAP = 20, 24, 8
 _COLUMNS_PX = (2.0, 3.0, 4.0)
 _MOST_CHARACTERS = 12_000
 LETTERS, LETTER_PX = 11, 6.2
-"""Size of the letters, and about how wide one is, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Position of times and streams in a picture."""
-
     start_ns: int
-    """Time of the left edge."""
     end_ns: int
-    """Time of the right edge."""
     streams: tuple[int, ...]
-    """Numbers of the streams, from top to bottom."""
     names: tuple[str, ...]
-    """Name of each stream."""
     top: float
-    """Upper edge of the first row, in pixels."""
     row_px: float
-    """Height of a row, in pixels."""
 
     def x(self, time_ns: float) -> float:
-        """The x coordinate of a time, limited to the frame."""
+        """Limited to the frame."""
         inside = min(max(time_ns, self.start_ns), self.end_ns) - self.start_ns
         return _LEFT + inside * (WIDTH - _LEFT - _RIGHT) / max(self.end_ns - self.start_ns, 1)
 
     def y(self, stream: int) -> float:
-        """Upper edge of a stream's row."""
         return self.top + self.streams.index(stream) * (self.row_px + _GAP)
 
     @property
     def bottom(self) -> float:
-        """Lower edge of the last row."""
         return self.top + len(self.streams) * (self.row_px + _GAP) - _GAP
 
 
 def step_end_ns(timeline: Timeline) -> int:
-    """End of the last kernel or phase, in nanoseconds."""
+    """End of the last kernel or phase."""
     ends = [start + duration for start, duration in zip(timeline.start_ns, timeline.duration_ns, strict=True)]
     return max([*ends, *(end for _, _, end in timeline.phases)])
 
 
 def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0) -> Picture:
-    """Picture of a whole step with one row per stream in `names`; the axis ends at `until_ns` if that is later."""
+    """One row per stream in `names`; the axis ends at `until_ns` if later."""
     end_ns = step_end_ns(timeline)
     streams = tuple(names)
     row_px = 64 if len(streams) == 1 else 40 if len(streams) < 4 else 26
@@ -86,7 +76,7 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
 def column_shares(
     timeline: Timeline, stream: int, start_ns: int, end_ns: int, num_columns: int
 ) -> dict[str, "NDArray[np.float64]"]:
-    """Share of each category in each of `num_columns` equal parts of the time between, on one stream."""
+    """In `num_columns` equal parts, on one stream."""
     import numpy as np
 
     edges = np.linspace(start_ns, end_ns, num_columns + 1)
@@ -96,7 +86,6 @@ def column_shares(
     ends = starts + np.array(timeline.duration_ns)
 
     def passed_ns(times: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        """Time since all of `times`, summed over them, at each edge."""
         times = np.sort(times)
         count = np.searchsorted(times, edges)
         return count * edges - np.concatenate(([0.0], np.cumsum(times)))[count]
@@ -110,7 +99,6 @@ def column_shares(
 
 
 def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str]:
-    """One path per stream and category; adjacent columns of equal height are merged."""
     import numpy as np
 
     num_columns = int((WIDTH - _LEFT - _RIGHT) / column_px)
@@ -129,8 +117,9 @@ def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str
 
 
 def _rectangles(tops: "NDArray[np.float64]", bottoms: "NDArray[np.float64]", column_px: float) -> str:
-    """A path of one rectangle per run of alike columns. Moves are relative, and what is filled need not be closed:
-    a page has hundreds of thousands of these."""
+    """One rectangle per run of equal columns. Moves are relative and paths unclosed, for pages with hundreds of
+    thousands.
+    """
     import numpy as np
 
     changes = np.flatnonzero((np.diff(tops) != 0) | (np.diff(bottoms) != 0)) + 1
@@ -152,7 +141,6 @@ def _time_s(timeline: Timeline, stream: int, category: str) -> float:
 
 
 def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    """Shade every other phase, and label each phase that is wide enough for its name."""
     for index, (name, start_ns, end_ns) in enumerate(timeline.phases):
         left, right = frame.x(start_ns), frame.x(end_ns)
         tip = f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}"
@@ -162,7 +150,6 @@ def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
 
 
 def axis(frame: Frame) -> Iterator[str]:
-    """Time axis: grid lines and labels."""
     scale = kit.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
     for tick in scale.ticks:
         x = frame.x(frame.start_ns + tick * 1e9)
@@ -171,30 +158,27 @@ def axis(frame: Frame) -> Iterator[str]:
 
 
 def stream_names(frame: Frame) -> Iterator[str]:
-    """Name of each stream at the left of its row."""
     for stream, name in zip(frame.streams, frame.names, strict=True):
         yield words_at(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, name, INK, "end")
 
 
 def words_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
-    """A line of text at a position in pixels. The page's style sheet gives text in the ink colour a halo."""
+    """In pixels. The page's style sheet gives ink-coloured text a halo."""
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
     return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
 
 
 def shade(left: float, right: float, bottom: float, opacity: float, tip: str) -> str:
-    """A phase, shaded from the upper edge of the picture down to `bottom`."""
     box = f'd="M{left:.1f} 0H{right:.1f}V{bottom:g}H{left:.1f}z"'
     return titled(tip, f'<path {box} fill="{css_color(INK)}" fill-opacity="{opacity}"/>')
 
 
 def titled(tip: str, body: str) -> str:
-    """An element with a hover text."""
     return f"<g><title>{html.escape(tip)}</title>{body}</g>"
 
 
 def short_enough(paint: Callable[[float], Iterable[str]], widths_px: Sequence[float], most: int) -> str:
-    """`paint` in columns of the first of these widths within the limit of characters, else of the last."""
+    """`paint` with the first of these column widths within the limit of characters, else the last."""
     drawn = ""
     for column_px in widths_px:
         drawn = "".join(paint(column_px))

@@ -1,4 +1,4 @@
-"""The categories of memory: their order, their names and their colours, the same in every table and picture."""
+"""Order, names and colours of memory categories."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,7 @@ _COLORS = {
     "before": 0,
     "during": 2,
 }
-"""Which of CATEGORY_COLORS each has: neighbours in a stack differ in lightness as well."""
+"""Neighbours in a stack differ in lightness too."""
 _UNKNOWN_COLOR = 11
 
 
@@ -38,15 +38,12 @@ def in_order(categories: Iterable[str]) -> list[str]:
 
 
 def category_word(category: str) -> str:
-    """A category as people read it."""
     return _WORDS.get(category, category)
 
 
 def color_of(category: str) -> str:
-    """The stand-in of a category's colour."""
     return CATEGORY_COLORS[_COLORS.get(category, _UNKNOWN_COLOR)]
 
 
 def legend_of(categories: Iterable[str]) -> Legend:
-    """Legend of these categories, in their order."""
     return tuple((color_number(color_of(name)), "■", category_word(name)) for name in in_order(categories))

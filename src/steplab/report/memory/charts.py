@@ -27,8 +27,7 @@ _FIRST = 12
 def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Bars | None:
     """The peaks' parts, one bar per run, with a mark at the predicted peak; `predictions` by the runs' ids.
 
-    None where there is nothing to compare: one run without a prediction. Imported snapshots, whose categories are
-    others, are left out.
+    None without a comparison: one run without a prediction. Imported snapshots, with other categories, are left out.
     """
     known = with_owners(cells)
     if len(known) + len([cell for cell in known if cell.run.id in predictions]) < 2:
@@ -71,18 +70,14 @@ _MARGIN = 0.16  # of the range of times, left and right of the points
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """One checkpointing setting of a cell."""
-
     setting: str
-    """none, full, every_4, selective."""
+    """For example every_4."""
     time_s: float
-    """Median step time."""
     peak_bytes: int
-    """Peak of allocated memory."""
 
 
 def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
-    """Peak against step time, one panel per cell measured with several settings; None without such a cell."""
+    """Peak against step time, one panel per cell measured with several settings; None without one."""
     fields = [field for field in varying(cells) if field != _FIELD]
     groups = [(label(group[0], fields), _points(group)) for group in alike_but_for(cells, _FIELD)]
     groups = [(name, points) for name, points in groups if len(points) > 1]
@@ -100,7 +95,6 @@ def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
 
 
 def _points(group: Sequence[RunCell]) -> list[_Point]:
-    """Settings with both figures, the fastest first."""
     found = []
     for cell in group:
         time_s, peak_bytes = cell.run.median_s, peak_of(cell.run)
@@ -110,7 +104,6 @@ def _points(group: Sequence[RunCell]) -> list[_Point]:
 
 
 def _verdict(points: Sequence[_Point]) -> str:
-    """The setting with the lowest peak against none."""
     plain = next((point for point in points if point.setting == "none"), None)
     least = min(points, key=lambda point: point.peak_bytes)
     return "" if plain is None or least is plain else f"{least.setting}: {_against(least, plain)}"

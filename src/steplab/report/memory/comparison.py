@@ -1,4 +1,4 @@
-"""Explains, by category, how a cell's peak differs from that of the same cell in fp32 or without checkpointing."""
+"""Explains, by category, the difference of a cell's peak from the same cell in fp32 or without checkpointing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,17 +16,14 @@ from steplab.specs.step import AUTOCAST
 from steplab.specs.step_choices import WITH_MASTERS
 
 _SAFELY = 2
-"""Smallest predicted difference, in multiples of the prediction's error, for which lower or higher is stated."""
+"""Smallest predicted difference, in multiples of the prediction's error, that is stated as lower or higher."""
 _ESTIMATES_ARE_OFF = 0.03
 """Largest relative error of an estimate over the recorded compiled steps."""
 _CLOSE = 1e-3
 
 
 def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast) -> str:
-    """By how much the low precision `name` lowers or raises the peak, compared with the dry run's peak in fp32.
-
-    Where the difference is within the prediction's error, the sentence says so.
-    """
+    """Effect of the low precision `name` on the peak, compared with the dry run in fp32 and its error."""
     own, fp32, measured = forecast.own.peak_bytes, forecast.fp32.peak_bytes, profile.peak_bytes
     error = abs(own - measured)
     is_estimate = "estimate" in (forecast.own.kind, forecast.fp32.kind)
@@ -48,12 +45,11 @@ def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast)
 
 
 def _up(percent: float) -> str:
-    """The percentage with two decimals, at least 0.01, so that a small error does not read as none."""
     return f"{max(percent, 0.01):.2f}"
 
 
 def moved_words(after: int, before: int) -> str | None:
-    """'3.9 % lower'; None where both sizes are written alike."""
+    """'3.9 % lower'; None if both sizes have the same text."""
     if abs(after - before) <= _CLOSE * before and units.format_bytes(after) == units.format_bytes(before):
         return None
     direction = "lower" if after < before else "higher"
@@ -67,14 +63,15 @@ _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
 _SINGULAR = ("optimizer_state", "rounding")
 _NAMED = 3
-_NEXT_TO_NOTHING = 0.005  # ratio below which almost nothing of a category is left
+_NEXT_TO_NOTHING = 0.005  # below this ratio a category has almost vanished
 
 
 def comparison_sentences(
     cell: RunCell, cells: Sequence[RunCell], references: MemoryReferences | None = None
 ) -> Iterator[str]:
-    """Why a cell's precision and checkpointing change its peak, compared with the same cell without them, which is
-    looked for among `cells` and `references`."""
+    """Effects of a cell's precision and checkpointing on its peak; `cells` and `references` may have the same cell
+    without them.
+    """
     own, every = among(cell.run, (*(other.run for other in cells), *(references.others if references else ())))
 
     def run_of(found: RunCell | None) -> Run | None:
@@ -88,8 +85,8 @@ def comparison_sentences(
 def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast | None = None) -> Iterator[str]:
     """Why the run's precision does or does not lower the peak.
 
-    `baseline` is the same cell in fp32, if it was measured; `forecast` is what a dry run predicts of it, used where it
-    was not. No sentences for a run in fp32 or tf32, whose tensors are float32, and for one without a profile.
+    `baseline` is the same cell in fp32, if measured; else `forecast` is its dry run. No sentences for runs in fp32 or
+    tf32 (both have float32 tensors), or without a profile.
     """
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.precision in ("fp32", "tf32"):
@@ -106,7 +103,7 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
-    """Memory that checkpointing saves and time that it costs; `baseline` is the same cell without it."""
+    """`baseline` is the same cell without checkpointing."""
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.checkpointing == "none" or not run.spec.checkpoints_apply:
         return
@@ -124,7 +121,6 @@ def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
 
 
 def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> str:
-    """Changes of the peak and of each category in bytes, so that the sum can be checked."""
     change = after.peak_bytes - before.peak_bytes
     size = units.format_bytes
     moved = moved_words(after.peak_bytes, before.peak_bytes) or "the same"
@@ -160,12 +156,11 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
 
 
 def _verb(stem: str, *categories: str) -> str:
-    """A verb of these categories: parameters stay, rounding stays."""
     return f"{stem}s" if len(categories) == 1 and categories[0] in _SINGULAR else stem
 
 
 def _times(ratio: float) -> str:
-    """0.79×, 1.9×, 40×; words for a factor next to zero or beyond all measure, nothing where it rounds to one."""
+    """0.79×, 1.9×, 40×; words near zero or beyond all measure; '' where it rounds to one."""
     if ratio < _NEXT_TO_NOTHING:
         return "almost nothing is left"
     if ratio > 1 / _NEXT_TO_NOTHING:
@@ -189,7 +184,6 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
 
 
 def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
-    """Shares of the saved activations in low precision and in float32."""
     every = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
     every.sort(key=lambda tensors: -tensors.stored_bytes)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
@@ -214,7 +208,7 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
             if low
             else "nothing is in low precision"
         )
-        yield f"Of the {units.format_bytes(total)} of activations saved for backward, {share}{_still_full(full, run)}."
+        yield f"Saved for backward: {units.format_bytes(total)} of activations; {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
     of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
     if alone and run.spec is not None and run.spec.precision in WITH_MASTERS:
@@ -227,8 +221,9 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
-    """True if these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
-    casts of an eager step are known: they are autocast copies."""
+    """True for weights that a compiled graph cast, by their shape; None if ambiguous. An eager step's casts are
+    autocast copies.
+    """
     if tensors.dtype not in figures.LOW_PRECISION or not is_compiled(tensors):
         return False
     if run.spec is None or run.spec.model.shape is None:
@@ -241,7 +236,6 @@ def _dtypes(saved: Sequence[SavedTensors]) -> str:
 
 
 def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
-    """Bytes that stay in float32, and the operators that saved most of them."""
     if not full:
         return ""
     by_node: dict[str, int] = {}

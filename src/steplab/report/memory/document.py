@@ -1,4 +1,4 @@
-"""The report of a step's memory: the peak by category and its moment, allocations, and saved tensors."""
+"""The report of a step's memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -31,15 +31,15 @@ from steplab.report.run.charts import peak_memory
 from steplab.report.run.one_run import memory_blocks, run_subtitle, run_title
 
 _WORTH_TELLING = 0.05
-"""Least share of the peak for a category in words."""
 _MOST_PARTS = 3
 
 
 def memory_verdict(
     run: Run, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
 ) -> Verdict:
-    """The peak and its greatest parts, which GPUs it fits, and the peak with fp32 or without checkpointing; of a run
-    with a memory profile."""
+    """For a run with a memory profile: the peak, its greatest parts, fitting GPUs, and the peak with fp32 or without
+    checkpointing.
+    """
     profile = run.memory_profile
     assert profile is not None
     return Verdict(sentences=(_peak(profile), *_fits(run, profile, prediction), *effect_sentences(run, references)))
@@ -76,7 +76,7 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
 
 
 def effect_sentences(run: Run, references: MemoryReferences | None = None) -> Iterator[str]:
-    """By how much low precision and checkpointing move the peak, measured or, for precision, predicted."""
+    """Effects of low precision and checkpointing on the peak, measured or, for precision, predicted."""
     if run.spec is None or references is None or run.memory_profile is None:
         return
     own, every = among(run, references.others)
@@ -100,14 +100,13 @@ def _moved(cell: RunCell, field: str, baseline: str, after: int, before: int, ho
 TERMS = (
     (
         "categories of memory",
-        "The uses of the allocated bytes, which sum to the peak. Parameters include buffers. Gradients are those of "
-        "parameters. Activations are computed in a forward pass, or recomputed by checkpointing, and saved for "
+        "The uses of the allocated bytes, which sum to the peak. Parameters include buffers. Gradients are "
+        "parameters'. Activations are computed in a forward pass, or recomputed by checkpointing, and saved for "
         "backward. Autocast copies are weights that were cast once for all uses. Inputs are the step's batch. "
         "Workspaces belong to libraries and exist before and after the step. Temporaries are all other memory "
-        "allocated in the step. Rounding is what the allocator adds to the requested sizes.",
+        "allocated in the step. Rounding is the allocator's addition to requested sizes.",
     ),
 )
-"""Terms of this section, and what they mean."""
 _MOST_BESIDE = 6
 
 
@@ -116,8 +115,8 @@ def memory_document(
 ) -> Document:
     """The report of a run's memory profile.
 
-    `prediction` joins the measurement; `references` are the cells to compare with: the same in fp32, and without
-    checkpointing. Raises UserError for a run without a memory profile.
+    `references` are the same cell in fp32, and without checkpointing. Raises UserError for a run without a memory
+    profile.
     """
     profile = run.memory_profile
     if profile is None:
@@ -135,10 +134,6 @@ def memory_document(
 def memory_chapter(
     cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
 ) -> Section:
-    """Memory on a page: the peaks that the allocator counted, what runs show together, then each watched run.
-
-    `predictions` by the runs' ids.
-    """
     fields = varying(cells)
 
     def record(cell: RunCell) -> Section:
@@ -157,12 +152,12 @@ def memory_chapter(
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
-    """The watched cells that are shown in full, for which predictions and references are wanted."""
+    """Watched cells shown in full, with predictions and references."""
     return spread(watched(cells), MOST_IN_FULL)
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
-    yield Section.of("What the peaks are made of", peak_bars(cells, predictions))
+    yield Section.of("Peaks by category", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
         fields = [field for field in varying(cells) if field != "context"]
@@ -177,7 +172,6 @@ def _shown(cell: RunCell, title: str) -> Shown:
 def _sections(
     cell: RunCell, cells: Sequence[RunCell], prediction: MemoryPrediction | None, references: MemoryReferences | None
 ) -> Iterator[Section]:
-    """`cells` and `references` are what the cell is compared with."""
     run, profile = cell.run, profile_of(cell)
     yield Section.of("Memory over time", later(memory_timelines, [_shown(cell, "")]))
     predicted = words.prediction_sentence(profile, prediction) if prediction else None

@@ -1,4 +1,4 @@
-"""Figures of a memory profile, the pairs of runs that they are compared over, and the summary of several."""
+"""Figures of memory profiles, pairs of runs to compare, and the summary of several."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,33 +13,28 @@ from steplab.report.memory.categories import category_word, in_order
 from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of, label, said
 
 LOW_PRECISION = ("bfloat16", "float16")
-"""The dtypes in which autocast computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One category of the peak."""
-
     category: str
-    """Name of the category as in the record; 'peak' for the sum."""
+    """As in the record; 'peak' for the sum."""
     num_bytes: int
-    """Bytes at the peak."""
     share: float
-    """Share of the peak."""
     predicted_bytes: int | None = None
-    """Predicted bytes; None without a prediction, and for a category that it does not cover."""
+    """None without a prediction, and for a category outside it."""
     uncovered_bytes: int = 0
-    """The part of num_bytes that the prediction does not cover."""
+    """Part of num_bytes outside the prediction."""
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured of the covered bytes; None where one of them is zero or unknown."""
+        """(predicted - measured) / measured of the covered bytes; None if one is zero or unknown."""
         measured = self.num_bytes - self.uncovered_bytes
         return self.predicted_bytes / measured - 1 if self.predicted_bytes and measured else None
 
 
 def error_text(error: float, decimals: int = 2) -> str:
-    """+1.25 %; 'exact' where nothing is off, and '±0.00 %' where what is off rounds away."""
+    """+1.25 %; 'exact' for no error, '±0.00 %' for a rounded one."""
     if not error:
         return "exact"
     text = f"{100 * error:+.{decimals}f} %"
@@ -47,7 +42,7 @@ def error_text(error: float, decimals: int = 2) -> str:
 
 
 def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> list[Part]:
-    """The categories with anything at the peak, measured or predicted, in their order."""
+    """Categories at the peak, measured or predicted, in their order."""
     predicted = prediction.at_peak if prediction else {}
     return [
         Part(
@@ -62,7 +57,7 @@ def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Part:
-    """The peak itself; the prediction of what it covers."""
+    """The peak, and the prediction of its covered part."""
     return Part(
         category="peak",
         num_bytes=profile.peak_bytes,
@@ -75,45 +70,41 @@ def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def _is_covered(profile: MemoryProfile, category: str) -> bool:
-    """True if a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
-    neither the workspaces of CUDA's libraries nor the rounding of its allocator."""
+    """Predictions are of CUDA devices: a CPU has no workspaces of CUDA's libraries, nor its allocator's rounding."""
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
 
 def at_peak(profile: MemoryProfile, *categories: str) -> int:
-    """Bytes of these categories at the peak."""
     return sum(profile.at_peak.get(category, 0) for category in categories)
 
 
 def has_owners(profile: MemoryProfile) -> bool:
-    """True if the record has categories by owner, which an imported snapshot lacks."""
+    """False for an imported snapshot."""
     return not set(profile.at_peak) & {"before", "during"}
 
 
 def allocated_bytes(allocations: Iterable[Allocation]) -> int:
-    """Bytes requested by these groups of allocations together."""
     return sum(made.requested_bytes * made.count for made in allocations)
 
 
 def all_saved_bytes(profile: MemoryProfile) -> int:
-    """Bytes that autograd saved, those of kinds that the record had no room for among them."""
+    """Bytes that autograd saved, including kinds beyond the record's limit."""
     return saved_bytes(profile.saved) + (profile.saved_left_out.num_bytes if profile.saved_left_out else 0)
 
 
 def saved_bytes(saved: Iterable[SavedTensors]) -> int:
-    """Memory that these saved tensors hold."""
     return sum(tensors.stored_bytes for tensors in saved)
 
 
 def peak_of(run: Run) -> int | None:
-    """The run's peak by the allocator over the timed steps, else over the watched step."""
+    """By the allocator over the timed steps, else over the watched step."""
     if run.peak:
         return run.peak.peak_allocated_bytes
     return run.memory_profile.peak_bytes if run.memory_profile else None
 
 
 def capacity(run: Run) -> int | None:
-    """Memory of the run's device; None on a CPU, and where it is not recorded."""
+    """None on a CPU, and if not recorded."""
     if run.memory and run.memory.total_bytes:
         return run.memory.total_bytes
     if run.environment and run.environment.device.kind == "cuda":
@@ -122,46 +113,44 @@ def capacity(run: Run) -> int | None:
 
 
 def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
-    """The GPU of the catalogue with the least memory on which a step fits; None: it fits none."""
+    """The known GPU with the least memory that fits a step; None: no GPU."""
     fitting = [card for card in prediction.cards if card.verdict == "fits"]
     return min(fitting, key=lambda card: card.usable_bytes, default=None)
 
 
 BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
-"""Choices with an effect on memory, each with its baseline."""
+"""Choices that affect memory, each with its baseline."""
 
 
 def watched(cells: Sequence[RunCell]) -> list[RunCell]:
-    """The cells with a memory profile."""
     return [cell for cell in cells if cell.run.memory_profile]
 
 
 def with_owners(cells: Sequence[RunCell]) -> list[RunCell]:
-    """The watched cells whose record has categories by owner."""
+    """Watched cells with categories by owner."""
     return [cell for cell in watched(cells) if has_owners(profile_of(cell))]
 
 
 def profile_of(cell: RunCell) -> MemoryProfile:
-    """The memory profile of a watched cell."""
     assert cell.run.memory_profile is not None
     return cell.run.memory_profile
 
 
 def among(run: Run, others: Iterable[Run]) -> tuple[RunCell, list[RunCell]]:
-    """The cell of a run among those of others, and the cells of all."""
+    """The run's cell, and all cells."""
     every = cells_of(list({other.id: other for other in (*others, run)}.values()))
     return next(cell for cell in every if cell.id == run.id), every
 
 
 def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scalar) -> RunCell | None:
-    """The newest watched cell that differs from this one in `field` alone, where it has `value`."""
+    """The newest watched cell that differs only by having `value` in `field`."""
     wanted = _but_for(cell, field)
     found = [other for other in watched(cells) if other.values[field] == value and _but_for(other, field) == wanted]
     return max(found, key=lambda other: other.run.created_utc, default=None) if cell.values[field] != value else None
 
 
 def alike_but_for(cells: Sequence[RunCell], field: str) -> list[list[RunCell]]:
-    """Groups of cells that differ only in `field` and have at least two values of it; one cell per value.
+    """Groups of cells that differ only in `field`, with at least two values; one cell per value.
 
     Cells without a value of the field, such as imported snapshots, belong to no group.
     """
@@ -180,7 +169,6 @@ _TOLD = 3  # categories named
 
 
 def memory_facts(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    """Facts about the cells whose memory was watched; empty without any."""
     known = with_owners(cells)
     changes = [_changes(known, field, baseline, fields) for field, baseline in BASELINES]
     return [*_largest(known, fields), *(fact for found in changes for fact in found)]
@@ -205,7 +193,6 @@ def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
 
 
 def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
-    """The change of the peak by each value of a field against the baseline, between otherwise equal cells."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
         pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])

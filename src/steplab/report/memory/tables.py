@@ -1,4 +1,4 @@
-"""Tables of a memory profile: the peak by category, the phases, the largest allocations, what autograd saved."""
+"""Tables of a memory profile: categories, phases, largest allocations, saved tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -41,7 +41,7 @@ _WIDTHS = {"width": "width of the residual stream", "inner width": "inner width 
 
 
 def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
-    """Name of the tensor in a few words; None where it is not certain."""
+    """The tensor in a few words; None if uncertain."""
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None or made.shape is None:
         return None
@@ -57,9 +57,9 @@ def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
 
 
 def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """Kind of tensor by its shape: 'scores', 'logits', or activations of the model's 'width' or 'inner width'.
+    """'scores', 'logits', or activations of the model's 'width' or 'inner width', by shape.
 
-    None for other sizes, and where two of the model's sizes are equal.
+    None for other sizes, and if two of the model's sizes are equal.
     """
     if is_scores(shape, spec, sizes):
         return "scores"
@@ -77,9 +77,9 @@ def _last(op: str | None) -> str:
 
 
 def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    """True if a tensor has the shape of the attention scores: batch × heads × context × context in 3 or 4 dimensions.
+    """True for the shape of attention scores: batch × heads × context × context in 3 or 4 dimensions.
 
-    False where queries, keys and values, or their halves in the rotary embedding, have the same shape.
+    False if queries, keys and values, or their halves in the rotary embedding, have the same shape.
     """
     square = len(shape) in (3, 4) and tuple(shape[-2:]) == (spec.context, spec.context)
     if not square or not sizes.num_heads or prod(shape[:-2]) != spec.batch * sizes.num_heads:
@@ -94,11 +94,9 @@ _WEIGHTS = {
     "optimizer_state": "optimizer state of {}",
     "autocast_copies": "low-precision copy of {}",
 }
-"""Names of allocations by category, for the weights whose shape they have."""
 
 
 def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
-    """Name of the weights that have an allocation's shape; None if several kinds of weights have it."""
     of = {
         "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
         "a feed-forward weight": {
@@ -114,7 +112,7 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
     """'batch x heads x context x context x bytes of float32 = 4 x 12 x 512 x 512 x 4'; None for an unknown dtype.
 
-    Where the spec does not identify the dimensions, the figures stand alone.
+    Only figures if the spec does not identify the dimensions.
     """
     size = tensor_bytes(shape, dtype)
     if size is None or not shape:
@@ -144,22 +142,22 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
 
 
 def node_name(op: str) -> str:
-    """Operator of a backward node: Softmax for SoftmaxBackward0; '' if no node saved the tensor."""
+    """Softmax for SoftmaxBackward0; '' if no node saved the tensor."""
     return op.rstrip("0123456789").removesuffix("Backward")
 
 
 def is_checkpointed(spec: StepSpec | None) -> bool:
-    """True if a step recomputes activations; tensors that no node saved are then inputs of the recomputation."""
+    """Tensors without a node are then inputs of the recomputation."""
     return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
 
 
 def is_compiled(tensors: SavedTensors) -> bool:
-    """True if a compiled graph saved the tensors; its modules and operators are not known."""
+    """Modules and operators are then unknown."""
     return node_name(tensors.op) == "CompiledFunction"
 
 
 def _projected_widths(sizes: TransformerShape) -> set[int]:
-    """Widths of what attention's linear layers give."""
+    """Output widths of attention's linear layers."""
     if not sizes.num_heads:
         return set()
     widths = sizes.query_key_value_widths
@@ -167,15 +165,15 @@ def _projected_widths(sizes: TransformerShape) -> set[int]:
 
 
 def _inner_widths(sizes: TransformerShape) -> set[int]:
-    """Widths of what a feed-forward block's first linear layers give."""
+    """Output widths of a feed-forward block's first linear layers."""
     *wide, _ = sizes.feed_forward_layers
     return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
 
 
 def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
-    """True if a tensor has the shape of one of the model's weights or of its transpose.
+    """True for the shape of a weight or its transpose.
 
-    None where an activation has the same shape, and for a model of unknown sizes.
+    None if an activation has the same shape, and for unknown sizes.
     """
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
@@ -195,8 +193,7 @@ _FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8
 def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> tuple[Row, ...]:
     """One row per category with anything at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
 
-    A prediction adds predicted_bytes, which sum to predicted_peak_bytes, and error, predicted against measured; both
-    are None outside the prediction.
+    A prediction adds predicted_bytes, which sum to predicted_peak_bytes, and error; both are None outside it.
     """
     predicted = prediction is not None
     covered = {"predicted_peak_bytes": whole(profile, prediction).predicted_bytes} if predicted else {}
@@ -210,7 +207,7 @@ def _part_row(part: Part, *, predicted: bool) -> Row:
 
 
 def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Table:
-    """The peak by category and, last, the peak; with a prediction its bytes and its error beside them."""
+    """The peak by category and, last, the peak; a prediction adds its bytes and error."""
     every = [*parts(profile, prediction), whole(profile, prediction)]
     return Table(
         name="peak_by_category",
@@ -227,12 +224,12 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
             {"name": category_word(part.category), **_part_row(part, predicted=prediction is not None)}
             for part in every
         ),
-        caption="The error is that of the predicted bytes, relative to the measured ones." if prediction else "",
+        caption="The error of predicted bytes is relative to measured ones." if prediction else "",
     )
 
 
 def phase_table(run: Run, profile: MemoryProfile) -> Table:
-    """Each phase's peak in the watched step, and in the timed steps that nobody watched."""
+    """Each phase's peak in the watched step, and in the timed steps."""
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = tuple(
         {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}

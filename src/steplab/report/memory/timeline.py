@@ -1,8 +1,7 @@
 """Draws the memory of a step over time: stacked categories, shaded phases, and the peak.
 
-Time is divided into columns of one or more pixels. Each column shows the moment in it with the most allocated bytes, so
-every column is a state that occurred, and the peak is always drawn. The categories are painted from the top of the
-stack down, each from its upper edge to zero, so that no gaps appear between them.
+Each column of one or more pixels shows its moment with the most allocated bytes, so columns are real states, and the
+peak is drawn. Categories are painted from the top of the stack down, each to zero, which leaves no gaps.
 """
 
 import html
@@ -20,13 +19,12 @@ from steplab.report.kit.timelines import LETTERS, shade, short_enough, titled, w
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
-"""Widths of a picture alone, and of one among several."""
 HEIGHTS = {WIDE: 300, NARROW: 210}
-"""Height of the axis of bytes, by the picture's width, in pixels."""
+"""In pixels, by the picture's width."""
 LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
 """Margins in pixels: left (sizes), right, top (names of phases), bottom (times)."""
 GAP = 8
-"""Least distance between two labels, in pixels."""
+"""Between labels, in pixels."""
 _COLUMNS_PX = (1.0, 2.0, 4.0, 8.0)
 _MOST_CHARACTERS = 60_000
 _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this share of it
@@ -34,74 +32,58 @@ _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this sha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A profile to draw."""
-
     title: str
-    """Title that distinguishes the picture from others; empty where it is alone."""
+    """Empty for a single picture."""
     profile: MemoryProfile
-    """The record."""
     capacity: int | None = None
-    """Memory of the device; None: not known, or none of its own."""
+    """Memory of the device; None: unknown or shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Position of times and bytes in a picture."""
-
     width: float
-    """Width of the whole picture, in pixels."""
     start_s: float
-    """Time at the left edge, on the timeline's axis."""
     end_s: float
-    """Time at the right edge."""
     scale: kit.Scale
-    """Scale of the bytes."""
 
     @property
     def bottom(self) -> float:
-        """The y coordinate of zero bytes."""
         return STRIP + HEIGHTS[int(self.width)]
 
     @property
     def right(self) -> float:
-        """The x coordinate of the right edge of the axes."""
         return self.width - RIGHT
 
     def x(self, time_s: float) -> float:
-        """The x coordinate of a time, limited to the frame."""
+        """Limited to the frame."""
         inside = min(max(time_s, self.start_s), self.end_s) - self.start_s
         return LEFT + inside * (self.right - LEFT) / ((self.end_s - self.start_s) or 1)
 
     def y(self, num_bytes: float) -> float:
-        """The y coordinate of a size."""
         return self.bottom - num_bytes / self.scale.high * (self.bottom - STRIP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A rectangle, in pixels."""
-
     left: float
     top: float
     right: float
     bottom: float
 
     def meets(self, other: "Box") -> bool:
-        """Whether the two overlap."""
         return (
             self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
 
 
 def text_box(x: float, y: float, text: str, anchor: str) -> Box:
-    """Bounding box of a text with its baseline at y."""
     width = text_width(text, LETTERS)
     left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor] * width
     return Box(left=left, top=y - LETTERS, right=left + width, bottom=y + 3)
 
 
 def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
-    """One picture per profile, all with one scale of bytes; a single picture is wide. None if nothing was recorded."""
+    """One picture per profile, with one scale of bytes; a single picture is wide. None without a recording."""
     drawable = [one for one in shown if one.profile.timeline.time_s and one.profile.timeline.categories]
     if not drawable:
         return None
@@ -118,7 +100,7 @@ def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
 
 
 def capacity_to_show(shown: Sequence[Shown]) -> int | None:
-    """The device's memory in bytes, if it is the same for all and some peak comes near it; else None."""
+    """In bytes, if equal for all and near some peak; else None."""
     found = {one.capacity for one in shown}
     capacity = found.pop() if len(found) == 1 else None
     highest = max(one.profile.peak_bytes for one in shown)
@@ -126,7 +108,6 @@ def capacity_to_show(shown: Sequence[Shown]) -> int | None:
 
 
 def categories_of(timeline: MemoryTimeline) -> list[str]:
-    """The categories that held any bytes, in the order of the stack."""
     pairs = zip(timeline.categories, timeline.allocated_bytes, strict=True)
     return [name for name, sizes in pairs if any(sizes)]
 
@@ -165,10 +146,9 @@ def _picture(one: Shown, width: float, scale: kit.Scale, capacity: int | None) -
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
-    """Index of the moment with the most bytes in each of `num_columns` equal columns; None before the first moment.
+    """Index of the moment with the most bytes in each of `num_columns` equal columns; None before the first.
 
-    A moment lasts until the next one, and the last one until the end. A moment that begins on the edge of two columns
-    belongs to the second.
+    A moment lasts until the next. A moment between two columns belongs to the second.
     """
     totals = [sum(sizes) for sizes in zip(*timeline.allocated_bytes, strict=True)]
     per_s = num_columns / ((end_s - start_s) or 1)
@@ -186,7 +166,6 @@ def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_
 
 
 def _areas(profile: MemoryProfile, frame: Frame, column_px: float) -> Iterator[str]:
-    """One path per category, from the top of the stack down: its upper edge, closed along zero."""
     timeline = profile.timeline
     num_columns = max(int((frame.right - LEFT) / column_px), 1)
     moments = fullest_moments(timeline, frame.start_s, frame.end_s, num_columns)
@@ -207,7 +186,6 @@ def _areas(profile: MemoryProfile, frame: Frame, column_px: float) -> Iterator[s
 
 
 def _upper_edge(heights: Sequence[int], frame: Frame, width: float) -> Iterator[str]:
-    """Path of a stepped upper edge, closed along the bottom; adjacent columns of equal height are merged."""
     yield f"M{LEFT} {frame.bottom:g}"
     drawn = f"{frame.bottom:g}"
     for column, height in enumerate(heights):
@@ -219,7 +197,6 @@ def _upper_edge(heights: Sequence[int], frame: Frame, width: float) -> Iterator[
 
 
 def _phases(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    """Shade every other phase more strongly."""
     for index, phase in enumerate(phases):
         left, right = frame.x(phase.start_s), frame.x(phase.end_s)
         tip = f"{phase.name}: peak {units.format_bytes(phase.peak_bytes)}"
@@ -227,7 +204,6 @@ def _phases(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
 
 
 def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    """Lines between phases, drawn over the areas."""
     for phase in phases[1:]:
         line = f'd="M{frame.x(phase.start_s):.1f} 0V{frame.bottom:g}"'
         yield f'<path {line} stroke="{css_color(INK)}" stroke-opacity="0.45" stroke-dasharray="2 3"/>'
@@ -255,7 +231,7 @@ def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
 
 
 def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]:
-    """Coordinates of the peak's mark, and the text anchor of its label."""
+    """Coordinates of the peak's mark, and its label's anchor."""
     x = frame.x(profile.peak_s)
     half = text_width(peak_text(profile), LETTERS) / 2
     anchor = "start" if x - half < LEFT else "end" if x + half > frame.right else "middle"
@@ -263,12 +239,10 @@ def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]
 
 
 def peak_text(profile: MemoryProfile) -> str:
-    """Label of the peak."""
     return f"peak {units.format_bytes(profile.peak_bytes)}"
 
 
 def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterator[str]:
-    """Mark the peak and the device's memory."""
     x, y, anchor = peak_place(profile, frame)
     text = peak_text(profile)
     if capacity is not None:
@@ -283,7 +257,6 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
 
 
 def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[float, float, str]:
-    """Position of the label of the device's memory: on its line where that is free, else above the peak's label."""
     for at, side in ((frame.right, "end"), (LEFT, "start")):
         if not text_box(at, line - 5, name, side).meets(peak):
             return at, line - 5, side
@@ -291,9 +264,9 @@ def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[fl
 
 
 def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[float, str]]:
-    """Left edge and text of each phase's label, centered on its phase and moved aside where labels would overlap.
+    """Left edge and text of each phase's label, centered on its phase and moved aside to avoid overlap.
 
-    Where there is no room for all, the labels of the shortest phases are left out; hover texts have them.
+    Without room for all, the shortest phases have only hover texts.
     """
     kept = list(phases)
     while kept:
@@ -307,7 +280,6 @@ def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[floa
 
 
 def _spread(middles: Sequence[float], widths: Sequence[float], left: float, right: float) -> list[float]:
-    """Left edges of labels near these middles, without overlap and within the frame, which has room for all."""
     lefts: list[float] = []
     for middle, width in zip(middles, widths, strict=True):
         lefts.append(max(middle - width / 2, left))

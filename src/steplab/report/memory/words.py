@@ -12,7 +12,7 @@ from steplab.specs.step import AUTOCAST
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
-    "cpu allocator": "by what torch's profiler saw of each allocation",
+    "cpu allocator": "by torch's profiler, allocation by allocation",
 }
 _MOST_BLOCKS = 4
 
@@ -35,7 +35,7 @@ def heading(run: Run, profile: MemoryProfile) -> str:
 
 
 def peak_sentence(profile: MemoryProfile) -> str:
-    """The size of the peak and its moment: phase, module, operator and line, or the time into the history."""
+    """Size and moment: phase, module, operator and line, or the time into the history."""
     return f"The peak is {exactly(profile.peak_bytes)}{_moment(profile)}."
 
 
@@ -48,20 +48,19 @@ def _moment(profile: MemoryProfile) -> str:
         return f", reached {where}, when {profile.peak_op} allocated{line}"
     if not line:
         return f", reached {where}"
-    if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph tells the line it came from
+    if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph knows its source line
         return f", reached {where}, by an allocation that goes back to {profile.peak_source}"
     return f", reached {where}, by an allocation{line}"
 
 
 def when(profile: MemoryProfile) -> str:
-    """When the peak was, on the axis that the timeline has."""
     if not profile.timeline.by_event:
         return f"{units.format_time(profile.peak_s)} into the history"
     return f"after {profile.peak_s:,.0f} of {profile.num_events:,} events"
 
 
 def check_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """The watched peak against what the allocator counted: over the same step, and over steps that were not watched."""
+    """The watched peak against the allocator's, over the same step and over unwatched steps."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
@@ -79,7 +78,6 @@ def _against(size: int, other: int) -> str:
 
 
 def around_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """Memory that the allocator held beyond the peak, and that the device used outside the allocator."""
     if profile.reserved_bytes is not None:
         beyond = profile.reserved_bytes - profile.peak_bytes
         more = f", {units.format_bytes(beyond)} more than the peak, as cache or in gaps" if beyond > 0 else ""
@@ -92,9 +90,9 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
 
 
 def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
-    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is.
+    """Size and formula of one residual-stream tensor, and the peak in multiples of it.
 
-    It is the input of the first block; None where no block was seen, or the type of its input is not known.
+    It is the first block's input; None without a block, or for an input of unknown type.
     """
     inputs = ((block.input_shape or (), block.input_dtype) for block in profile.blocks)
     shape, dtype = next((one for one in inputs if one[0] and tensor_bytes(*one)), ((), None))
@@ -111,14 +109,13 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 
 
 def smaller_sentence(profile: MemoryProfile) -> str | None:
-    """Bytes alive at the peak outside the record's allocations; None: none."""
+    """Bytes at the peak outside the record's allocations, if any."""
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
 def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """Memory that autograd saved in all, and that a block saves."""
     total = figures.all_saved_bytes(profile)
     if total and profile.saved:
         compiled = all(map(is_compiled, profile.saved))
@@ -128,7 +125,6 @@ def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """Memory that each of the first blocks saves, with its gradients, and that other kinds save."""
     copies = _copies_saved(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
@@ -166,7 +162,6 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
 
 
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:
-    """Predicted against measured."""
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
     off = ", equal to what was measured" if peak.error == 0 else off

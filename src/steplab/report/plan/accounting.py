@@ -1,4 +1,4 @@
-"""The report of an accounting: each question with its answer, its derivation and its source."""
+"""The report of an accounting: questions with answers, derivations and sources."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from steplab.report.kit.document import Column, Document, Equation, Equations, R
 from steplab.report.kit.quantities import NUMBER
 
 _TOLD_FIRST = (0, 3)
-"""The questions whose answers stand before all derivations: memory, and the batch."""
+"""Answers before all derivations."""
 
 
 def accounting_document(found: Accounting) -> Document:
-    """All questions in their order, each with its answer first; for programs one row per figure."""
+    """For programs, one row per figure."""
     return Document(
         title=f"Accounting for {found.model}",
         verdict=Verdict(sentences=tuple(found.questions[index].answer for index in _TOLD_FIRST)),
@@ -22,7 +22,7 @@ def accounting_document(found: Accounting) -> Document:
 
 
 def _given(found: Accounting) -> Section:
-    return Section.of("What is given", Equations(lines=tuple(map(_equation, found.given))))
+    return Section.of("Given", Equations(lines=tuple(map(_equation, found.given))))
 
 
 def _section(question: Question) -> Section:
@@ -32,7 +32,7 @@ def _section(question: Question) -> Section:
 
 
 def _equation(figure: Figure) -> Equation:
-    """Symbol = formula = formula with figures = figure; of what is given, symbol = figure."""
+    """Symbol = formula = formula with figures = figure; for given values, symbol = figure."""
     notations = [part for part in (figure.symbol, figure.formula, figure.in_figures) if part is not None]
     text = [*(part.text for part in notations), figure_text(figure.value, figure.unit)]
     latex = [*(part.latex for part in notations), figure_latex(figure.value, figure.unit)]
@@ -64,7 +64,6 @@ def figure_text(value: float, unit: str) -> str:
 
 
 def figure_latex(value: float, unit: str) -> str:
-    """The same in LaTeX."""
     if unit in ("bytes", "s"):
         number, scaled = figure_text(value, unit).replace("µ", r"\mu ").split(" ", 1)
         return rf"{number}~\mathrm{{{scaled}}}"
@@ -72,7 +71,7 @@ def figure_latex(value: float, unit: str) -> str:
 
 
 def _rows(found: Accounting) -> Iterator[Row]:
-    """One row per answer, per figure of a derivation, per means; `row` tells them apart."""
+    """One row per answer, figure of a derivation, and means, as `row` states."""
     for figure in found.given:
         yield _row("given", "", figure.what, symbol=figure.symbol.text, value=figure.value, unit=figure.unit)
     for question in found.questions:

@@ -1,4 +1,4 @@
-"""Predicted step times beside measured ones: how far off they are, and where."""
+"""Errors of predicted step times."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,6 @@ _FIELDS = (
 
 
 def check_document(checks: Sequence[TimeCheck]) -> Document:
-    """Errors of predictions by group; for programs one row a run."""
     scored = [check for check in checks if check.error is not None]
     missing = Counter(check.unsupported for check in checks if check.unsupported).most_common()
     return Document(
@@ -55,7 +54,6 @@ def _errors(checks: Sequence[TimeCheck]) -> list[float]:
 
 
 def _groups(scored: Sequence[TimeCheck]) -> Table:
-    """All steps, those whose GPU may have waited for Python, and the others by what they differ in."""
     groups: dict[str, list[TimeCheck]] = {}
     for check in scored:
         for group in _groups_of(check):

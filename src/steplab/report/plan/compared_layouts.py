@@ -1,4 +1,4 @@
-"""Alternatives of a job side by side: numbers of GPUs, kinds of GPU, networks and steps, each with its best layout."""
+"""A job's alternatives: numbers and kinds of GPU, networks and steps, each with its best layout."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from steplab.specs.study import in_common, labels
 
 
 def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
-    """One row for each alternative: its best layout, with time and memory, or why there is none."""
+    """One row per alternative: its best layout with time and memory, or the reason for its absence."""
     names = _names(plans)
     table = _table(plans, names)
     return Document(
@@ -73,10 +73,7 @@ def _verdict(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Iterator[str]
         if who != name:
             yield f"Most for each GPU: {who}, {units.three_digits(each)} tokens/s."
     if assumed := dict.fromkeys(network_words(plan) for _, plan, _ in found if plan.between_nodes):
-        yield (
-            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
-            f"{units.listed(list(assumed))}."
-        )
+        yield f"Times between nodes are assumed, not measured: each GPU sends {units.listed(list(assumed))}."
     if without := [name for name, plan in zip(names, plans, strict=True) if not _best(plan)]:
         yield f"No layout with a known time fits for {units.listed(without)}."
 

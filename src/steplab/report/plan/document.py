@@ -1,4 +1,4 @@
-"""The report of a predicted memory peak: its summands with their formulas, and the GPUs that the step fits."""
+"""The report of a predicted memory peak: components with formulas, and fitting GPUs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from steplab.specs.hf_shape import shape_of
 from steplab.specs.step import StepSpec, describe
 
 _SMALL = 0.001
-"""Share of the peak below which summands come last, and a terminal leaves them out."""
+"""Share of the peak below which components come last, and terminals omit them."""
 ANSWERS = {
     "fits": "fits on {}",
     "too tight to promise": "may fit on {}, depending on how far memory is fragmented; "
@@ -21,12 +21,11 @@ ANSWERS = {
     "does not fit": "does not fit on {}",
     "not known": "cannot be judged on {}, because the prediction is a lower bound",
 }
-"""The verdicts on a GPU (records.prediction.CardFit), and how they are said of several."""
+"""Verdicts on a GPU (records.prediction.CardFit), and their plural."""
 _ABOUT = {"dry_run": "", "traced": "about ", "estimate": "about ", "at_least": "at least "}
 
 
 def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
-    """The prediction of a step's memory; programs get the rows of `prediction_rows`."""
     peak = f"{_ABOUT[prediction.kind]}{exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}"
     return Document(
         title="Predicted peak memory",
@@ -60,7 +59,7 @@ def _some(verdict: str, gpus: Sequence[str]) -> str:
     if len(gpus) <= _MOST_NAMED:
         return ", ".join(gpus)
     edge, which = (gpus[0], "largest") if verdict == "does not fit" else (gpus[-1], "smallest")
-    return f"{len(gpus)} GPUs of the catalogue, the {which} of which is the {edge}"
+    return f"{len(gpus)} known GPUs ({which}: {edge})"
 
 
 _MOST_NAMED = 3
@@ -124,7 +123,6 @@ def _phases(prediction: MemoryPrediction) -> Table:
 
 
 def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
-    """The summands of the peak, with the small ones last."""
     large = [term for term in prediction.terms if _total_bytes(term) >= _SMALL * prediction.peak_bytes]
     small = [term for term in prediction.terms if _total_bytes(term) < _SMALL * prediction.peak_bytes]
     symbols = "its sizes as numbers" if prediction.kind == "traced" else _symbols(spec)
@@ -183,7 +181,6 @@ def _usable(card: CardFit) -> Scalar:
 
 
 def _needs(prediction: MemoryPrediction) -> Iterator[str]:
-    """Sentences on the memory that a device must have for each verdict."""
     peak, least, safe = prediction.peak_bytes, prediction.least_device_bytes, prediction.safe_device_bytes
     size = units.format_bytes
     if least is not None:
@@ -203,11 +200,11 @@ def _needs(prediction: MemoryPrediction) -> Iterator[str]:
 
 
 def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
-    """One row for the peak, each need of a device, phase, category, summand, card and note.
+    """One row for the peak, each need of a device, phase, category, component, card and note.
 
-    `row` tells them apart. The `total_bytes` of the categories, and of the summands (num_bytes x count), sum to the
-    peak's; a card's is what a program has of its memory, and `verdict` whether the step fits. `bound` is at_least where
-    the prediction is a lower bound, estimate where it is one, dry_run else.
+    `row` names the kind. `total_bytes` of the categories, and of the components (num_bytes x count), sum to the peak's;
+    a card's are its available bytes, and `verdict` is fit. `bound` is at_least for a lower bound, estimate for an
+    estimate, else dry_run.
     """
     sizes = (
         ("peak", f"in {prediction.peak_phase}: {prediction.peak_where}", prediction.peak_bytes),

@@ -1,4 +1,4 @@
-"""The report of a job's layouts: those that fit, with memory and time, and why the others do not."""
+"""The report of a job's layouts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
 
 _FIRST = 12
-"""Layouts that a terminal shows."""
 _PARTS = (
     ("compute_s", "computation", 1),
     ("waiting_s", "waiting for the host", 7),
@@ -21,13 +20,12 @@ _PARTS = (
     ("exposed_s", "exposed communication", 2),
     ("bubble_s", "pipeline fills and drains", 8),
 )
-"""Components of a step's time: field, words, number of the colour."""
-_MEMORY = (("allocated", 1), ("reserved besides", 3), ("room to be sure", 5))
-"""Components of a GPU's memory: words, number of the colour."""
+"""Field, words, number of the colour."""
+_MEMORY = (("allocated", 1), ("also reserved", 3), ("room to be sure", 5))
+"""Words, number of the colour."""
 
 
 def layouts_document(plan: LayoutPlan) -> Document:
-    """All that is predicted of the layouts of a job; for programs the rows of `layout_rows`."""
     fitting = [each for each in plan.candidates if each.time]
     return Document(
         title=f"Layouts on {units.counted(plan.gpus, 'GPU')}, {plan.gpu}",
@@ -60,17 +58,11 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     if faster := _faster_but_tight(fitting):
         yield faster
     if plan.num_as_fast > 1:
-        yield (
-            f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
-            "none of them is known to be faster."
-        )
+        yield f"The first {plan.num_as_fast} are too close to call."
     if plan.tokens:
         yield f"{units.format_count(plan.tokens)} tokens {_training(plan, plan.tokens, time)}."
     if plan.between_nodes:
-        yield (
-            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
-            f"{network_words(plan)}."
-        )
+        yield f"Times between nodes are assumed, not measured: each GPU sends {network_words(plan)}."
     if _may_recompute(plan):
         yield "--checkpointing auto also tries what recomputation lets fit."
     if slow := [option for field, value, option in _SLOW if getattr(plan.spec, field) == value]:
@@ -87,8 +79,7 @@ def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
 
 
 def _faster_but_tight(fitting: list[LayoutCandidate]) -> str | None:
-    """The sentence about the fastest of those that are too tight to promise, where it is faster than the best that is
-    known to fit."""
+    """The fastest of those too tight to promise, if faster than the best that fits."""
     best = fitting[0]
     tight = [(each.time.seconds, each.options) for each in fitting if each.time and each.verdict != "fits"]
     if best.verdict != "fits" or best.time is None or not tight or min(tight)[0] >= best.time.seconds:
@@ -102,11 +93,11 @@ _SLOW = (
     ("attention", "plain", "--attention sdpa"),
     ("compile", "off", "--compile block"),
 )
-"""Values of a step that are defaults and not what is trained with at scale: field, value, and the option instead."""
+"""Defaults unusual at scale: field, value, and the option instead."""
 
 
 def network_words(plan: LayoutPlan) -> str:
-    """Assumed bandwidth of messages between nodes, and its source."""
+    """With its source."""
     reached = units.format_rate(plan.network_bytes_per_s or 0.0, "B/s")
     stated = plan.network_stated_bytes_per_s
     if stated is None:
@@ -123,26 +114,26 @@ def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
 
 
 def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
-    """Days that so many tokens take with steps of this length."""
+    """Days for these tokens with steps of this length."""
     return tokens / plan.tokens_per_step * step_s / 86_400
 
 
 def _may_recompute(plan: LayoutPlan) -> bool:
-    """True if recomputation was left out, and some layouts do not fit without it."""
+    """True if some layouts need recomputation, which was left out."""
     return plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates)
 
 
 def _nothing_found(plan: LayoutPlan) -> str:
     if len(plan.candidates) == 1:
         (only,) = plan.candidates
-        hint = " --checkpointing auto recomputes as much as is needed." if _may_recompute(plan) else ""
+        hint = " --checkpointing auto recomputes enough." if _may_recompute(plan) else ""
         return f"Layout {only.layout} {_VERDICTS[only.verdict][0]}: {only.reason}.{hint}"
     number = units.counted(len(plan.candidates), "layout")
     untimed = sum(each.verdict == "fits" for each in plan.candidates)
     if untimed:
         return (
             f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known. "
-            "Give what one GPU reaches, as in --link network=45 (GB/s), or what is stated of its adapter, as in "
+            "Give the bandwidth that one GPU reaches, as in --link network=45 (GB/s), or its adapter's, as in "
             "--link network=400Gb/s."
         )
     if _may_recompute(plan):
@@ -153,7 +144,7 @@ def _nothing_found(plan: LayoutPlan) -> str:
 
 
 def _batch_that_divides(plan: LayoutPlan) -> str:
-    """The nearest batches that divide evenly over the GPUs, unless this one does."""
+    """Unless this one divides evenly over the GPUs."""
     over = plan.global_batch % plan.gpus
     if not over:
         return ""
@@ -163,7 +154,6 @@ def _batch_that_divides(plan: LayoutPlan) -> str:
 
 
 def time_words(time: LayoutTime) -> str:
-    """A predicted time with its interval."""
     show = units.format_time
     return f"{show(time.seconds)} ({show(time.low_s)} to {show(time.high_s)} with a probability of 90 %)"
 
@@ -200,10 +190,9 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
             Column(key="verdict", header="memory", rank=1),
         ),
         rows=tuple(_row(plan, number, each) for number, each in enumerate(fitting, start=1)),
-        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. Waiting is "
-        "for the host, where Python launches too slowly: eager steps, and tensors that tp splits. Exposed is what "
-        "communication adds, bubble what a pipeline waits to fill and drain. Memory is of the ranks that need most. "
-        "`steplab run` takes the options as they are.",
+        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. waiting: "
+        "GPU idle, Python launches too slowly (eager steps, tensors that tp splits). exposed: added by communication. "
+        "bubble: a pipeline fills and drains. Memory is of the ranks that need most. `steplab run` takes the options.",
         first=_FIRST,
     )
 
@@ -228,7 +217,7 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
 
 
 def layout_rows(plan: LayoutPlan) -> list[Row]:
-    """One row for each layout, those that fit first, the fastest first; the others have a `reason`."""
+    """One row per layout, fitting ones first, by time; the others have a `reason`."""
     return even([_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)])
 
 
@@ -236,7 +225,7 @@ def _time_bars(shown: list[LayoutCandidate]) -> Bars:
     return Bars(
         bars=tuple(_time_bar(each, each.time) for each in shown if each.time),
         legend=tuple((color, "■", words) for _, words, color in _PARTS),
-        note="Predicted step time of the slowest ranks, by what it is made of. The stroke marks the upper end of the "
+        note="Predicted step time of the slowest ranks, by component. The stroke marks the upper end of the "
         "90 % interval.",
     )
 
@@ -313,7 +302,6 @@ _VERDICTS = {
     "does not fit": ("does not fit", "do not fit"),
     "not possible": ("is not possible", "are not possible"),
 }
-"""Verdicts on layouts without a time, in singular and plural."""
 
 
 def _failing(others: list[LayoutCandidate]) -> Table:
@@ -327,6 +315,6 @@ def _failing(others: list[LayoutCandidate]) -> Table:
             Column(key="peak_bytes", header="allocated", note="Allocated is of the smallest micro-batch."),
             Column(key="reason", wraps_from=30),
         ),
-        f"Of {units.counted(len(others), 'layout')} {said}." if len(counted) > 1 else "",
+        f"{units.counted(len(others), 'layout')}: {said}." if len(counted) > 1 else "",
         first=_FIRST,
     )

@@ -1,4 +1,4 @@
-"""Several planned steps in one table: predicted memory, the smallest GPU that it fits, and predicted time."""
+"""Several planned steps in one table: memory, smallest fitting GPU, and time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,6 @@ _MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
 
 
 def planned_document(steps: Sequence[PlannedStep]) -> Document:
-    """One row per step, and why a prediction is missing."""
     table = planned_table(steps)
     specs = [step.spec for step in steps]
     shared, sizes = " · ".join(in_common(specs)), {spec.layout.world_size for spec in specs}
@@ -48,12 +47,11 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
 
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
-    """The same as a page's chapter, with measured figures next to predicted ones."""
+    """As a page's chapter, with measured figures next to predicted ones."""
     return Section.of("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
 
 
 def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:
-    """One row per step; `measured` are the rows of runs of the same steps."""
     rows: list[Row] = []
     for (told, step), seen in zip(_named(steps), measured or ({},) * len(steps), strict=True):
         memory, on = step.memory, step.time or step.layout
@@ -84,7 +82,7 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
         ),
         rows=tuple(rows),
         caption="Predicted by a dry run: the peak of memory on a CUDA device, and the time with its 90 % interval. "
-        "`steplab plan memory` and `steplab plan time` say of one step what they are made of.",
+        "`steplab plan memory` and `steplab plan time` show the components of one step.",
         first=MOST_ROWS,
     )
 
@@ -110,7 +108,7 @@ def _missing(steps: Sequence[PlannedStep]) -> Sentences:
 
 
 def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:
-    """A line for each step: what it is, its expected time and peak, and whether it fits."""
+    """A line per step: name, expected time and peak, and fit."""
     return [f"{describe(step.spec)}: {_expected(step, gpu)}" for step in steps]
 
 
@@ -128,13 +126,12 @@ def _expected(step: PlannedStep, gpu: str) -> str:
 
 
 def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
-    """True if the step fits a GPU; None where its memory was not predicted for that."""
+    """None if its memory was not predicted for the GPU."""
     cards = step.memory.cards if step.memory else ()
     return next((card.verdict for card in cards if card.gpu == gpu), None)
 
 
 def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
-    """Number of steps, and of those that will not fit or are not predicted."""
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
     unknown = sum(_time(step) is None for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"

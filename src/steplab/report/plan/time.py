@@ -1,5 +1,3 @@
-"""The report of a predicted step time: its interval, phases and components."""
-
 from collections.abc import Iterator, Sequence
 
 from steplab import units
@@ -20,7 +18,6 @@ _BOUND = {
 
 
 def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
-    """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
     step, time = prediction.step, units.format_time
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
@@ -45,7 +42,7 @@ def _rate(prediction: StepTimePrediction) -> Iterator[str]:
 
 
 def mfu_words(utilizations: Sequence[Utilization]) -> str:
-    """The MFU with its convention and its peak, after a comma; empty where it is not known."""
+    """MFU with its convention and peak, after a comma; empty if unknown."""
     mfu = next((used for used in utilizations if used.convention == "causal"), None)
     if mfu is None or mfu.value is None or mfu.peak_flops_per_s is None:
         return ""
@@ -103,7 +100,7 @@ def _phases(prediction: StepTimePrediction) -> Table:
 def _phase(phase: PhaseTimes) -> Row:
     return {
         **row_of(phase, "phase", "seconds", "low_s", "high_s", "device_s"),
-        "host_s": phase.host_s or None,  # none is predicted of what CUDA graphs replay
+        "host_s": phase.host_s or None,  # not predicted for replays of CUDA graphs
         "slow_host_s": phase.slow_host_s or None,
         "bound": phase.bound,
     }
@@ -152,8 +149,7 @@ def time_rows(prediction: StepTimePrediction) -> list[Row]:
     """One row for each phase and the step, kind of kernel, convention of MFU and HFU, note and source, and one for the
     GPU's memory.
 
-    `row` tells them apart. The seconds of the parts of a phase sum to its device_s, and those of the phases to the
-    step's.
+    `row` names the kind. Seconds of a phase's parts sum to its device_s, and phases to the step.
     """
     rows: list[Row] = [{"row": "phase", **_phase(phase)} for phase in prediction.phases]
     rows += [{"row": "part", **row} for row in _part_rows(prediction)]

@@ -1,4 +1,4 @@
-"""The report of precision: each audit with its answer and tables, the sums, and the timed runs side by side."""
+"""The report of precision: audits, sums and timed runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +24,6 @@ from steplab.specs.step import AUTOCAST
 from steplab.units import format_share, listed
 
 _SUMS = ("softmax", "logsumexp", "norm", "loss", "entropy")
-"""Parts of the names of operations that add up many terms."""
 _SIGNIFICANT = {
     "fp16": "each partial sum keeps 11 significant bits and overflows above 65504",
     "bf16": "each partial sum keeps 8 significant bits",
@@ -32,7 +31,6 @@ _SIGNIFICANT = {
 
 
 def precision_verdict(numerics: Numerics) -> Verdict:
-    """Operations to keep in fp32, the scale of the loss, and its error against fp32."""
     low = COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
     audit = numerics.audit
     if audit is None:
@@ -44,7 +42,6 @@ def precision_verdict(numerics: Numerics) -> Verdict:
 
 
 def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use: True) -> list[str]:
-    """The names of the operations that add up many terms, each once; of them those that are chosen."""
     sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
     return list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if chosen(use)))
 
@@ -53,7 +50,7 @@ def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     if names := _summing(audit):
         yield (
             f"{listed(names)} add up many terms. torch's fused kernels add in fp32, whatever their inputs. Composed of "
-            f"{low} operations, {_SIGNIFICANT[low]}: keep those in fp32{_done(numerics, audit)}."
+            f"{low} operations, {_SIGNIFICANT[low]}: keep them in fp32{_done(numerics, audit)}."
         )
 
 
@@ -106,7 +103,6 @@ def _verdict(records: Sequence[Numerics]) -> Verdict:
 
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
-    """The report of these audits, of the sums of the first of them, and of the timed `runs`."""
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()
     further = _sums(accumulations), Section.of("Time and memory of a step", timing_table(runs))
@@ -143,7 +139,7 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    yield Section.of("What was seen", Sentences.of(words.told(numerics, audit), "finding"))
+    yield Section.of("Findings", Sentences.of(words.told(numerics, audit), "finding"))
     yield Section.of("Types by module", type_table(audit))
     yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
     yield Section.of("Matrix products, after every cast", matmul_table(audit))
@@ -157,8 +153,6 @@ def _sums(accumulations: Sequence[Accumulation]) -> Section:
 
 
 class _PrecisionReport:
-    """Audits are reported together, because their tables have a row or a column for each."""
-
     is_joint = True
 
     @property

@@ -1,4 +1,4 @@
-"""Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
+"""Figures of an audit of precision."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,41 +13,32 @@ from steplab.report.kit.grouping import grouped
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-"""Binary digits of a number of each dtype, including the leading one."""
+"""Binary digits of each dtype, with the leading one."""
 SMALLEST_EXPONENT = {"fp16": -24, "bf16": -133}
-"""Exponents e for which 2^e is the smallest number above zero, a subnormal number with one digit."""
+"""Exponents of the smallest (subnormal) numbers above zero."""
 SMALLEST_NORMAL_EXPONENT = {"fp16": -14, "bf16": -126}
-"""Exponents e for which 2^e is the smallest normal number, with all its digits."""
+"""Exponents of the smallest normal numbers."""
 
 THE_MODEL = "the model"
-"""Name of the outermost module, whose own name is empty."""
 TYPES = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
-"""The fields of a module that say which types its tensors had."""
 KINDS = ("outputs", "output gradients", "parameter gradients")
-"""The tensors whose elements are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleGroup:
-    """Modules with one name, disregarding layer numbers, that ran in the same types."""
-
     name: str
-    """Name of the modules: blocks.*.attention, or THE_MODEL."""
+    """blocks.*.attention, or THE_MODEL."""
     modules: tuple[ModuleAudit, ...]
-    """The modules, at least one."""
 
     @property
     def first(self) -> ModuleAudit:
-        """The first of the modules, for what they share."""
         return self.modules[0]
 
     def elements(self, kind: str) -> Elements | None:
-        """The elements of their tensors of a kind, added up."""
         return added(elements_of(module, kind) for module in self.modules)
 
 
 def elements_of(module: ModuleAudit, kind: str) -> Elements | None:
-    """The elements of a module's tensors of one of KINDS."""
     found = {
         "outputs": module.output_elements,
         "output gradients": module.output_gradient_elements,
@@ -57,18 +48,15 @@ def elements_of(module: ModuleAudit, kind: str) -> Elements | None:
 
 
 def short(dtype: str) -> str:
-    """fp32 for float32."""
     return _SHORT.get(dtype, dtype)
 
 
 def shorts(dtypes: Iterable[str]) -> str:
-    """Types, one after the other; a dash where there are none."""
+    """A dash without types."""
     return ", ".join(map(short, dtypes)) or "–"
 
 
 def module_groups(audit: Audit) -> list[ModuleGroup]:
-    """The modules, those alike taken together, in their order."""
-
     def key(module: ModuleAudit) -> tuple[object, ...]:
         return (without_numbers(module.module), module.kind, *(getattr(module, name) for name in TYPES))
 
@@ -77,19 +65,18 @@ def module_groups(audit: Audit) -> list[ModuleGroup]:
 
 
 def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:
-    """The products of matrices, those alike taken together, in their order."""
     found = grouped(audit.matmuls, lambda m: (m.phase, without_numbers(m.module), m.op, m.node, m.inputs, m.outputs))
     return list(found.values())
 
 
 def all_elements(audit: Audit, kind: str) -> Elements | None:
-    """The elements of a kind over the whole model, none counted twice: of outputs, those of the leaves alone."""
+    """Over the whole model, each counted once: outputs only of leaves."""
     counted = (module for module in audit.modules if module.leaf or kind == "parameter gradients")
     return added(elements_of(module, kind) for module in counted)
 
 
 def added(parts: Iterable[Elements | None]) -> Elements | None:
-    """The sum of the parts; None without any. A count that one part lacks is None in the sum."""
+    """None without parts. A count missing in one part is None in the sum."""
     given = [part for part in parts if part is not None]
     if not given:
         return None
@@ -104,13 +91,12 @@ def added(parts: Iterable[Elements | None]) -> Elements | None:
 
 
 def num_lost(elements: Elements) -> int:
-    """Elements that overflowed, underflowed or are subnormal; without an fp32 run, those not finite or subnormal."""
+    """Overflowed, underflowed or subnormal; without an fp32 run, not finite or subnormal."""
     overflowed = not_finite(elements) if elements.num_overflowed is None else elements.num_overflowed
     return overflowed + (elements.num_underflowed or 0) + elements.num_subnormal
 
 
 def not_finite(elements: Elements) -> int:
-    """Number of elements that are infinite or NaN."""
     return elements.num_inf + elements.num_nan
 
 
@@ -118,12 +104,10 @@ _MOST_BINADES = 3
 
 
 def printed(result: float) -> str:
-    """A sum with four decimals, as torch prints it."""
     return f"{result:.4f}"
 
 
 def title_of_sums(accumulations: Sequence[Accumulation]) -> str:
-    """Title of the sums: the number and how often it is added."""
     return next((f"{a.number:g} added {a.num_additions} times" for a in accumulations), "Sums")
 
 
@@ -134,7 +118,6 @@ def line(accumulation: Accumulation) -> str:
 
 
 def explanation(accumulation: Accumulation) -> str:
-    """Where the result comes from, in a few sentences."""
     return " ".join(_sentences(accumulation))
 
 
@@ -173,11 +156,10 @@ def _power(spacing: float) -> str:
 
 
 def _never_rounded(a: Accumulation) -> str:
-    """Why every partial sum is a number of the accumulator's type."""
     last_bit = Fraction(a.addend_value).denominator.bit_length() - 1
     first_bit = int(a.result).bit_length()
     return (
         f"No addition rounds: every sum is a multiple of 2^-{last_bit} below 2^{first_bit}, "
         f"{first_bit + last_bit} binary digits, and {short(a.accumulator)} has {SIGNIFICANT_BITS[a.accumulator]}. "
-        "What is wrong is the addend alone."
+        "Only the addend is wrong."
     )

@@ -1,4 +1,4 @@
-"""Tables of a study of precisions: grouped rows for people, and one row per module for programs."""
+"""Tables of a study of precisions: grouped for people, one row per module for programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -30,15 +30,14 @@ from steplab.report.precision.figures import (
 from steplab.report.precision.words import RULES, why
 from steplab.report.run.columns import COLUMNS, rows_table
 
-_TEXT = 24  # least width to which a terminal wraps a sentence
+_TEXT = 24  # least width of wrapped sentences
 _MOST_LOSERS = 12  # rows
 _TYPES = Quantity(lambda names: shorts(names.split()), numeric=False)
-"""Torch's names of types, one after the other; people read the short ones."""
 _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
-    """The data types at each module; modules of one name that ran in the same types share a row."""
+    """Modules of one name and the same types share a row."""
     return Table.of(
         "types",
         module_groups(audit),
@@ -61,7 +60,6 @@ def _types_of(key: str, group: ModuleGroup) -> str:
 
 
 def operation_table(numerics: Numerics) -> Table:
-    """The operations of the forward pass, and what autocast does with each."""
     return Table(
         name="operations",
         columns=(
@@ -77,7 +75,7 @@ def operation_table(numerics: Numerics) -> Table:
 
 
 def matmul_table(audit: Audit) -> Table:
-    """The matrix products of both passes, in the types that the device was given; those alike share a row."""
+    """Products of both passes, in their types on the device; equal ones share a row."""
     return Table.of(
         "matmuls",
         matmul_groups(audit),
@@ -137,7 +135,7 @@ def _counts(found: Elements) -> Row:
 
 
 def loss_table(audit: Audit) -> Table:
-    """Lost elements of the whole model, then of each module that lost any, most losses first."""
+    """The whole model, then modules, most losses first."""
     rows: list[Row] = [
         {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
     ]
@@ -165,7 +163,6 @@ def loss_table(audit: Audit) -> Table:
 
 
 def scaling_table(scaling: LossScaling) -> Table:
-    """All gradients without loss scaling, and with the suggested scale."""
     return Table(
         name="loss_scaling",
         columns=(Column(key="loss_scale", header="loss times", quantity=NUMBER), *_COUNTS),
@@ -183,7 +180,6 @@ def _by_scale(scaling: LossScaling) -> tuple[tuple[float, Elements], ...]:
 
 
 def sum_table(accumulations: Sequence[Accumulation]) -> Table:
-    """The sums, each with an explanation of its result."""
     return Table(
         name="accumulation",
         columns=(
@@ -208,11 +204,11 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
 # --- the timed runs ---------------------------------------------------------------------------------------
 
 _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, "host_peak_bytes": 5}
-"""Ranks of columns on a narrow terminal where they differ from those of a table of runs, because phases matter here."""
+"""Ranks of columns on a narrow terminal, if unlike a table of runs: phases matter here."""
 
 
 def timing_table(runs: Sequence[Run]) -> Table:
-    """One row per run, each figure with its ratio to fp32."""
+    """Figures have ratios to fp32."""
     return rows_table(timing_rows(runs), tuple(_timing_columns()))
 
 
@@ -227,7 +223,7 @@ def _timing_columns() -> Iterator[Column]:
 
 
 def timing_rows(runs: Sequence[Run]) -> list[Row]:
-    """One row per run, with its speed and its memory relative to the run in fp32."""
+    """Speed and memory are relative to the run in fp32."""
     baseline = next((run for run in runs if run.spec and run.spec.precision == "fp32" and not run.failure), None)
     base = run_row(baseline) if baseline else {}
     return [
@@ -246,8 +242,7 @@ def timing_rows(runs: Sequence[Run]) -> list[Row]:
 def data_tables(
     audits: Sequence[Numerics], accumulations: Sequence[Accumulation], runs: Sequence[Run]
 ) -> dict[str, Sequence[Mapping[str, Scalar]]]:
-    """Every module, operation, product and sum in a row of its own, with torch's names of the types; the tables that
-    have rows."""
+    """Modules, operations, products and sums, a row each, with torch's names of types; no empty tables."""
     seen = [numerics for numerics in audits if numerics.audit]
     found: dict[str, Sequence[Mapping[str, Scalar]]] = {
         "audit": [row for numerics in audits for row in _module_rows(numerics)],

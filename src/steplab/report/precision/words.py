@@ -1,5 +1,3 @@
-"""Sentences about an audit of precision: what ran in which type, why, and what was lost."""
-
 from collections.abc import Iterator
 
 from steplab.records.numerics import Audit, Numerics, OperationAudit
@@ -15,7 +13,7 @@ from steplab.specs.step_choices import WITH_MASTERS
 from steplab.units import format_share
 
 COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
-"""Precision -> the low type in which the step computes; the others compute in fp32."""
+"""Precision -> low compute type; others compute in fp32."""
 
 RULES = {
     "low_precision": "low precision",
@@ -26,7 +24,6 @@ RULES = {
     "cast": "the model's own cast",
     "off": "autocast off",
 }
-"""Autocast's rules, in words."""
 _WHY = {
     "fp32": "on autocast's list for fp32: it sums many terms, or leaves fp16's range",
     "low_precision": "a product of matrices, its sums in fp32 inside",
@@ -43,11 +40,10 @@ NORMS = {
     "batch_norm": "BatchNorm",
     "instance_norm": "InstanceNorm",
 }
-"""Operations that normalise, and what they are called."""
+"""Normalising operations and their names."""
 
 
 def heading(numerics: Numerics) -> str:
-    """The audited step, its device and its record."""
     spec, environment = numerics.spec, numerics.environment
     said = describe(spec) if spec else "sums only"
     where = [environment.device.name, f"torch {environment.torch}"] if environment else []
@@ -55,17 +51,14 @@ def heading(numerics: Numerics) -> str:
 
 
 def title(numerics: Numerics) -> str:
-    """The precision, in words."""
     return precision_words(numerics.spec.precision) if numerics.spec else ""
 
 
 def why(operation: OperationAudit) -> str:
-    """Why autocast does that."""
     return _WHY[operation.rule] + (f"; made of {' and '.join(operation.parts)}" if operation.parts else "")
 
 
 def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
-    """The sentences about one audit."""
     precision = numerics.spec.precision if numerics.spec else ""
     yield from _types(precision, audit)
     yield from _in_fp32(precision, audit, numerics)
@@ -104,7 +97,6 @@ def _in_fp32(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
 
 
 def _range(precision: str, audit: Audit) -> Iterator[str]:
-    """Share of the exact gradients that a type cannot hold."""
     low = COMPUTED_IN.get(precision)
     total = sum(count for _, count in audit.gradient_exponents)
     if low is None or not total:

@@ -1,7 +1,6 @@
-"""The parts of attention: time, FLOPs, bytes and share of the ceiling of scores, softmax and values.
+"""The parts of attention (scores, softmax, values): time, FLOPs, bytes and share of the ceiling.
 
-Computed from the record's operators, by the last part of the range they ran in. Nothing is estimated: what the
-profile does not count stays None.
+Computed from the record's operators, by the last part of their range, without estimates.
 """
 
 from collections.abc import Sequence
@@ -22,44 +21,37 @@ _NAMED = 3  # operators without FLOPs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of some operators per step."""
-
     time_s: float
-    """Device time of all of them."""
     flops: float | None
-    """FLOPs of the operators whose FLOPs are counted; None where there are none."""
+    """None without counted FLOPs."""
     moved_bytes: float | None
-    """Bytes moved by the operators whose bytes are counted; None where there are none."""
+    """None without counted bytes."""
     counted_s: float
-    """Device time of the operators with both FLOPs and bytes, from which the four figures below are computed."""
+    """Device time of operators with both FLOPs and bytes, for the four figures below."""
     intensity: float | None
-    """FLOPs per byte moved."""
     flops_per_s: float | None
     """Achieved."""
     bytes_per_s: float | None
-    """Achieved bytes per second, if each tensor moved once."""
+    """Achieved, if each tensor moved once."""
     ceiling_share: float | None
-    """Achieved FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
+    """FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
     dtype: str
-    """Number format of the peak, which is the one of most FLOPs; '' if unknown."""
+    """Number format of most FLOPs; '' if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRow:
-    """One part of attention in one phase."""
-
     part: str
     """scores, softmax, values or fused."""
     phase: str
-    """forward, backward; outside where the trace marks no phases."""
+    """forward, backward; outside without marked phases."""
     work: Work
-    """Its figures."""
     uncounted: tuple[str, ...]
-    """Names of its operators whose FLOPs no rule counts, most time first."""
+    """Operators without a FLOP rule, most time first."""
 
 
 def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
-    """Rows that exist, by phase and then in the order they run; empty where no operator is marked as attention."""
+    """By phase, then in execution order; empty if no operator is marked as attention."""
     roofs = find_roofs(run)
     groups = grouped(profile.ops, lambda op: (op.phase, part_of(op)))
     return [
@@ -76,7 +68,6 @@ def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
 
 
 def part_of(op: OpStats) -> str | None:
-    """The part of attention an operator belongs to, None for one outside it."""
     last = op.range.rpartition(".")[2]
     if last in ATTENTION_PARTS:
         return last
@@ -84,7 +75,6 @@ def part_of(op: OpStats) -> str | None:
 
 
 def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline) -> Work:
-    """Sums and rates of some operators."""
     steps = profile.num_steps
     flops = [op.flops for op in ops if op.flops is not None]
     moved = [op.moved_bytes for op in ops if op.moved_bytes is not None]
@@ -114,7 +104,7 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline)
 
 
 def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
-    """Notes on the conventions of the table, and on what it leaves out."""
+    """Notes on the table's conventions and gaps."""
     roofs = find_roofs(run)
     notes = [
         "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "
@@ -127,8 +117,8 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     ]
     notes += [f"Both are counted for part of the time only: {', '.join(counted)}."] if counted else []
     notes += [
-        f"No FLOPs for {row.phase} {row.part}: those of {', '.join(row.uncounted[:_NAMED])} cannot be computed from "
-        "the inputs in the trace."
+        f"No FLOPs for {row.phase} {row.part}: the inputs in the trace do not give FLOPs of "
+        f"{', '.join(row.uncounted[:_NAMED])}."
         for row in rows
         if row.work.flops is None
     ]

@@ -1,5 +1,3 @@
-"""Bars of a profile: device time by phase, categories of kernels, and the kernels with the most time."""
-
 from collections.abc import Iterator
 
 from steplab import units
@@ -12,12 +10,11 @@ from steplab.report.profile import words
 from steplab.report.profile.figures import Span, TopKernel, passes, shown_categories, spans, top_kernels
 
 BUSY, WAITS, IDLE = 1, 2, 7
-"""Numbers of the colours of busy, waiting and idle time."""
 _TOP = 8
 
 
 def device_time(run: Run, profile: Profile) -> Bars:
-    """Busy, waiting and idle time of each phase, and the unprofiled time that the busy time should agree with."""
+    """Busy, waiting and idle time of each phase, and the unprofiled time for comparison."""
     rows, device = spans(run, profile), words.device_word(profile)
     parts = [("busy", BUSY), *([("waits for the host", WAITS)] if words.has_host(profile) else []), ("idle", IDLE)]
     note = f"Time of the {device} per step under the profiler; at the right, the total."
@@ -46,7 +43,7 @@ def _device_segments(span: Span, colors: dict[str, int]) -> Iterator[Segment]:
 
 
 def category_bars(run: Run, profile: Profile) -> Bars | None:
-    """Busy time of forward, forward + backward and train by category, one bar each; None where nothing ran."""
+    """One bar each for forward, forward + backward and train; None without work."""
     rows = passes(run, profile)
     if not rows:
         return None
@@ -67,7 +64,6 @@ def _category_segments(name: str, span: Span) -> Iterator[Segment]:
 
 
 def kernel_bars(profile: Profile) -> Iterator[tuple[str, Bars]]:
-    """The kernels with the most time, by phase: its name and its bars."""
     word = words.kernels_word(profile)
     for phase in profile.phases:
         kernels = top_kernels(profile, (phase.phase,))

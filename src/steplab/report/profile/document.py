@@ -1,4 +1,4 @@
-"""The report of a profile: the device's time, categories, top kernels, attention, and calls of the host."""
+"""The report of a profile."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -33,9 +33,8 @@ TITLE = "Where the time goes"
 
 
 def profile_document(run: Run, findings: Findings | None = None) -> Document:
-    """The report of a run's profile, with its kernels as data. Raises UserError for a run without a profile.
-
-    `findings` on the run, if given, are the answer.
+    """Has kernels as data. Raises UserError for a run without a profile. `findings` on the run, if given, are the
+    answer.
     """
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
@@ -50,7 +49,6 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
-    """The findings, the step time and its doubts."""
     timed = []
     if run.samples_s:
         summary = summarize(run.samples_s)
@@ -60,7 +58,6 @@ def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None
 
 
 def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section:
-    """The profiled runs, in the cells' order, with the `findings` by their ids."""
     profiled = [cell for cell in cells if cell.run.profile]
     fields, found = varying(cells), findings or {}
 

@@ -14,38 +14,33 @@ from steplab.report.kit.kernel_names import short_kernels
 
 _TRAINING = {"forward", "backward", "optimizer"}
 _OVERLAPPED = {"forward", "backward"}
-"""The phases of a training step whose update is part of the backward pass."""
 TOLERANCE = 0.03
-"""Relative difference up to which profiled busy time and unprofiled time agree."""
+"""Largest relative difference of agreeing profiled busy time and unprofiled time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Device time per step of one phase, or of all."""
-
     phase: str
     """One of PHASES, outside, or step for all of them."""
     window_s: float
-    """Length of the phase on the device's timeline: busy + host-bound + idle."""
+    """busy + host-bound + idle."""
     busy_s: float
-    """Something ran."""
     host_bound_s: float
-    """Time in which nothing ran because the next kernel was not launched yet."""
+    """Idle because the next kernel was not launched yet."""
     idle_s: float
-    """Time in which nothing ran although the next kernel was launched; on a CPU, in which no operator ran."""
+    """Idle although the next kernel was launched; on a CPU, without an operator."""
     categories: dict[str, float]
-    """Busy seconds by category."""
     num_kernels: float
     timed_s: float | None
-    """Unprofiled median of the same phase; None where it was not timed."""
+    """Unprofiled median; None if not timed."""
 
     def share(self, category: str) -> float | None:
-        """Share of a category in the busy time; None where nothing ran."""
+        """In the busy time; None if zero."""
         return self.categories.get(category, 0.0) / self.busy_s if self.busy_s else None
 
 
 def spans(run: Run, profile: Profile) -> list[Span]:
-    """Each phase of the profile, in its order, and last the step: all of them together, if they are several."""
+    """Each phase in order, and last the step, if they are several."""
     apart = [_span(run, profile, phase.phase, [phase]) for phase in profile.phases]
     if len(apart) == 1 and apart[0].phase != OUTSIDE:
         return apart
@@ -53,7 +48,6 @@ def spans(run: Run, profile: Profile) -> list[Span]:
 
 
 def whole(run: Run, profile: Profile) -> Span:
-    """All phases of a step together."""
     return _span(run, profile, "step", profile.phases)
 
 
@@ -76,9 +70,9 @@ def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) ->
 
 
 def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
-    """The sums of phases: forward, forward + backward, train, as far as the trace marks them.
+    """Sums of marked phases: forward, forward + backward, train.
 
-    The last is `everything`, where some work belongs to no phase.
+    The last is `everything`, if some work is outside phases.
     """
     marked = [part for name in PHASES if (part := profile.phase(name))]
     told = []
@@ -95,34 +89,28 @@ def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
 
 
 def shown_categories(profile: Profile) -> list[str]:
-    """The categories that took any time, in their fixed order."""
     return [category for category in CATEGORIES if profile.category_s(category) > 0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKernel:
-    """One kernel of one phase, over all ranges and streams it ran in."""
-
     name: str
-    """Name that the profiler gives."""
     short: str
-    """Short name for people, unique among the kernels of the profile."""
+    """Unique within the profile."""
     category: str
-    """One of CATEGORIES."""
     phase: str
-    """Phase in which it was launched."""
+    """Phase of the launch."""
     ranges: tuple[str, ...]
-    """Ranges of the model in which it ran, most time first."""
+    """Ranges of the model, most time first."""
     calls: float
-    """A step."""
+    """Per step."""
     time_s: float
-    """Sum of its durations per step."""
     share: float
-    """Share of the durations of all kernels considered."""
+    """Share of all these kernels' durations."""
     median_s: float
-    """Median duration of a call; over several ranges, the median of their medians weighted by calls."""
+    """Per call; over several ranges, the median of medians weighted by calls."""
     median_is_exact: bool
-    """True if it ran in one range and stream only, so that the record holds its median."""
+    """True if it ran in one range and stream only."""
 
 
 def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:
@@ -158,7 +146,7 @@ def _merge(
 
 
 def _median_of_medians(parts: list[KernelStats]) -> float:
-    """The median of as many copies of each part's median as it had calls, without making the copies."""
+    """Parts' medians are weighted by calls."""
     ordered = sorted(parts, key=lambda part: part.median_s)
     calls = sum(part.calls for part in ordered)
     middle = []

@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 
 
 def find_roofs(run: Run) -> Roofline:
-    """The roofs of the device the run was made on, by its exact name: the vendor's figures or none."""
+    """By the device's exact name: the vendor's figures or none."""
     return Roofline(hardware=find_hardware(run.device_name) if run.device_name else None)
 
 
 def why_no_roof(run: Run) -> str:
-    """Why the run's device has no roof."""
     if run.device_name is None:
         return "the record does not say what device this was"
     return f"no data sheet's figures are known for {run.device_name}"
 
 
 def roof_dtype(run: Run, profile: Profile, op: OpStats) -> str:
-    """The number format whose peak an operator is compared with; '' where it is not known.
+    """Number format of an operator's peak; '' if unknown.
 
-    float32 products have the peak of TF32 where the run, or the name of one of its kernels, says that TF32 was used.
+    float32 products have TF32's peak if the run, or a kernel's name, shows TF32.
     """
     if op.dtype != "fp32" or op.category not in ("matmul", "attention"):
         return op.dtype
@@ -64,24 +63,18 @@ _LOW_INTENSITY, _HIGH_INTENSITY = 0.05, 200.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One operator with inputs of one shape, in one phase and range."""
-
     op: OpStats
-    """The operator."""
     intensity: float
-    """FLOPs per byte moved."""
     flops_per_s: float
     """Achieved."""
     share: float
-    """Share of the device time of all operators."""
     ceiling_share: float | None
-    """Achieved FLOP/s over the ceiling by the roofs; None without roofs."""
+    """FLOP/s over the roofs' ceiling; None without roofs."""
     dtype: str
-    """Number format of the peak it is compared with."""
+    """Number format of its peak."""
 
 
 def roofline_points(run: Run, profile: Profile) -> list[Point]:
-    """The operators that have FLOPs, bytes and time, largest share first."""
     roofs = find_roofs(run)
     total_s = sum(op.device_s for op in profile.ops)
     points = []
@@ -104,7 +97,7 @@ def roofline_points(run: Run, profile: Profile) -> list[Point]:
 
 
 def roofline(run: Run, profile: Profile) -> Chart | None:
-    """The plot; None where no operator has both FLOPs and bytes."""
+    """None if no operator has both FLOPs and bytes."""
     every = roofline_points(run, profile)
     points = [point for point in every if point.share >= _LEAST_SHARE]
     if not points:
@@ -126,13 +119,11 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
 
 
 def _phase_legend(points: Sequence[Point]) -> Legend:
-    """The glyph of each phase, in grey."""
     phases = {point.op.phase for point in points}
     return tuple((_GREY, glyph, phase) for phase, (_, glyph) in _MARKERS.items() if phase in phases)
 
 
 def _dtypes(points: Sequence[Point]) -> list[str]:
-    """Number formats of the points, the one with the most time first."""
     return list(dict.fromkeys(point.dtype for point in points if point.dtype))
 
 
@@ -192,7 +183,6 @@ def _draw_point(picture: Drawing, axes: "Axes", point: Point) -> None:
 
 
 def _name_largest(axes: "Axes", points: Sequence[Point]) -> None:
-    """Draw the names of the largest points where they do not overlap."""
     placed: list[tuple[float, float, float]] = []  # left, right, height, in pixels
     centers = [axes.transData.transform((point.intensity, point.flops_per_s)) for point in points]
     for point, (x, y) in zip(points, centers, strict=True):
@@ -210,7 +200,6 @@ def _name_largest(axes: "Axes", points: Sequence[Point]) -> None:
 
 
 def _size(point: Point) -> float:
-    """Diameter in pixels."""
     return max(math.sqrt(2 * _AREA * point.share), 5)
 
 

@@ -1,4 +1,4 @@
-"""Tables of a profile. Times, calls and FLOPs are per step; the rows for programs alone hold totals as well."""
+"""Tables of a profile, per step; rows for programs also hold totals."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,6 @@ from steplab.report.profile.figures import Span, TopKernel, shown_categories, sp
 
 _MOST_MEETINGS = 20
 _ROWS = {0: "compute", 1: "messages"}
-"""Names of the rows of TracedRank.timeline."""
 
 
 def ranks_section(seen: TracedRanks) -> Section:
@@ -57,7 +56,7 @@ def ranks_section(seen: TracedRanks) -> Section:
 def _told(seen: TracedRanks) -> str:
     path = ", ".join(f"rank {part.rank} {part.what} {units.format_time(part.time_s)}" for part in seen.path[:12])
     clocks = (
-        "no collective was found in two of them, so their clocks are taken as they are"
+        "clocks not aligned, for lack of a common collective"
         if seen.clock_error_s is None
         else f"clocks aligned on {len(seen.meetings)} collectives of a step, to {units.format_time(seen.clock_error_s)}"
     )
@@ -87,7 +86,7 @@ _CALLS = Quantity(words.calls_text)
 
 
 def phase_table(run: Run, profile: Profile) -> Table:
-    """Busy, waiting and idle time by phase, and the unprofiled time with which the busy time should agree."""
+    """Busy, waiting and idle time by phase, and the unprofiled time for comparison."""
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
 
@@ -129,7 +128,6 @@ def _share(part: str, span: Span) -> float | None:
 
 
 def category_table(run: Run, profile: Profile) -> Table:
-    """Busy time by category and phase, with its share of the phase's busy time."""
     found = spans(run, profile)
     rows: list[Row] = []
     for category in shown_categories(profile):
@@ -150,7 +148,6 @@ def category_table(run: Run, profile: Profile) -> Table:
 
 
 def kernel_table(profile: Profile) -> Table:
-    """The kernels of each phase, most time first."""
     word = words.kernels_word(profile).removesuffix("s")
 
     def median(kernel: TopKernel) -> Scalar:
@@ -177,7 +174,7 @@ def kernel_table(profile: Profile) -> Table:
 
 
 def attention_table(rows: Sequence[AttentionRow]) -> Table:
-    """Scores, softmax and values (or all of them fused) by phase; no value for what is not counted."""
+    """Scores, softmax and values (or fused) by phase."""
     columns = (
         Column(key="phase"),
         Column(key="part"),
@@ -195,7 +192,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
 
 
 def host_call_table(profile: Profile) -> Table:
-    """Calls of the host that wait for the device or copy, most host time first."""
+    """Calls that wait for the device or copy, most host time first."""
     calls = sorted(profile.host_calls, key=lambda call: -call.total_s)
     steps = profile.num_steps
     return Table.of(

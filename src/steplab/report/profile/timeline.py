@@ -1,4 +1,4 @@
-"""The timeline of a profiled step: the whole of it, and one block of the model, kernel by kernel."""
+"""The timeline of a profiled step, and of one block kernel by kernel."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,22 +27,18 @@ _MOST_STREAMS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseUp:
-    """A part of a step that is drawn kernel by kernel: one block of the model, in the middle of a phase."""
-
     title: str
-    """What the stretch is."""
     start_ns: int
-    """Start in nanoseconds from the beginning of the step."""
+    """In nanoseconds from the beginning of the step."""
     end_ns: int
-    """End in nanoseconds from the beginning of the step, later than the start."""
     ranges: tuple[tuple[str, int, int], ...]
-    """Name, start and end of the ranges that begin in the stretch."""
+    """Name, start and end; they begin in the stretch."""
     kernels: tuple[int, ...]
-    """Numbers of the timeline's kernels that begin in the stretch."""
+    """Numbers in the timeline; they begin in the stretch."""
 
 
 def timeline_chart(profile: Profile) -> Chart | None:
-    """The last profiled step, and where the trace names a block's ranges, one block forward and one backward."""
+    """The last profiled step, and, if the trace names a block's ranges, one block forward and one backward."""
     timeline = profile.timeline
     if timeline is None or not timeline.kernel:
         return None
@@ -99,7 +95,6 @@ def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:
 
 
 def _ranges(window: CloseUp, frame: Frame) -> Iterator[str]:
-    """The ranges' last names above the kernels, where there is room."""
     for name, start_ns, end_ns in window.ranges:
         left, right = frame.x(start_ns), frame.x(end_ns)
         text = last_part(name)
@@ -116,14 +111,14 @@ _MOST_KERNELS = 400
 
 
 def close_ups(timeline: Timeline) -> list[CloseUp]:
-    """One block in the middle of the forward pass and one of the backward, where ranges that repeat show them."""
+    """One block in the middle of each pass, if repeated ranges show them."""
     spans = [(name, start, end) for name, start, end in timeline.phases if name in _PHASES]
     windows = (_block(timeline, name, start, end) for name, start, end in spans)
     return [window for window in windows if window is not None]
 
 
 def _block(timeline: Timeline, phase: str, phase_start_ns: int, phase_end_ns: int) -> CloseUp | None:
-    """Ranges carry no layer numbers: a block begins where a range that each block enters once begins again."""
+    """Ranges lack layer numbers: a block begins at a repeat of a range that each block enters once."""
     inside = [r for r in timeline.ranges if phase_start_ns <= r[1] < phase_end_ns and "*" in r[0]]
     counts = Counter(name for name, *_ in inside)
     repeated = Counter(count for count in counts.values() if count > 1)

@@ -1,4 +1,4 @@
-"""The answer of a profile: what would save time, by the findings on its run, or else where the time goes."""
+"""The verdict of a profile: the findings' savings, or else where time goes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -33,11 +33,10 @@ _NOTE = (
 )
 _COLOR = 1
 _LEAST = 0.01
-"""Share of the step from which a saving is worth a headline."""
+"""Least share of the step for a headline."""
 
 
 def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
-    """The two largest savings; without findings, where the time goes."""
     if findings is None or not findings.findings:
         if run.failure:
             yield "The run failed, so there is no step to explain."
@@ -65,7 +64,6 @@ def _is_worth(finding: Finding, step_s: float | None) -> bool:
 
 
 def saving_sentence(finding: Finding, step_s: float | None) -> str:
-    """The finding, and the saving of its change."""
     return f"{finding.title}: {_saving(finding, step_s)}."
 
 
@@ -78,8 +76,9 @@ def _saving(finding: Finding, step_s: float | None) -> str:
 
 
 def saving_words(finding: Finding, step_s: float | None) -> str:
-    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; of a larger batch, whose step is longer, 'about 3.00 ms for the same
-    tokens, 10.0 % of 30.0 ms'. The finding predicts a saving."""
+    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; for a larger batch with a longer step, 'about 3.00 ms for the same
+    tokens, 10.0 % of 30.0 ms'. The finding must predict a saving.
+    """
     saved, gain_s = saved_words(finding), finding.gain_s
     if step_s is None or gain_s is None:
         return f"{saved} per step" if finding.tokens_ratio == 1 else saved
@@ -88,8 +87,9 @@ def saving_words(finding: Finding, step_s: float | None) -> str:
 
 
 def saved_words(finding: Finding) -> str:
-    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'; of a larger batch, 'about 7.89 ms for the same
-    tokens'."""
+    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'; for a larger batch, 'about 7.89 ms for the same
+    tokens'.
+    """
     gain_s, trial = finding.gain_s, finding.trial
     if gain_s is None:
         return f"{units.format_time(finding.alone_s)} alone" if finding.alone_s is not None else "not predicted"
@@ -99,7 +99,7 @@ def saved_words(finding: Finding) -> str:
 
 
 def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fields: Sequence[str]) -> list[Fact]:
-    """The largest saving, as a share of its step, that is predicted of a run of a page; empty where none is."""
+    """The largest predicted saving of a page, as a share of its step; empty without one."""
     predicted = [
         (finding.saves_s / found.step_s, cell, found)
         for cell in cells
@@ -110,12 +110,11 @@ def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fie
         return []
     share, cell, found = max(predicted, key=lambda one: one[0])
     told = saving_sentence(found.findings[0], found.step_s)
-    text = f"of a step is the most that one change is predicted to save: {label(cell, fields)}. {told}"
+    text = f"of a step is the largest predicted saving of one change: {label(cell, fields)}. {told}"
     return [Fact(figure=units.format_percent(share), text=text, wide=True)]
 
 
 def findings_section(findings: Findings) -> Section:
-    """The findings as bars of their savings, and as a table with the changes."""
     bars = tuple(
         Bar(
             label=finding.title,
@@ -145,12 +144,12 @@ def findings_section(findings: Findings) -> Section:
         folded=True,
     )
     chart = Bars(bars=bars, note="Predicted saving per step.", full=findings.step_s)
-    return Section.of("What would save time", chart, table)
+    return Section.of("Possible savings", chart, table)
 
 
 _SAME_STEP = 0.20
-"""Relative difference between the step measured again and the recorded one above which the machine, its clocks or its
-load must have changed: repeated medians of one step differ by a few per cent."""
+"""Relative difference of a repeated step that means another machine state: repeated medians differ by a few per cent.
+"""
 _CAPTION = (
     "Each gain is predicted as if no other change were made, as far as those before it leave as much of the step."
 )
@@ -159,7 +158,6 @@ _SIGNED = Quantity(units.format_change)
 
 
 def findings_document(run: Run, findings: Findings) -> Document:
-    """All that was found in a run."""
     found = findings.findings
     caption = f"{_CAPTION} {_TO_TRY}" if any(finding.fields for finding in found) else _CAPTION
     return Document(
@@ -199,8 +197,8 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         if finding.limited_from_s is not None:
-            return f"It saves {saved_words(finding)}, but the changes before it leave nothing of the step."
-        return "What the change saves cannot be predicted from this record."
+            return f"It saves {saved_words(finding)}, but the changes before it already save the whole step."
+        return "This record does not allow a prediction of the saving."
     return f"The change saves {saving_words(finding, step_s)}."
 
 
@@ -245,7 +243,6 @@ def _predicted(finding: Finding) -> str | None:
 
 
 def trials_table(findings: Findings) -> Table:
-    """One row per finding that was tried."""
     return Table(
         name="trials",
         columns=(
@@ -288,7 +285,7 @@ def _changed_step(findings: Findings) -> Iterator[str]:
     step_s = findings.step_s
     if before is not None and step_s and abs(before / step_s - 1) > _SAME_STEP:
         yield (
-            f"The step as it was took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
-            f"({100 * (before / step_s - 1):+.0f} %), so the machine has changed: the predictions are made from the "
-            "record, the measurements on the machine as it is now."
+            f"The unchanged step took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
+            f"({100 * (before / step_s - 1):+.0f} %), so the machine has changed: predictions follow the record, "
+            "measurements the machine's present state."
         )

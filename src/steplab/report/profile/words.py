@@ -1,4 +1,4 @@
-"""The sentences about a profile, the same on a terminal and on a page. Every figure is per step."""
+"""Sentences about a profile; figures are per step."""
 
 from steplab import units
 from steplab.records.profile import ATTENTION_PARTS, Profile
@@ -20,22 +20,19 @@ _MOST_CATEGORIES = 3
 
 
 def device_word(profile: Profile) -> str:
-    """The word for the device in sentences."""
     return "CPU" if profile.device == "cpu" else "GPU"
 
 
 def has_host(profile: Profile) -> bool:
-    """True if the device is not the host itself, so that it can wait for the host."""
+    """True if the device is not the host itself."""
     return profile.device != "cpu"
 
 
 def kernels_word(profile: Profile) -> str:
-    """The profile's unit: kernels or operators."""
     return "operators" if profile.device == "cpu" else "kernels"
 
 
 def heading(run: Run, profile: Profile) -> str:
-    """The profiled steps, their device and the profiler."""
     steps = units.counted(profile.num_steps, "step")
     where = run.device_name or f"a {device_word(profile)} of unknown name"
     file = f", from {profile.file}" if profile.file else ""
@@ -43,15 +40,16 @@ def heading(run: Run, profile: Profile) -> str:
 
 
 def caution(run: Run) -> str:
-    """The warning that profiled times are not step times."""
+    """Profiled times are not step times."""
     if run.timing is None:
         return "The profiler slows the host, so only shares, kernels and gaps count here. No step was timed without it."
     return PROFILED
 
 
 def agreement(span: Span, profile: Profile) -> str | None:
-    """A phase's busy device time against its unprofiled median: by how much they differ, and why where that is more
-    than TOLERANCE; None where there is no unprofiled time."""
+    """A phase's busy device time against its unprofiled median, with the cause of a difference beyond TOLERANCE; None
+    without unprofiled time.
+    """
     if span.timed_s is None:
         return None
     off = span.busy_s / span.timed_s - 1
@@ -85,7 +83,6 @@ def _signed(share: float) -> str:
 
 
 def time_sentence(run: Run, profile: Profile) -> str:
-    """Busy, waiting and idle, with their shares of the window."""
     step = whole(run, profile)
 
     def part(seconds: float) -> str:
@@ -101,11 +98,10 @@ def time_sentence(run: Run, profile: Profile) -> str:
 
 
 def largest_categories(run: Run, profile: Profile) -> str:
-    """The categories that take most of the busy time."""
     step = whole(run, profile)
     shares = sorted(((step.share(category) or 0.0, category) for category in shown_categories(profile)), reverse=True)
     most = ", ".join(f"{category} {units.format_percent(share)}" for share, category in shares[:_MOST_CATEGORIES])
-    return f"Of the busy time {most}."
+    return f"Busy time: {most}."
 
 
 def _share(part: float, total: float) -> str:
@@ -113,7 +109,6 @@ def _share(part: float, total: float) -> str:
 
 
 def matmul_sentences(run: Run, profile: Profile) -> list[str]:
-    """The share of matrix multiplication in inference and in training."""
     told = [(name, span, share) for name, span in passes(run, profile) if (share := span.share("matmul")) is not None]
     if not told:
         return []
@@ -133,7 +128,6 @@ def _passes_words(name: str) -> str:
 
 
 def top_kernel_sentences(profile: Profile) -> list[str]:
-    """The kernel with the most time in each phase, and over all phases."""
     word = kernels_word(profile).removesuffix("s")
     if not profile.kernels:
         return []
@@ -144,7 +138,6 @@ def top_kernel_sentences(profile: Profile) -> list[str]:
 
 
 def kernel_words(kernel: TopKernel, profile: Profile) -> str:
-    """A kernel with its calls, its time and its share."""
     return (
         f"{kernel.short}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
         f"{units.format_percent(kernel.share)} of the {kernels_word(profile).removesuffix('s')} time"
@@ -157,7 +150,7 @@ def calls_text(calls: float) -> str:
 
 
 def softmax_sentence(run: Run, profile: Profile) -> str | None:
-    """Softmax against the matrix products of attention, in the forward pass: time, FLOPs and intensity."""
+    """Softmax against attention's products, in the forward pass."""
     phase = "forward" if profile.phase("forward") else "outside"
     ops = [op for op in profile.ops if op.phase == phase and part_of(op) in ATTENTION_PARTS]
     roofs = find_roofs(run)
@@ -174,7 +167,6 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
 
 
 def communication_sentence(run: Run, profile: Profile) -> str | None:
-    """The time of collectives: in total, overlapped by computation, and exposed."""
     talk = profile.communication
     if talk is None:
         return None
@@ -187,14 +179,12 @@ def communication_sentence(run: Run, profile: Profile) -> str | None:
 
 
 def uncategorised_sentence(run: Run, profile: Profile) -> str:
-    """The share of busy time in kernels that no rule assigns to a category."""
     step = whole(run, profile)
     unknown_s = step.categories["uncategorised"]
     return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
 
 
 def overlap_note(run: Run, profile: Profile) -> str | None:
-    """A note where durations add up to more than the busy time."""
     busy_s, total_s = whole(run, profile).busy_s, sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
     if total_s <= busy_s * 1.001:
         return None

@@ -1,8 +1,7 @@
 """The fields that distinguish the runs of a page, and the place of each run in a chart.
 
-A study varies a few fields and holds the others; a chart finds out which. The first two fields of size that
-vary become the x axis (model, and context within it), the other fields that vary become colours, and where
-that would crowd one chart, further fields split it into panels.
+The first two varying fields of size become the x axis (model, and context within it). Other varying fields become
+colours, or panels if one chart would be crowded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,8 @@ from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
-"""Texts of the environment's values, and of the number among equal runs."""
 AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
-"""The fields of size, in the order in which they become axes."""
+"""Fields of size, in their order as axes."""
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
 
 FIELDS = (
@@ -29,36 +27,31 @@ FIELDS = (
     *(name for name, role in _ROLES.items() if role in ("how", "device")),
     *_AROUND,
 )
-"""The fields that can distinguish two runs, in the order of labels. `repeat` counts runs that are otherwise equal."""
+"""Fields that can distinguish two runs, in the order of labels. `repeat` counts otherwise equal runs."""
 
 HOW = (*(name for name, role in _ROLES.items() if role in ("how", "device")), "repeat")
-"""Fields of the measurement, not of the computation; labels use them only if no others differ."""
+"""Fields of the measurement; labels use them only if no others differ."""
 _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
-"""Fields in which cells must agree for another field to be compared."""
+"""Fields that must agree for comparing another."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
-"""Order in which fields split a crowded chart into panels, the lowest number first."""
+"""Fields split a crowded chart into panels in this order."""
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
 _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
-"""Values that a long label leaves out: the defaults of all fields but the main ones."""
 _MOST_SAID = 4
-"""Fields up to which a label has usual values too."""
 _MOST_SERIES = 6
 _MOST_MARKS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCell:
-    """A run and the values that distinguish it."""
-
     run: Run
-    """The record."""
     values: dict[str, Scalar]
-    """A value for every one of FIELDS; None where the run does not say."""
+    """A value per field of FIELDS; None if unknown."""
     unsaid: frozenset[str] = frozenset()
-    """Fields that a label leaves out, because others distinguish the cell."""
+    """Fields left out of a label, because others distinguish the cell."""
     called: str = ""
-    """Words of a label in place of the number among equal runs."""
+    """A label's words instead of the number among equal runs."""
 
     @property
     def id(self) -> str:
@@ -67,7 +60,7 @@ class RunCell:
 
 
 def cells_of(runs: Sequence[Run]) -> list[RunCell]:
-    """The runs in the order of their fields: sizes ascending, choices as the command line lists them."""
+    """Ordered by fields: sizes ascending, choices as on the command line."""
     seen: dict[tuple[Scalar, ...], int] = {}
     cells = []
     for run in sorted(runs, key=lambda run: run.created_utc):
@@ -84,9 +77,9 @@ def cells_of(runs: Sequence[Run]) -> list[RunCell]:
 
 
 def _called(equal: Sequence[RunCell]) -> list[RunCell]:
-    """Equal cells, each with the name of its run, and its id where another has the same; else with its number.
+    """Equal cells get their run's name, with its id if repeated; else their number.
 
-    The name of a run without a step is said already: it stands for the model.
+    The name of a run without a step already names the model.
     """
     names = [short_name(cell.run.name) for cell in equal]
     called = []
@@ -101,7 +94,7 @@ def _called(equal: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
-    """The fields of HOW that do not distinguish the cell from those `alike` in all earlier fields."""
+    """Fields of HOW that do not distinguish the cell from `alike`, equal in all earlier fields."""
     unsaid = set()
     for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]
@@ -122,7 +115,6 @@ def _values(run: Run) -> dict[str, Scalar]:
 
 
 def _ranks(field: str, cells: Sequence[RunCell]) -> dict[Scalar, int]:
-    """Place of each value of a field; unknown names come after the known ones, in order of appearance."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
     step = _STEP.get(field)
     known = (step.choices or step.about.order) if step else ()
@@ -136,13 +128,12 @@ def _ranks(field: str, cells: Sequence[RunCell]) -> dict[Scalar, int]:
 
 
 def varying(cells: Sequence[RunCell]) -> list[str]:
-    """The fields with more than one value, of those that labels show."""
+    """Fields of labels with more than one value."""
     differing = [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
     return [f for f in differing if not all(f in c.unsaid for c in cells)]
 
 
 def short(field: str, value: Scalar) -> str:
-    """Text of a value in a place that names its field."""
     if value is None:
         return ""
     step = _STEP.get(field)
@@ -150,17 +141,15 @@ def short(field: str, value: Scalar) -> str:
 
 
 def said(field: str, value: Scalar) -> str:
-    """Text of a value together with its field: 'context 1024', 'compiled (max-autotune)'."""
+    """A value with its field: 'context 1024', 'compiled (max-autotune)'."""
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
 def axis_name(field: str) -> str:
-    """Short name of a field, for an axis."""
     return _STEP[field].axis_name if field in _STEP else field
 
 
 def label(cell: RunCell, fields: Sequence[str]) -> str:
-    """Label of a cell by the fields that distinguish it, or by its model where none does."""
     telling = _telling([field for field in fields if field not in cell.unsaid], cell.values)
     return " · ".join(_said_of((cell,), field, cell.values[field]) for field in telling or ("model",))
 
@@ -171,7 +160,6 @@ def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
-    """The fields that have a value; where they are many, those with an unusual value and the main ones."""
     known = [field for field in fields if values[field] is not None]
     if len(known) <= _MOST_SAID:
         return known
@@ -180,16 +168,14 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One set of axes."""
-
     title: str
-    """Values that the cells of the panel share; empty for a single panel."""
+    """Common values of its cells; empty for a single panel."""
     marks: tuple[tuple[int, int, RunCell], ...]
     """Position on the x axis, series, cell."""
 
 
 def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
-    """Assign each varying field to an axis, the colours or the panels; there is at least one panel."""
+    """Returns at least one panel."""
     rest = varying(cells)
     axes = [field for field in AXES if field in rest][:2] or rest[:1]
     rest = [field for field in rest if field not in axes]

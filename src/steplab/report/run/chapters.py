@@ -1,6 +1,4 @@
-"""The chapters about measured steps, each a function of the cells: the same for one run and for several, on a terminal
-and on a page.
-"""
+"""Chapters about measured steps, for one run or several, on terminals and pages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -63,26 +61,25 @@ TERMS = (
     (
         "peak memory",
         "Most bytes in live tensors (allocated), and most bytes that the allocator held from the device (reserved), "
-        "during one step, with all that was alive before it.",
+        "during one step, including earlier tensors.",
     ),
     (
         "compile time",
-        "Time of the first, compiling step minus that of a later one. No step time includes it.",
+        "Time of the first, compiling step minus a later step's. No step time includes it.",
     ),
 )
-"""Terms of these chapters, and what they mean."""
 
-_MANY = 4  # runs, more of which are listed apart
+_MANY = 4  # runs; more are listed separately
 
 
 def failure_chapter(cells: Sequence[RunCell]) -> Section:
-    """The circumstances of a single run's failure. Reasons of several runs are in `missing_chapter`."""
+    """For a single run; see `missing_chapter` for several."""
     failure = cells[0].run.failure if len(cells) == 1 else None
     return Section.of("Failure", *(failure_blocks(failure) if failure else ()), anchor="failure")
 
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section:
-    """Step time of every cell: as a chart, or of a single run the statistics."""
+    """A chart, or for a single run the statistics."""
     return Section.of("Step time", *_step_time(cells), anchor="time")
 
 
@@ -97,7 +94,7 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
 
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section:
-    """Parts of a step: a bar per run, and of a single run a table."""
+    """A bar per run, and a table for a single one."""
     tables: Iterable[Block] = [passes_table(cells)] if len(cells) > 1 else []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         tables = phase_blocks(cells[0].run, timing)
@@ -105,18 +102,16 @@ def phases_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def effects_chapter(cells: Sequence[RunCell]) -> Section:
-    """Each choice against its baseline, by size: fp32 and bf16, eager and compiled."""
     return Section.of("Choices by size", *(effects_sections(cells) if len(cells) > 1 else ()), anchor="choices")
 
 
 def warmup_chapter(cells: Sequence[RunCell]) -> Section:
-    """When the step time settles, and what fewer warm-up steps would have changed."""
+    """When the step time settles, and the effect of fewer warm-up steps."""
     timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
     return Section.of("Warm-up", *(_warmup(cells, timings) if timings else ()), anchor="warmup")
 
 
 def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Block]:
-    """The same in its blocks; `timings` are those of the cells that have some."""
     alone = len(cells) == 1
     if alone:
         yield Sentences.of([steady_sentence(curve(timings[0]))])
@@ -133,7 +128,7 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
-    """Means after 0, 1, 2 and 5 warm-up steps, for the runs whose curves are drawn."""
+    """Means after 0, 1, 2 and 5 warm-up steps, for runs with a drawn curve."""
     chosen, fields = worth_a_curve(cells), varying(cells)
     rows: list[Row] = []
     for cell in chosen:
@@ -164,7 +159,6 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    """Figures of each process of a run."""
     several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
     if len(cells) == 1 and several:
         return Section.of("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
@@ -173,7 +167,6 @@ def ranks_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def utilization_chapter(cells: Sequence[RunCell]) -> Section:
-    """MFU and HFU under each convention."""
     blocks: Iterable[Block] = ()
     if len(cells) == 1:
         run = cells[0].run
@@ -184,7 +177,7 @@ def utilization_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def utilization_table(cells: Sequence[RunCell]) -> Table:
-    """One row per run, one column per convention, and the peak that the shares are relative to."""
+    """One row per run, one column per convention, and the reference peak."""
     fields = varying(cells)
     rows: list[Row] = []
     shares: dict[str, None] = {}
@@ -216,13 +209,11 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
 
 
 def runs_chapter(cells: Sequence[RunCell]) -> Section:
-    """The table of several runs with their choices."""
     blocks = (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
     return Section.of("Runs", *blocks, anchor="runs")
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
-    """One row per run, with interval, mean and deviation of its step time."""
     table = rows_table([run_row(cell.run) | _spread(cell.run) for cell in cells])
     at = next(index + 1 for index, column in enumerate(table.columns) if column.key == "step_time_s")
     spread = tuple(Column(key=key, header=header, quantity=TIME, rank=5) for key, header in _SPREAD.items())
@@ -238,7 +229,6 @@ _SPREAD = {"low_s": "low", "high_s": "high", "mean_s": "mean", "stdev_s": "sd"}
 
 
 def _spread(run: Run) -> Row:
-    """Interval of the median, mean and standard deviation of a run's step time."""
     samples = run.samples_s
     if not samples:
         return {}
@@ -247,7 +237,6 @@ def _spread(run: Run) -> Row:
 
 
 def missing_chapter(cells: Sequence[RunCell]) -> Section:
-    """Missing measurements and their reasons."""
     return Section.of("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
 
 
@@ -256,7 +245,6 @@ def _missing(run: Run) -> list[str]:
 
 
 def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:
-    """Notes of the runs, each text once, with the cells that it concerns."""
     fields = varying(cells)
     found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
     if len(cells) == 1:

@@ -1,7 +1,6 @@
-"""The charts of a page: each is a function from cells to a Chart, which is a few small SVGs and their legend.
+"""The charts of a page: functions from cells to a Chart, a few small SVGs and their legend.
 
-Hover texts give exact figures, so that marks need no labels where there are many. Failures are drawn too, because
-an empty place would read as 'not measured'.
+Hover texts give exact figures. Failures are drawn too, because an empty place would read as 'not measured'.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_PANELS = 6
-_LABEL_PX = 48  # a figure beside a mark needs so much room
+_LABEL_PX = 48  # room of a figure next to a mark
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
 
 def step_times(cells: Sequence[RunCell]) -> Chart | None:
-    """Median step time of every timed cell with its 95 % interval, and a mark for every failed one.
+    """Median step time of every timed cell with its 95 % interval, and a mark per failure.
 
-    Imported traces have no step time and are left out.
+    Imported traces lack step times and are left out.
     """
     cells = [c for c in cells if c.run.samples_s or c.run.failure]
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := c.run.samples_s)}
@@ -81,7 +80,6 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
 
 
 def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
-    """Peak allocated memory of every cell, the allocator's reserve above it, failures marked."""
     cells = [c for c in cells if c.run.memory or c.run.timing or c.run.failure]
     if len(cells) < 2:
         return None
@@ -117,7 +115,6 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
 
 
 def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
-    """The process's largest resident set, for devices whose allocator does not count live tensors."""
     sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
     if not sizes:
         return None
@@ -127,7 +124,6 @@ def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
 
 
 def mfu(cells: Sequence[RunCell]) -> Chart | None:
-    """MFU of every cell under the default convention."""
     cells = [c for c in cells if c.run.timing or c.run.failure]
     used = {c.run.id: u for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value is not None}
     if not used or len(cells) < 2:
@@ -169,7 +165,6 @@ def _chart(
     note: str,
     legend: Legend,
 ) -> Chart:
-    """The panels with most marks, each with those positions alone that it has marks at."""
     ranked = sorted(range(len(panels)), key=lambda index: -len(panels[index].marks))
     pictures = []
     for panel in (panels[index] for index in sorted(ranked[:_MOST_PANELS])):

@@ -1,7 +1,7 @@
-"""The columns of tables of runs and of studies, each defined once, and the tables: records, and steps by attention.
+"""Columns of tables of runs and studies, and two tables: records, and steps by attention.
 
-A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have the figures unchanged; tables for people
-show the columns that differ, and what all rows share once, in the caption.
+A row (`records.rows.run_row`) holds figures in base units, as do JSON and CSV. Tables for people show differing
+columns, and common values in the caption.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
     Column(key="num_failed", header="failed", quantity=LABEL, shared="{} failed", quiet="0", folds=True),
     Column(key="created_utc", header="measured", quantity=_DAY, shared="measured {}", rank=9),
-    # How a step was measured stands behind what it computes.
+    # The way of measuring follows the computation.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
     Column(key="device", shared="{}", rank=6, folds=True),
     *Column.of(RUN_FIGURES),
@@ -52,7 +52,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
 )
-"""Every column that a table for people can have, of runs and of studies, in order. `failure` also shows `status`."""
+"""In order. `failure` also shows `status`."""
 
 
 _MEMORY_RANKS = {
@@ -61,17 +61,15 @@ _MEMORY_RANKS = {
     **dict.fromkeys(("name", "attention"), 2),
     "mfu": 3,
 }
-"""Columns that a narrow table of memory keeps longest: the peak, and the choices that change it."""
 
 
 def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
-    """A table of records or of studies by itself."""
     table = rows_table(rows, empty=empty)
     return Document(title="", sections=(Section.of("", table),), data=table.rows)
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:
-    """One row per run or study; `columns` None: those that suit the rows."""
+    """`columns` None: those that suit the rows."""
     sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
@@ -104,7 +102,6 @@ def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Co
 
 
 _FIGURES = ("step_time_s", "warnings", "peak_allocated_bytes", "mfu")
-"""The figures that a list has; others are columns where they are asked for."""
 _OWN = (
     Column(key="kind"),
     Column(key="status"),
@@ -117,9 +114,9 @@ _KNOWN = {column.key: column for column in (*COLUMNS, *_OWN)}
 
 
 def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
-    """A table of records of any kinds with these fields, in this order; without any, with those that tell them apart.
+    """A table of records of any kinds with these fields, in order; without any, the distinguishing ones.
 
-    A value that all records share is in the caption. JSON and CSV have all fields, or those that were asked for.
+    Common values are in the caption. JSON and CSV have all fields, or the requested ones.
     """
     if keys:
         chosen = [replace(_column(key, rows), shared="", quiet=None, rank=0, folds=False) for key in keys]
@@ -136,7 +133,6 @@ def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
 
 
 def _column(key: str, rows: Sequence[Row]) -> Column:
-    """A field's column; unknown fields have their name as heading."""
     if key == "created_utc":
         one_year = len({str(row.get(key))[:4] for row in rows}) == 1
         shown = slice(5, 16) if one_year else slice(0, 10)
@@ -146,7 +142,7 @@ def _column(key: str, rows: Sequence[Row]) -> Column:
 
 
 def _differs(key: str, rows: Sequence[Row]) -> bool:
-    """True if a field tells records apart: by its value, or because most have none, or some of one kind."""
+    """True if a field distinguishes records: by its value, or because most, or some of one kind, lack it."""
     values = {row.get(key) for row in rows} - _NONE
     if len(values) != 1:
         return len(values) > 1
@@ -161,15 +157,14 @@ def _said(column: Column, rows: Sequence[Row]) -> str:
 
 
 _LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
-"""The fields in which the rows differ and the measured ones, which come after the other fields of the step."""
+"""Differing and measured fields follow the step's other fields."""
 _BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
-"""Attention and compile mode of the steps that speeds are relative to."""
 
 
 def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
     """One row per run, with its speed relative to plain attention, eager and compiled; steps of one kind together.
 
-    Empty where no step was measured with two kinds of attention.
+    Empty without a step with two kinds of attention.
     """
     # a factory's model brings its own attention
     pairs = [(run.spec, run) for run in runs if run.spec and run.spec.model.kind != "factory"]
@@ -190,7 +185,6 @@ def _rows(group: Sequence[Run]) -> list[Row]:
 
 
 def attention_steps(runs: Sequence[Run]) -> Table:
-    """The rows as a table."""
     known = {column.key: column for column in COLUMNS}
     columns = [known[key] for key in (*(f.column for f in STEP_FIELDS if f.column not in _LAST), *_LAST)]
     speeds = [Column(key=f"{name}_speed", header=f"vs plain, {name}", quantity=TIMES, rank=1) for name in _BASELINES]

@@ -1,4 +1,4 @@
-"""Warm-up curves: every step from the first on, in one small panel per run, and which runs get one."""
+"""Warm-up curves: every step, in one small panel per run."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 300, 150
 
 
 def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
-    """At most MOST_CURVES timed runs: those that never settle, the rest from the fastest to the slowest."""
+    """At most MOST_CURVES timed runs: unsettled ones, and others from the fastest to the slowest."""
     timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     timed.sort(key=lambda cell: cell.run.median_s or 0)
     restless = [cell for cell in timed if not _settles(cell.run)]
@@ -28,7 +28,7 @@ def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def steady_step(run: Run) -> int | None:
-    """The step, counted from 1, from which the step time is steady; None if it never settles or is too short."""
+    """From 1; None if the step time never settles or the curve is too short."""
     first = stats.steady_from(curve(run.timing)) if run.timing else None
     return None if first is None else first + 1
 
@@ -38,7 +38,7 @@ def _settles(run: Run) -> bool:
 
 
 def warmup_curves(cells: Sequence[RunCell]) -> Chart | None:
-    """Step times in order, with hollow marks for warm-up steps and a line where the step time settles."""
+    """Warm-up steps have hollow marks; a line marks settling."""
     chosen = worth_a_curve(cells)
     if not chosen:
         return None
@@ -90,7 +90,7 @@ def _curve(picture: Drawing, run: Run) -> None:
 
 
 def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
-    """The number of runs that are steady from each step on, in words and counts; empty where no curve can tell."""
+    """Runs by their first steady step, in words and counts; empty without a usable curve."""
     long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
     steps = [steady_step(run) for run in long_enough]
     counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]

@@ -1,4 +1,4 @@
-"""Choices compared with their baselines, over pairs of runs that differ in nothing else, and the passes of each run."""
+"""Choices compared with baselines, over otherwise equal runs, and each run's passes."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,6 @@ from steplab.report.run.one_run import phase_names
 from steplab.specs.step import STEP_FIELDS
 
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
-"""The fields whose values are compared, each with its baseline."""
 
 
 VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
@@ -68,38 +67,33 @@ class Pair:
 
     @property
     def never_settles(self) -> bool:
-        """True if the step time of either did not settle."""
         return never_settles(self.before.run) or never_settles(self.after.run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """One value of a field against the baseline's, over all pairs that differ in nothing else."""
-
     field: str
     choice: str
-    """The value against the baseline's in words: 'bf16 instead of fp32'."""
+    """'bf16 instead of fp32'."""
     pairs: tuple[Pair, ...]
-    """The pairs, the smallest gain first; at least one."""
+    """Smallest gain first; at least one."""
 
     @property
     def faster(self) -> list[Pair]:
-        """The pairs in which the value is certainly faster."""
         return [pair for pair in self.pairs if pair.decision == "lower"]
 
     @property
     def slower(self) -> list[Pair]:
-        """The pairs in which it is certainly slower."""
         return [pair for pair in self.pairs if pair.decision == "higher"]
 
     @property
     def is_negligible(self) -> bool:
-        """True if no pair differs by more than processes of the same step do."""
+        """True if pairs differ no more than processes of one step."""
         return all(pair.decision == "same" for pair in self.pairs)
 
 
 def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
-    """The effect of every value that a field has beside its baseline."""
+    """Effects of a field's values against its baseline."""
     for field, baseline in _BASELINES:
         present = list(dict.fromkeys(c.values[field] for c in cells if c.values[field] is not None))
         base = baseline if baseline in present else present[0] if present else None
@@ -111,8 +105,6 @@ def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
 
 
 def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
-    """Pairs of cells that differ in one field alone, from the value `base` to `value`; smallest gain first."""
-
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name not in (field, "repeat"))
 
@@ -136,7 +128,7 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 
 def effect_words(effect: Effect) -> str:
-    """In how many pairs a choice pays, how much at the most, where it does not, and how many did not settle."""
+    """A choice's gains and losses over pairs, and unsettled ones."""
     text = _pays(effect)
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
@@ -178,7 +170,6 @@ def _pays(effect: Effect) -> str:
 
 
 def times_words(ratio: float) -> str:
-    """A speed relative to another: 1.84×."""
     return f"{ratio:.2f}×" if ratio < 10 else f"{units.three_digits(ratio)}×"
 
 
@@ -192,7 +183,6 @@ _RECORD = Column(key="id", header="record", rank=3)
 
 
 def passes_table(cells: Sequence[RunCell]) -> Table:
-    """Mean, standard deviation and median of each pass of each run's step: forward, backward and optimizer."""
     fields = varying(cells)
     rows: list[Row] = []
     for cell in cells:
@@ -225,9 +215,7 @@ def passes_table(cells: Sequence[RunCell]) -> Table:
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
-    """A table for each value of a choice against its baseline, with a row per pair of otherwise equal runs; values
-    with one pair share a table.
-    """
+    """A table per value of a choice, with a row per pair; values with one pair share a table."""
     order = {cell.id: place for place, cell in enumerate(cells)}
     effects = list(effects_of(cells))
     for effect in effects:

@@ -15,7 +15,7 @@ from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
 
 _NOTICEABLE = 0.1
-"""Share of a settled step from which an excess of the first is worth a reason."""
+"""Least excess of the first step, as a share of a settled one, for a reason."""
 _REASONS = {
     ("cuda", "forward"): "the first call of every kernel loads its code onto the GPU, and cuBLAS and cuDNN make their "
     "handles and choose kernels",
@@ -25,12 +25,11 @@ _REASONS = {
     ("cpu", "backward"): "autograd's threads start, and the memory of the gradients is mapped page by page",
     ("cpu", "optimizer"): "the optimizer makes its state in the first step",
 }
-"""Why a phase takes longer in the first step, by the kind of device (the CUDA C++ Programming Guide on lazy loading;
-the documentation of cuBLAS on handles and of torch.optim on state)."""
+"""By kind of device. Sources: CUDA C++ Programming Guide (lazy loading), cuBLAS (handles), torch.optim (state)."""
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
-    """One row per run: the excess of each phase of the first step over settled steps, and the growth of memory."""
+    """The first step's excess over settled steps by phase, and growth of memory."""
     fields = varying(cells)
     timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     rows: list[Row] = []
@@ -73,7 +72,7 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
 
 
 def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
-    """Why the first steps took longer, with the run in which that took longest."""
+    """Why the first steps took longer, with the worst run."""
     fields = varying(cells)
     told = []
     for kind in ("cuda", "cpu"):
@@ -89,9 +88,9 @@ def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
 
 
 def _worst(cells: Sequence[RunCell], name: str) -> tuple[RunCell, float] | None:
-    """The undisturbed run whose first step exceeds a settled one most in a phase; None if that is noticeable in none.
+    """The undisturbed run with the largest excess of a phase in its first step; None if not noticeable.
 
-    The first step of a compiled run is not its first call: another compiled it.
+    A compiled run's first step is not its first call: another compiled it.
     """
     found = []
     for cell in cells:

@@ -1,5 +1,3 @@
-"""The report of one run: its step time, phases, utilization, memory and failure."""
-
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
@@ -17,17 +15,14 @@ from steplab.specs.step import describe
 from steplab.stats import Summary
 
 WARMUP_COUNTS = (0, 1, 2, 5)
-"""Numbers of warm-up steps whose effect on the figures is shown."""
 
 PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
-"""Parts of a built-in step, in the order they run."""
 
 
 def warmup_means(timing: Timing) -> dict[int, float | None]:
-    """Mean of as many steps as were measured, in seconds, by the number of warm-up steps; None: the curve is too short.
+    """Mean seconds of the timed number of steps after each number of warm-up steps; None: the curve is too short.
 
-    One recorded curve serves for every number of warm-up steps, because the first steps of a process are the same
-    however many of them are counted.
+    One curve serves all, because counting does not change a process's first steps.
     """
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0
@@ -36,7 +31,7 @@ def warmup_means(timing: Timing) -> dict[int, float | None]:
 
 
 def steady_words(samples: Sequence[float]) -> str:
-    """When the step time settled, with steps counted from 1: 'steady from step 3 of 15'."""
+    """From 1: 'steady from step 3 of 15'."""
     if len(samples) < stats.FEWEST_FOR_STEADY:
         return f"too few steps to tell when it settles ({len(samples)}; at least {stats.FEWEST_FOR_STEADY} are needed)"
     first = stats.steady_from(samples)
@@ -46,7 +41,6 @@ def steady_words(samples: Sequence[float]) -> str:
 
 
 def steady_sentence(samples: Sequence[float]) -> str:
-    """The same as a sentence."""
     words = steady_words(samples)
     if len(samples) < stats.FEWEST_FOR_STEADY:
         return f"There are {words}."
@@ -54,7 +48,7 @@ def steady_sentence(samples: Sequence[float]) -> str:
 
 
 def phase_names(run: Run) -> list[str]:
-    """The timed parts of the run's step in the order they run, or, for a user's own loop, as they were recorded."""
+    """In execution order; for a user's loop, in recorded order."""
     timing = run.timing
     timed = [samples.phase for samples in timing.back_to_back if samples.best_s] if timing else []
     parts = [name for name in timed if name != "step"]
@@ -62,14 +56,13 @@ def phase_names(run: Run) -> list[str]:
 
 
 def achieved_flops_per_s(used: Utilization) -> float | None:
-    """FLOP/s of all devices together; None where the utilization is not known."""
+    """All devices together; None if the utilization is unknown."""
     if used.value is None or used.peak_flops_per_s is None:
         return None
     return used.value * used.peak_flops_per_s * used.num_devices
 
 
 def run_title(run: Run) -> str:
-    """The measured step, in one line."""
     if run.spec:
         return describe(run.spec)
     if run.profile and run.profile.file:
@@ -80,7 +73,7 @@ def run_title(run: Run) -> str:
 
 
 def interval_words(summary: Summary) -> str:
-    """'95 % interval 12.1 ms to 12.9 ms, n = 10'; for too few samples, their range."""
+    """'95 % interval 12.1 ms to 12.9 ms, n = 10'; with too few samples, their range."""
     show = units.format_time
     if summary.count == 1:
         return "a single sample"
@@ -93,13 +86,11 @@ def interval_words(summary: Summary) -> str:
 
 
 def annotations(record: Record) -> list[str]:
-    """Tags and comment of a record, in sentences."""
     tags = [f"Tags: {', '.join(record.tags)}."] if record.tags else []
     return tags + ([f"Note: {record.comment}"] if record.comment else [])
 
 
 def run_subtitle(run: Run) -> str:
-    """The id, date, steplab version and name of the record."""
     return dotted(made(run, "run"), quoted_name(run))
 
 
@@ -115,32 +106,29 @@ _PRECISIONS = {
 
 
 def precision_words(precision: str) -> str:
-    """A step's precision in words."""
     return _PRECISIONS.get(precision, precision)
 
 
 def gaps(run: Run) -> list[str]:
-    """Missing measurements and their reasons: notes, gaps of the environment and of utilizations."""
     told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
 
 
 def doubts(run: Run) -> list[str]:
-    """Notes on figures that cannot be right, such as a utilization above 100 % of a peak."""
+    """Notes on impossible figures, such as a utilization above 100 %."""
     return [note for note in run.notes if _is_doubt(note)]
 
 
 def headline_doubts(run: Run) -> list[str]:
-    """That what was computed is no number any more; and the doubts where they concern the share that the answer tells,
-    MFU by the convention causal."""
+    """Warnings that results are not finite, and doubts about the stated MFU (convention causal)."""
     told = run.utilization("mfu", "causal")
     of_numbers = [note for note in run.notes if _is_of_numbers(note)]
     return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
 
 
 def choices(run: Run) -> list[str]:
-    """Notes on choices that the spec left open, such as the implementation that attention `auto` chose."""
+    """Notes on automatic choices, such as attention `auto`."""
     return [note for note in run.notes if _is_choice(note)]
 
 
@@ -157,7 +145,7 @@ def _is_doubt(note: str) -> bool:
 
 
 def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
-    """Why a timed built-in step has no MFU or no HFU, unless a note says so already."""
+    """Why a timed built-in step lacks MFU or HFU, unless a note gives the reason."""
     if run.spec is None or run.failure or run.timing is None:
         return []
     reasons = []
@@ -189,8 +177,6 @@ _WAITING = "gradient sync"
 
 
 def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
-    """One row per rank, and the spread over ranks in a sentence."""
-
     def peak_bytes(rank: RankSamples) -> int | None:
         peak = rank.peak("step")
         return peak.peak_allocated_bytes if peak else None
@@ -214,7 +200,7 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:
-    """Spread of the ranks' step times; None if they did not time the same steps."""
+    """None if ranks did not time the same steps."""
     columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
     if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
         return None
@@ -234,11 +220,10 @@ def _median_of(rank: RankSamples, phase: str) -> float | None:
 
 
 _NOTICEABLY = 1.02
-"""Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
+"""Sum of phases' medians over the step's, above which rounded shares no longer sum to 100 %."""
 
 
 def failure_blocks(failure: Failure) -> Iterator[Block]:
-    """The circumstances of a failure, and the last lines that the process wrote."""
     pairs = [
         ("during", failure.phase),
         ("asked for", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
@@ -253,7 +238,7 @@ def failure_blocks(failure: Failure) -> Iterator[Block]:
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
-    """Mean, quartiles and range of a step's samples, and the figures that follow from it."""
+    """Statistics of a step's samples, and derived figures."""
     summary, show = stats.summarize(run.samples_s), units.format_time
     pairs = [
         ("median", show(summary.median)),
@@ -292,7 +277,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
 
 
 def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
-    """Median of every phase back to back, and, where phases were also timed alone, by both clocks."""
+    """Medians back to back and, if phases were also timed alone, by both clocks."""
     whole = run.median_s
     rows: list[Row] = []
     for name in (*phase_names(run), "step"):
@@ -335,7 +320,6 @@ def _median(samples: Sequence[float] | None) -> float | None:
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
-    """MFU and HFU of a measured or predicted step under each convention, with the peak that they are relative to."""
     yield Table.of(
         "utilization",
         utilizations,
@@ -353,7 +337,6 @@ def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
 
 
 def memory_blocks(run: Run) -> Iterator[Block]:
-    """Peaks by phase that the allocator counted, the device's memory, and the host's peak."""
     if run.memory is None:
         yield Sentences.of(["Memory was not measured."])
         return

@@ -1,5 +1,3 @@
-"""The parts of each step: one bar per run."""
-
 from collections.abc import Iterator, Sequence
 
 from steplab import units
@@ -13,11 +11,10 @@ from steplab.report.run.one_run import phase_names
 _MOST_BARS = 40
 _FIRST = 12
 _SEEN = 0.98
-"""Share of a step from which its parts count as the whole of it."""
+"""Least share of a step for its parts to count as the whole."""
 
 
 def phases(cells: Sequence[RunCell]) -> Bars | None:
-    """The parts of a step as shares of their sum, one bar per run."""
     chosen = _parted(cells)
     if not chosen:
         return None
@@ -42,9 +39,9 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
 
 
 def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
-    """The runs that get a bar: recorded loops with any parts, and steps with several.
+    """Runs with a bar: recorded loops with any parts, and steps with several.
 
-    A forward_backward cell adds nothing to its training cell.
+    A training cell's bar covers its forward_backward cell.
     """
     trained = [cell for cell in cells if "optimizer" in phase_names(cell.run)]
 
@@ -58,12 +55,11 @@ def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _covers(training: RunCell, cell: RunCell) -> bool:
-    """Whether two cells differ in the pass alone, and in what only a training step has."""
     return all(value in (None, training.values[field]) for field, value in cell.values.items() if field != "pass")
 
 
 def _covered(run: Run) -> float:
-    """Share of the step's time inside its parts: 1, except in a loop that marks only some parts."""
+    """1, except in a loop that marks only some parts."""
     if run.spec is not None or run.timing is None:
         return 1.0  # the medians may add up to more or less on a noisy machine
     totals = {samples.phase: sum(samples.best_s) for samples in run.timing.back_to_back}
@@ -72,7 +68,7 @@ def _covered(run: Run) -> float:
 
 
 def _shares(run: Run) -> str:
-    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %' of the step, as in the table of one run."""
+    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %' of the step."""
     times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     whole_s = run.median_s or sum(times.values()) or 1.0
     return ", ".join(f"{name} {units.format_share(time_s / whole_s)}" for name, time_s in times.items())

@@ -1,4 +1,4 @@
-"""The answer of runs, and the summary of several in figures."""
+"""The verdict on runs, and the summary of several."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,12 @@ from steplab.specs.resolve import options
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3
 _NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention")
-"""Fields by which a series of sizes is named; the table of runs has the others."""
 _UNTIMED = "step time: "
-"""Beginning of the note on why there is no step time."""
 _BY_INTEREST = ("precision", "compile")
-"""Fields whose effects are told first."""
 
 
 def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
-    """One run: its step time. Several: the trend over sizes and the choices that pay or do not."""
+    """One run: its step time. Several: the trend over sizes, and effects of choices."""
     if len(cells) == 1:
         run = cells[0].run
         return Verdict(sentences=tuple(_one(run)), cautions=tuple(run_cautions(run)))
@@ -64,7 +61,7 @@ def _one(run: Run) -> Iterator[str]:
 
 
 def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
-    """On a CPU, that one thread takes less time than all do."""
+    """On a CPU, one thread may be faster than all."""
     tried = [(run, run.timing.one_thread_s) for run in runs if run.timing and run.timing.one_thread_s and run.spec]
     ratios = [(run, compare_samples([run.samples_s], [alone], in_turns=False)) for run, alone in tried]
     faster = [(run, ratio) for run, ratio in ratios if ratio.decision == "lower"]
@@ -86,7 +83,7 @@ def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def run_cautions(run: Run) -> Iterator[str]:
-    """Why the step time of a run is doubtful, the command that repeats it, and which of its shares cannot be right."""
+    """Doubts about a run's step time, the command that repeats it, and impossible shares."""
     found = disturbances(run)
     for disturbance in found:
         yield f"Warning: {disturbance.text}"
@@ -116,8 +113,9 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
 
 
 def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
-    """The mean step with the fewest and the most warm-up steps of runs that differ in nothing else, where it differs
-    most; empty where their number does not vary."""
+    """The largest difference of the mean step between fewest and most warm-up steps; empty if their number does not
+    vary.
+    """
     if "warmup" not in fields:
         return ""
     rest = [name for name in COMPARED if name not in ("warmup", "repeat")]
@@ -148,7 +146,7 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
-    """Effects for the answer, one a field: precision and compilation first, then by number of pairs."""
+    """One a field: precision and compilation first, then by number of pairs."""
     of_field: dict[str, Effect] = {}
     for effect in sorted((effect for effect in effects_of(cells) if not effect.is_negligible), key=_interest):
         of_field.setdefault(effect.field, effect)
@@ -161,8 +159,7 @@ def _interest(effect: Effect) -> tuple[int, int]:
 
 
 def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
-    """How the step grows along the longest series of sizes; None where no two runs that differ in a size alone
-    certainly differ in step time."""
+    """The step's growth along the longest series of sizes; None without a certain difference."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
         return None
@@ -186,12 +183,10 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
-    """Rank of a series: its length, then whole steps before parts."""
     return len(series), series[0].values["pass"] == "train"
 
 
 def _for_work(first: Run, last: Run) -> str:
-    """'for 9.8 times the model FLOPs', where both are known."""
     used = [run.utilization("mfu", "causal") for run in (first, last)]
     if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
         return ""
@@ -199,9 +194,7 @@ def _for_work(first: Run, last: Run) -> str:
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
-    """The longest series of cells that differ in `axis` alone, by size, whose ends certainly differ in step time;
-    empty below two.
-    """
+    """The longest series of cells that differ only in `axis`, by size, with certainly different ends; or empty."""
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec
@@ -253,7 +246,7 @@ _MOST_LATE = 6
 
 
 def facts(cells: Sequence[RunCell]) -> list[Fact]:
-    """The summary of several runs: the effect of each choice, the highest utilization and peak, and what waits."""
+    """Summary of several runs."""
     fields = varying(cells)
     first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
     return first + _waiting(cells, fields)
@@ -280,14 +273,14 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
-        text = "Step times differ by no more than those of equal steps do, in every pair of runs that differ in one of "
-        text += "these choices only"
+        text = "Step times differ by no more than equal steps' in every pair of runs that differ only in one of "
+        text += "these choices"
         gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
     return gains
 
 
 def gain_of(effect: Effect) -> Fact:
-    """The range of the gains over the pairs that are certain, and how many those are."""
+    """Range of gains over certain pairs, and their number."""
     ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.decision in ("lower", "higher")]
     figure = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "undecided"
     return Fact(figure=figure, text=effect_words(effect), wide=True)

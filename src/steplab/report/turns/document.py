@@ -1,5 +1,3 @@
-"""The report of steps that were measured in turns."""
-
 from collections.abc import Iterator, Sequence
 
 from steplab import units
@@ -13,7 +11,7 @@ from steplab.report.kit.text import why_failed
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
 _SEEN = 0.005
-"""Share by which a ratio differs visibly from the quotient of two times of three digits."""
+"""Share of a visible difference between a ratio and the quotient of two times of three digits."""
 
 
 RATIO_IN_TURNS = (
@@ -21,14 +19,12 @@ RATIO_IN_TURNS = (
     "around its turn. So what slowed the machine for a while is not in it, and it may differ from the quotient of the "
     "step times."
 )
-"""Meaning of a ratio of runs that alternated (comparison.samples)."""
 
 
 def turns_document(
     starts: Sequence[Sequence[Run]], each: Sequence[Sequence[Ratio | None]], words: Sequence[str]
 ) -> Document:
-    """Two or more sides, each beside the first. `each` has the ratios of each start, `words` the sides as the user
-    named them."""
+    """Sides are compared with the first. `each` has the ratios of each start, `words` the user's names of the sides."""
     runs, ratios = starts[-1], over_starts(each)
     table = _table(starts, each, ratios, words)
     alternating = next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None)
@@ -44,7 +40,7 @@ def turns_document(
 
 
 def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
-    """The ratio with its interval, and a note if it is not the quotient of the shown times."""
+    """With its interval, and a note if it is not the quotient of the shown times."""
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
@@ -89,7 +85,6 @@ def _but(ratio: Ratio) -> str:
 
 
 def alternating_caution(why: str) -> str:
-    """Effect on ratios of turns in separate processes."""
     return (
         f"Each turn was a process of its own, because {why}. Equal steps in different processes differ by some per "
         "cent, which the intervals do not cover."
