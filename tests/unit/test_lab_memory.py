@@ -14,8 +14,8 @@ from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
+from steplab.lab.explaining import memory_references
 from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
-from steplab.lab.memory_references import memory_references
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer

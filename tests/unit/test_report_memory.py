@@ -19,7 +19,7 @@ from tests.unit.memory_records import (
 
 from steplab import units
 from steplab.errors import UserError
-from steplab.lab.memory_references import fp32_forecast, memory_references
+from steplab.lab.explaining import fp32_forecast, memory_references
 from steplab.records.codec import decode
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences

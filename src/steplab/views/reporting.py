@@ -7,20 +7,12 @@ from typing import Any
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.choosing import ReportedRecords, records_that_answer, records_to_report
-from steplab.lab.explaining import findings_of
-from steplab.lab.memory import predictions_of
-from steplab.lab.memory_references import memory_references
-from steplab.lab.planning import plan_accounting, plans_of
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
 from steplab.report.kit.document import Document
-from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.rendering import render
-from steplab.report.memory.document import watched_in_full
-from steplab.report.page import page_verdict, render_page
-from steplab.report.questions.answers import questions_document
 from steplab.report.report import Context, Report
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
@@ -76,6 +68,8 @@ def answers_of(
     questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
 ) -> View:
     """Records as answers to questions, of a preset or a file."""
+    from steplab.report.questions.answers import questions_document
+
     document = questions_document(load_questions(questions), records, _derived, title)
 
     def write(format: str, color: bool) -> str:
@@ -85,6 +79,8 @@ def answers_of(
 
 
 def _derived(asked: Derivation) -> str:
+    from steplab.lab.planning import plan_accounting
+
     found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
     answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
     if answer is None:
@@ -96,6 +92,8 @@ def _derived(asked: Derivation) -> str:
 
 def answer_of(found: ReportedRecords) -> str:
     """The verdict of a page, as terminal text."""
+    from steplab.report.page import page_verdict
+
     document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))
     return render(document, "table").lstrip("\n")
 
@@ -103,6 +101,13 @@ def answer_of(found: ReportedRecords) -> str:
 def _page(
     found: ReportedRecords, title: str, store: Path | str | None, on_progress: OnProgress, *, in_notebook: bool
 ) -> str:
+    from steplab.lab.explaining import findings_of, memory_references
+    from steplab.lab.memory import predictions_of
+    from steplab.lab.planning import plans_of
+    from steplab.report.kit.html import to_fragment, to_html
+    from steplab.report.memory.document import watched_in_full
+    from steplab.report.page import render_page
+
     attempts = Attempts()
     runs = found.of("run")
     watched = attempts.draw("memory", runs, lambda some: [cell.run for cell in watched_in_full(cells_of(some))])
