@@ -18,9 +18,10 @@ from steplab.lab.attention import account_for_memory, attention_study
 from steplab.ops.attention import peers as others
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
-from steplab.records.attention import AttentionRun, attention_row
+from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode
 from steplab.records.failure import Failure
+from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_verdict, report_against
 from steplab.report.attention.figures import (
@@ -274,9 +275,9 @@ def test_an_interrupted_benchmark_says_so_beside_the_answer(
     assert attention_verdict(run, "sdpa_flash").cautions[0] == f"Warning: {warning}"
     text = " ".join(render_attention(run, width=100).split())
     assert text.index(warning) < text.index("Speed over all shapes")
-    row = attention_row(run)
+    row = summary_row(run)
     assert (row["num_cells"], len(run.cells), row["warnings"]) == (asked, ended, "interrupted")
-    assert re.search(rf"{id} .* interrupted\b", render(list_document([row, attention_row(h100["d78775b6e11a"])])))
+    assert re.search(rf"{id} .* interrupted\b", render(list_document([row, summary_row(h100["d78775b6e11a"])])))
 
 
 def test_an_interrupted_benchmark_without_any_time_says_so_too(peers: AttentionRun) -> None:

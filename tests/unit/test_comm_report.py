@@ -16,10 +16,9 @@ from tests.stored_lines import import_lines
 from steplab.lab.choosing import records_to_report
 from steplab.lab.comm import profile_of, with_profile
 from steplab.records.codec import encode
-from steplab.records.comm import CommCell, CommRun, comm_row
-from steplab.records.ddp import ddp_row
+from steplab.records.comm import CommCell, CommRun
 from steplab.records.record import Record
-from steplab.records.registry import kind_of
+from steplab.records.registry import kind_of, summary_row
 from steplab.report.attention.document import REPORT as ATTENTION_REPORT
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.document import REPORT as COMM_REPORT
@@ -52,7 +51,7 @@ def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
     assert COMM_REPORT.document(short).verdict.cautions[0] == (
         "Warning: the benchmark was interrupted: 6 of 48 cells had ended, and the record has only these."
     )
-    assert comm_row(short)["warnings"] == "interrupted"
+    assert summary_row(short)["warnings"] == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,12 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tu
 
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
-    older = {key: value for key, value in comm_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render(rows_document([older, comm_row(cpu)]), width=119)  # not known to be gloo's
+    older = {key: value for key, value in summary_row(gpus).items() if key not in ("backend", "collectives")}
+    text = render(rows_document([older, summary_row(cpu)]), width=119)  # not known to be gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
-    rows = [ddp_row(run) for run in studies]
+    rows = [summary_row(run) for run in studies]
     assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
 
 

@@ -22,8 +22,8 @@ from steplab.records.comparison import ComparedFigure, Comparison, Side
 from steplab.records.memory_profile import Allocation
 from steplab.records.profile import KernelStats
 from steplab.records.record import Record
+from steplab.records.rows import run_cells
 from steplab.records.run import Run
-from steplab.records.run_cells import run_cells
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.turns import Turn, Turns
 from steplab.report.compare.document import compare_document

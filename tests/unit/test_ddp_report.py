@@ -5,7 +5,8 @@ import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
 
 from steplab.lab.ddp import overhead_model
-from steplab.records.ddp import DdpCell, DdpRun, ddp_row
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.curve import bucket_curve
@@ -190,9 +191,9 @@ def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpR
 
 def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(run: DdpRun) -> None:
     short = dataclasses.replace(run, cells=run.cells[:2])
-    row, asked = ddp_row(short), len(run.study.contenders)
+    row, asked = summary_row(short), len(run.study.contenders)
     assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (asked, 2, 0, "interrupted")
-    assert ddp_row(run)["warnings"] is None
+    assert summary_row(run)["warnings"] is None
     warning = f"Warning: the benchmark was interrupted: 2 of {asked} variants had ended, and the record has only these."
     assert DDP_REPORT.document(short).verdict.cautions[0] == warning
 

@@ -63,7 +63,8 @@ class Column:
                 shared=figure.shared,
                 note=figure.note,
                 rank=figure.rank,
-                wraps_from=12 if figure.is_words else None,
+                wraps_from=figure.wraps_from or (12 if figure.is_words else None),
+                folds=figure.folds,
             )
             for figure in figures
             if figure.header is not None
