@@ -185,7 +185,8 @@ def with_shares(run: Run) -> Run:
 
 def left_s(run: Run, categories: tuple[str, ...]) -> float:
     assert run.profile is not None
-    return sum(run.profile.category_s(each, ("forward", "backward")) for each in categories) / run.profile.num_steps
+    passes = [phase.categories for phase in run.profile.phases if phase.phase in ("forward", "backward")]
+    return sum(seconds.get(each, 0.0) for seconds in passes for each in categories) / run.profile.num_steps
 
 
 def num_kernels(run: Run) -> float:

@@ -75,6 +75,10 @@ class Column:
         """The heading as it is shown."""
         return self.key.replace("_", " ") if self.header is None else self.header
 
+    def of_item(self, item: Any) -> Scalar:
+        """The value of an item."""
+        return self.value(item) if self.value else getattr(item, self.key)
+
     def said(self, value: Scalar) -> str:
         """A value together with what it is a value of; the column has words for that in `shared`."""
         if not isinstance(self.shared, str):
@@ -108,7 +112,7 @@ class Table:
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
         """One row per item, with a field per column; `more` are further fields of the table."""
-        rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
+        rows = ({column.key: column.of_item(item) for column in columns} for item in items)
         return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
 
