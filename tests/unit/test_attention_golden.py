@@ -1,12 +1,10 @@
-import gzip
-from pathlib import Path
 from statistics import geometric_mean, median
 
 import pytest
+from tests.stored_records import stored
 
 from steplab.ops.attention.choice_rule import choose
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.attention import AttentionSpec
 
@@ -18,15 +16,13 @@ DIMS_H100 = "141770e23524"
 NEWER_TRITON = {"c7e14285cab3": ("3.7.1", 2.29), "f958da98bd3e": ("3.9.0", 2.26)}
 """The seven shapes with newer Triton, and the speed of both passes against FlashAttention-2."""
 PORTABLE = "9db2e697ab2d"
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, AttentionRun | Run]:
-    names = "h200", "h100", "triton_h200"
-    texts = (gzip.decompress((RESULTS / f"attention_{name}_202611.jsonl.gz").read_bytes()) for name in names)
-    found = (decode(line) for text in texts for line in text.splitlines())
-    return {record.id: record for record in found if isinstance(record, (AttentionRun, Run))}
+    names = "attention_h200", "attention_h100", "attention_triton_h200"
+    benchmarks = {run.id: run for name in names for run in stored(name, AttentionRun)}
+    return benchmarks | {run.id: run for name in names for run in stored(name, Run)}
 
 
 def times(run: AttentionRun | Run, implementation: str, name: str) -> list[float]:

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import math
 import operator
 import re
@@ -12,6 +11,7 @@ import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
+from tests.stored_records import stored
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
@@ -19,7 +19,6 @@ from steplab.ops.attention import peers as others
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun
-from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
@@ -38,8 +37,6 @@ from steplab.report.page import render_page
 from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
 from steplab.specs.resolve import Grid
 from steplab.store.database import Store
-
-ROOT = Path(__file__).parents[2]
 
 
 def render_attention(
@@ -259,9 +256,7 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
 
 @pytest.fixture(scope="module")
 def h100() -> dict[str, AttentionRun]:
-    lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
-    found = [decode(line) for line in lines]
-    return {record.id: record for record in found if isinstance(record, AttentionRun)}
+    return {record.id: record for record in stored("other_gpu_h100", AttentionRun)}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import math
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+from tests.stored_records import stored
 from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, profile, timing
 
 from steplab.costs.kernel_time import Product, product_s, streaming_s
@@ -14,13 +14,10 @@ from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_
 from steplab.explain.case import gpu_of_run
 from steplab.explain.shapes import Shape, shapes_of
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.codec import decode
 from steplab.records.finding import Finding
 from steplab.records.profile import CATEGORIES, PHASES, Communication, CompiledShares, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.specs.resolve import command, resolve_step, with_fields
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
 
 SLOW = [
     op("aten::mm", "matmul", 50.0, dtype="fp32", flops=2e12, moved=1e9),
@@ -121,9 +118,7 @@ def test_ceilings_of_another_device_do_not_count() -> None:
 def test_recorded_runs_without_a_profile_get_the_findings_that_need_none() -> None:
     without = {diagnosis.__name__ for diagnosis in WITHOUT_PROFILE}
     seen: set[str] = set()
-    for line in gzip.decompress(GOLDEN.read_bytes()).splitlines():
-        run = decode(line)
-        assert isinstance(run, Run)
+    for run in stored("step_h200", Run):
         found = explain(run)
         check(found, run)
         seen |= {f.kind for f in found}

@@ -1,10 +1,9 @@
 import dataclasses
-import gzip
-from pathlib import Path
 from statistics import median
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run
+from tests.stored_records import stored
 from tests.unit.explaining import BF16, BYTES_PER_S, H200, MS, SHARES, case, foreign, op, own, profile, timing
 
 from steplab.costs.kernel_time import streaming_s
@@ -14,18 +13,14 @@ from steplab.explain.compile_in_the_loop import compile_in_the_loop
 from steplab.explain.loss_share import loss_share
 from steplab.explain.optimizer_not_fused import FUSED_BYTES, STEPWISE_BYTES, optimizer_not_fused
 from steplab.explain.vocabulary_padding import vocabulary_padding
-from steplab.records.codec import decode
 from steplab.records.profile import Communication, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
-
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Run]:
-    records = map(decode, gzip.decompress(GOLDEN.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run) and record.spec and record.timing]
+    return [run for run in stored("step_h200", Run) if run.spec and run.timing]
 
 
 # --- optimizer_not_fused ----------------------------------------------------------------------------------

@@ -1,4 +1,3 @@
-import gzip
 import json
 import lzma
 from dataclasses import replace
@@ -8,6 +7,7 @@ from statistics import median
 import msgspec
 import pytest
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.costs.rates import gpu_named
 from steplab.explain.api import DIAGNOSES, explain
@@ -16,7 +16,6 @@ from steplab.explain.shapes import product_of, shapes_of
 from steplab.plan.time import compiled_shares
 from steplab.reading.traces.digest import digest
 from steplab.reading.traces.reading import read_trace
-from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
 
@@ -46,9 +45,7 @@ FOREIGN = (
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    lines = gzip.decompress((GOLDEN / "profile_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    found = [record for record in map(decode, lines) if isinstance(record, Run)]
-    return {cell_of(run) if run.name == "profiles" else run.name: run for run in found}
+    return {cell_of(run) if run.name == "profiles" else run.name: run for run in stored("profile_h200", Run)}
 
 
 def cell_of(run: Run) -> str:
@@ -146,8 +143,7 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
 
 
 def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
-    lines = gzip.decompress((GOLDEN / "own_model_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    eager, compiled = (run for run in map(decode, lines) if isinstance(run, Run))
+    eager, compiled = stored("own_model_h200", Run)
     saved_s = step_s(eager) - step_s(compiled)
     assert found_in(eager)["fusable_elementwise"].saves_s == pytest.approx(saved_s, rel=0.05)
     assert eager.profile is not None

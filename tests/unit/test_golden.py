@@ -1,21 +1,18 @@
-import gzip
 import itertools
 from pathlib import Path
 from statistics import median
 
 import pytest
+from tests.stored_records import stored
 
-from steplab.records.codec import decode
 from steplab.records.run import Run
 
 REPOSITORY = Path(__file__).parents[2]
-RECORDS = REPOSITORY / "tests" / "golden" / "step_h200_202611.jsonl.gz"
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    records = map(decode, gzip.decompress(RECORDS.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run)]
+    return stored("step_h200", Run)
 
 
 def test_the_whole_study_is_there(runs: list[Run]) -> None:

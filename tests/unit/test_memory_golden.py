@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import lzma
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,16 +7,15 @@ from statistics import median
 
 import pytest
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.plan.memory import predict_memory
-from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "memory_h200_202611.jsonl.xz"
 TABLE = ROOT / "benchmarks" / "results" / "memory_h200_202611.md"
 SIZES = [*(("2.7b", context) for context in (128, 256, 512, 1024)), *((m, 512) for m in ("xl", "large", "small"))]
 PASSES = ("train", "forward")
@@ -41,8 +39,7 @@ steps.
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    records = map(decode, lzma.decompress(GOLDEN.read_bytes()).splitlines())
-    return {record.name: record for record in records if isinstance(record, Run)}
+    return {run.name: run for run in stored("memory_h200", Run)}
 
 
 @pytest.fixture(scope="module")

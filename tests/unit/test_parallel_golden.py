@@ -1,40 +1,27 @@
-import gzip
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import pytest
+from tests.stored_records import stored
 
 from steplab.costs.communication import wire_bytes
 from steplab.costs.rates import gpu_named
-from steplab.records.codec import decode
 from steplab.records.comm import CommRun
 from steplab.records.ddp import COMPUTE_ROW, DdpCell, DdpRun
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.report.ddp import figures
 from steplab.report.ddp.document import ddp_verdict, facts
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-Record = TypeVar("Record", CommRun, DdpRun)
-
-
-def records(name: str, kind: type[Record]) -> list[Record]:
-    lines = gzip.decompress((RESULTS / name).read_bytes()).splitlines()
-    found = [decode(line) for line in lines]
-    assert all(isinstance(record, kind) for record in found)
-    return [record for record in found if isinstance(record, kind)]
-
 
 @pytest.fixture(scope="module")
 def studies() -> dict[str, DdpRun]:
-    runs = records("ddp_h200_202611.jsonl.gz", DdpRun)
+    runs = stored("ddp_h200", DdpRun)
     return {run.id: run for run in runs} | {run.name: run for run in runs[:3]}
 
 
 @pytest.fixture(scope="module")
 def studies_of_updates() -> dict[str, DdpRun]:
-    return {run.id: run for run in records("ddp_update_h200_202611.jsonl.gz", DdpRun)}
+    return {run.id: run for run in stored("ddp_update_h200", DdpRun)}
 
 
 def cell(run: DdpRun, label: str) -> DdpCell:
@@ -201,7 +188,7 @@ def test_a_sharded_optimizer_holds_half_its_state_on_each_of_two_gpus(studies: d
 
 
 def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_link() -> None:
-    run, *_ = records("comm_h200_202611.jsonl.gz", CommRun)
+    run, *_ = stored("comm_h200", CommRun)
     assert all(one.failure is None for one in run.cells)
     for size, busbw in ((2, 324e9), (4, 352e9)):
         (found,) = (
@@ -214,7 +201,7 @@ def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_li
 
 
 def test_peer_copies_have_more_bandwidth_than_nccl_and_a_larger_overhead() -> None:
-    run = records("comm_h200_202611.jsonl.gz", CommRun)[-1]
+    run = stored("comm_h200", CommRun)[-1]
     nccl, peer_copy, gloo = run.profile
     assert (nccl.way, peer_copy.way, gloo.way) == ("nccl", "peer_copy", "gloo")
     assert gloo.beta_s_per_byte > nccl.beta_s_per_byte > peer_copy.beta_s_per_byte

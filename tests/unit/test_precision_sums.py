@@ -1,18 +1,16 @@
-import lzma
 import math
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.stored_records import stored
 from torch import Tensor
 
 from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
 from steplab.measurement.precision.watch import Exponents, Tally, kinds_of
-from steplab.records.codec import decode
 from steplab.records.numerics import Accumulation, Elements, Numerics
 from steplab.report.precision.figures import explanation, line, printed
 
@@ -204,13 +202,9 @@ def test_exponents_bracket_every_number() -> None:
     assert expected[-149] == 1
 
 
-RECORDS = Path(__file__).parents[1] / "golden" / "precision_h200_202611.jsonl.xz"
-
-
 @pytest.fixture(scope="module")
 def audits() -> dict[str, Numerics]:
-    found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
-    toys = [record for record in found if isinstance(record, Numerics) and record.name == "toy"]
+    toys = (record for record in stored("precision_h200", Numerics) if record.name == "toy")
     return {record.spec.precision: record for record in toys if record.spec}
 
 
@@ -235,8 +229,7 @@ def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: 
 
 def test_norms_of_the_residual_stream_need_no_rule() -> None:
     """torch 2.11 has none for rms_norm, 2.12 has fp32: for fp32 inputs both give fp32."""
-    found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
-    audits = [record.audit for record in found if isinstance(record, Numerics) and record.name != "toy"]
+    audits = [record.audit for record in stored("precision_h200", Numerics) if record.name != "toy"]
     norms = [use for audit in audits if audit for use in audit.operations if use.op == "rms_norm"]
     assert {use.rule for use in norms} == {"none"}
     assert {(use.inputs, use.outputs) for use in norms} == {(("float32",), ("float32",))}

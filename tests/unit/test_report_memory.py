@@ -1,5 +1,4 @@
 import json
-import lzma
 import random
 import re
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
+from tests.stored_records import stored
 from tests.unit.memory_records import (
     MIB,
     cpu_run,
@@ -20,7 +20,6 @@ from tests.unit.memory_records import (
 from steplab import units
 from steplab.errors import UserError
 from steplab.lab.explaining import fp32_forecast, memory_references
-from steplab.records.codec import decode
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
@@ -575,14 +574,12 @@ def test_snapshots_and_unwatched_runs_have_no_such_facts() -> None:
 # --- a low-precision cell alone in a store: what is said agrees with the fp32 cell that was measured -------------
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "memory_h200_202611.jsonl.xz"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    records = map(decode, lzma.decompress(GOLDEN.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run)]
+    return stored("memory_h200", Run)
 
 
 @pytest.fixture(scope="module")
