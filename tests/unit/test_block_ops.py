@@ -1,11 +1,10 @@
-import gzip
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
+from tests.stored_records import stored
 from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
@@ -32,7 +31,6 @@ from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -44,7 +42,6 @@ pytestmark = pytest.mark.skipif(
 Function = Callable[..., Sequence[Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "block_ops_h200_202611.jsonl.gz"
 FEW_ROUNDINGS = 4 * torch.finfo(torch.float32).eps
 """Relative error of a few float32 operations, or of a GPU's exponential and division, each at most two units in the
 last place off (PTX ISA, ex2.approx and div.full). The reference may be exact for few elements.
@@ -387,10 +384,9 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
 
 
 def test_measured_peaks_are_predicted() -> None:
-    runs = [decode(line) for line in gzip.decompress(RECORDS.read_bytes()).splitlines()]
-    assert [run.spec.block_ops for run in runs if isinstance(run, Run) and run.spec].count("triton") == 2
+    runs = stored("block_ops_h200", Run)
+    assert [run.spec.block_ops for run in runs if run.spec].count("triton") == 2
     for run in runs:
-        assert isinstance(run, Run)
         assert run.spec is not None
         assert run.memory is not None
         peak = run.memory.peak("step")

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import json
 from collections import Counter
 from functools import cache
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runs import make_run
+from tests.stored_records import stored
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,13 +22,11 @@ from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import _facts
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 500}
@@ -223,8 +221,7 @@ def test_every_command_has_one_answer(name: str, precision: str) -> None:
 
 @cache
 def recorded() -> tuple[Run, ...]:
-    content = (ROOT / "benchmarks/results/foreign_models_h200_202611.jsonl.gz").read_bytes()
-    return tuple(run for run in map(decode, gzip.decompress(content).splitlines()) if isinstance(run, Run))
+    return tuple(stored("foreign_models_h200", Run))
 
 
 def told() -> list[Run]:

@@ -1,10 +1,9 @@
-import gzip
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from tests.stored_records import stored
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,7 +17,6 @@ from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import Count, Sizes
 from steplab.plan.memory import predict_memory
-from steplab.records.codec import decode
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.model import TransformerShape
@@ -171,10 +169,8 @@ LOSSES = ("plain", "fused")
 
 def test_the_peaks_of_an_8b_model_that_two_h200s_share_are_predicted() -> None:
     """Recorded with torch 2.11, whose compiler keeps flash_triton's results of recomputed blocks."""
-    records = Path(__file__).parents[2] / "benchmarks/results/eight_b_h200_202611.jsonl.gz"
-    runs = [run for run in map(decode, gzip.decompress(records.read_bytes()).splitlines()) if isinstance(run, Run)]
     errors = {}
-    for run in runs:
+    for run in stored("eight_b_h200", Run):
         if run.spec and run.memory and (peak := run.memory.peak("step")):
             found = predict_memory(run.spec, device="NVIDIA H200")
             kept_bytes = 0
@@ -202,11 +198,8 @@ def test_the_loss_of_ranks_that_share_parameters_has_the_memory_of_one_process()
 
 
 def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cross_entropy_h200_202611.jsonl.gz"
     errors: dict[str, set[int]] = {}
-    for line in gzip.decompress(results.read_bytes()).splitlines():
-        run = decode(line)
-        assert isinstance(run, Run)
+    for run in stored("cross_entropy_h200", Run):
         assert run.spec is not None
         assert run.memory is not None
         predicted = predict_memory(run.spec, device="NVIDIA H200").phase_peaks

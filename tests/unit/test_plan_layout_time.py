@@ -1,10 +1,7 @@
 import dataclasses
-import gzip
 import itertools
 import statistics
 from collections import Counter
-from functools import cache
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +9,7 @@ from benchmarks.published import PublicLayout, read_rows, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.costs.data_parallel import peer_copy_memory_bytes
 from steplab.costs.rates import gpu_named
@@ -23,7 +21,6 @@ from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import COMMUNICATION_SPREAD, CONTENTION, PEER_COPY_CONTENTION, LayoutClock
 from steplab.plan.layout.traffic import Traffic, traffic_of
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.comm import CommFit, CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.run import Run
@@ -34,19 +31,12 @@ from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = hardware_named("H200 SXM")
 AS_KEPT = Gathering(low_precision=False)
 
 
-@cache
-def records(name: str) -> tuple[object, ...]:
-    return tuple(map(decode, gzip.decompress((RESULTS / name).read_bytes()).splitlines()))
-
-
-def cells(name: str = "ddp_h200_202611.jsonl.gz") -> list[tuple[DdpRun, DdpCell]]:
-    studies = [record for record in records(name) if isinstance(record, DdpRun)]
-    return [(study, cell) for study in studies for cell in study.cells]
+def cells(name: str = "ddp_h200") -> list[tuple[DdpRun, DdpCell]]:
+    return [(study, cell) for study in stored(name, DdpRun) for cell in study.cells]
 
 
 def is_of_earlier_code(cell: DdpCell) -> bool:
@@ -151,7 +141,7 @@ def test_a_pipeline_sends_each_microbatch_once_each_way() -> None:
 
 
 def test_what_links_reach_is_what_was_fitted() -> None:
-    studies = [record for record in records("comm_h200_202611.jsonl.gz") if isinstance(record, CommRun)]
+    studies = stored("comm_h200", CommRun)
     study = max(studies, key=lambda study: len(study.cells))
     one_way = H200.interconnect_bytes_per_s / 2
     for name, share in REACHED.items():
@@ -188,7 +178,7 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
     gpu = gpu_named("H200 SXM")
     clock = LayoutClock(gpu, machine_of(H200, None), head_start=True)
     shares, errors = [], []
-    for study, cell in cells("ddp_update_h200_202611.jsonl.gz"):
+    for study, cell in cells("ddp_update_h200"):
         if not by_peer_copies(cell) or cell.contender.kind == "sharded":
             continue
         assert study.facts is not None
@@ -263,7 +253,7 @@ def test_a_profile_replaces_the_links_of_a_node() -> None:
 def test_every_recorded_strategy_is_within_eight_percent_in_the_median() -> None:
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None), head_start=True)
     errors: dict[str, list[float]] = {}
-    for study, cell in (*cells(), *cells("ddp_update_h200_202611.jsonl.gz")):
+    for study, cell in (*cells(), *cells("ddp_update_h200")):
         if is_of_earlier_code(cell) or waited_for_python(cell):
             continue
         if cell.contender.kind != "none" and kernels_began_late(cell):
@@ -285,8 +275,7 @@ def test_recorded_layouts_lie_within_their_intervals() -> None:
     """
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None))
     outside, num_runs = [], 0
-    for run in records("layout_h200_202611.jsonl.gz"):
-        assert isinstance(run, Run)
+    for run in stored("layout_h200", Run):
         assert run.spec is not None
         assert run.timing is not None
         time = clock.time(run.spec, sharing=sharing_of(run.spec, None, Gathering(fused_norms=False)))

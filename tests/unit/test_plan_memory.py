@@ -1,5 +1,4 @@
 import csv
-import gzip
 import io
 import itertools
 import os
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.documents import chapter_says
 from tests.shapes import GPT_2, VARIANTS, draw_parts, named
+from tests.stored_records import stored
 
 from steplab import units
 from steplab.cli.app import main
@@ -34,7 +34,6 @@ from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.sizes import BF16, Count, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters
 from steplab.plan.memory import HOPPER_WORKSPACE, WORKSPACE, predict_memory
-from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
@@ -46,8 +45,6 @@ from steplab.specs.step import CHOICES, StepSpec
 from steplab.specs.step_choices import FP8
 from steplab.units import MIB
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 B, T, V, L, d, f, h = 2, 48, 5000, 3, 32, 80, 4
 TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": L, "model.d_model": d, "model.d_ff": f, "model.num_heads": h,
@@ -78,9 +75,8 @@ def predict(**fields: object) -> MemoryPrediction:
 @cache
 def golden() -> tuple[Run, ...]:
     runs: dict[tuple[object, ...], Run] = {}
-    for line in gzip.decompress(GOLDEN.read_bytes()).splitlines():
-        run = decode(line)
-        if isinstance(run, Run) and run.spec and run.spec.model.shape and run.memory and run.memory.peaks:
+    for run in stored("step_h200", Run):
+        if run.spec and run.spec.model.shape and run.memory and run.memory.peaks:
             runs.setdefault((run.spec.model.name, run.spec.context, run.spec.pass_name, run.spec.precision,
                              run.spec.compile, run.spec.attention), run)  # fmt: skip
     return tuple(runs.values())
@@ -135,10 +131,7 @@ def test_compiled_peaks_of_the_h200_are_estimated() -> None:
 def test_peaks_of_steps_that_are_compiled_block_by_block_are_estimated() -> None:
     of_steps, reserved = list[float](), list[float]()
     for name in ("fast_h200", "walk_h200", "walk_fitted_h200", "other_gpu_h100"):
-        lines = gzip.decompress((RESULTS / f"{name}_202611.jsonl.gz").read_bytes()).splitlines()
-        for run in map(decode, lines):
-            if not isinstance(run, Run):
-                continue
+        for run in stored(name, Run):
             spec = run.spec
             if spec and spec.compile == "block" and spec.model.shape and run.memory:
                 of_steps.append(abs(errors(run)["step"]))
