@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.sure import sure
 
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
@@ -44,9 +45,7 @@ def test_the_configuration_is_parameters_and_the_figures_are_metrics() -> None:
 
 def test_a_loops_own_phases_are_metrics_under_names_that_all_trackers_take() -> None:
     loop = recorder_run()
-    assert loop.timing is not None
-    phase = loop.timing.phase("load batch")
-    assert phase is not None
+    phase = sure(sure(loop.timing).phase("load batch"))
     assert min(phase.best_s) < tracked(loop).metrics["load_batch_s"] < max(phase.best_s)
 
 

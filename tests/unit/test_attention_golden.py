@@ -2,6 +2,7 @@ from statistics import geometric_mean, median
 
 import pytest
 from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.ops.attention.choice_rule import choose
 from steplab.records.attention import AttentionCell, AttentionRun
@@ -158,9 +159,7 @@ def test_a_step_of_head_dimension_80_is_no_slower_than_with_sdpa_flash(records: 
     def step_s(record: str) -> float:
         run = records[record]
         assert isinstance(run, Run)
-        assert run.timing is not None
-        step = run.timing.phase("step")
-        assert step is not None
+        step = sure(sure(run.timing).phase("step"))
         return median(step.best_s)
 
     assert step_s("0c97f848ef80") == pytest.approx(0.351, rel=0.005)
@@ -186,8 +185,7 @@ def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | 
         assert (record.environment.triton, record.environment.flash_triton) == (version, "hopper")
         assert geometric_mean(ratios(record, "sdpa_flash", "both")) == pytest.approx(mean, abs=0.005)
     portable = records[PORTABLE]
-    assert portable.environment is not None
-    assert portable.environment.flash_triton == "portable"
+    assert sure(portable.environment).flash_triton == "portable"
     assert max(ratios(portable, "sdpa_cudnn", "both")) < 0.83, "auto takes cuDNN where they run"
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
 from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
@@ -59,8 +60,7 @@ def peers() -> AttentionRun:
 
 
 def test_speeds_stand_beside_a_peer_where_there_is_another_that_was_timed(peers: AttentionRun) -> None:
-    table = speed_table(peers.cells, "flex", "both")
-    assert table is not None
+    table = sure(speed_table(peers.cells, "flex", "both"))
     assert sum(text == "out of memory" for row in texts_of(table)[1] for text in row) == 6
     assert speed_table(peers.cells, None, "both") is not None
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
@@ -78,8 +78,7 @@ def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_
     def shown(samples: tuple[float, ...]) -> tuple[str, str]:
         timed = {flex: steady, ours: samples}
         cells = [make_cell(spec, passes=(PhaseSamples(phase="both", device_s=found),)) for spec, found in timed.items()]
-        table = speed_table(cells, "flex", "both")
-        assert table is not None
+        table = sure(speed_table(cells, "flex", "both"))
         return " ".join(texts_of(table)[1][0][-3:]), table.caption
 
     assert shown(steady)[0] == "1.00 ms 1.00 ms 1.00×"
@@ -218,8 +217,7 @@ def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: Att
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:
-    account = account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU")
-    assert account is not None
+    account = sure(account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU"))
     rows = account_table(account).rows
     sizes = [row["num_bytes"] for row in rows]
     assert sum(size for size in sizes[:-1] if isinstance(size, int)) == sizes[-1] == account.total_bytes
@@ -243,8 +241,7 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
     assert rows[fused.id]["eager_speed"] == pytest.approx(times[0] / times[2])
     assert rows[fused.id]["compiled_speed"] == pytest.approx(times[1] / times[2])
     assert rows[failed.id]["eager_speed"] is None
-    table = attention_steps([other, *plain, fused, failed])
-    assert table is not None
+    table = sure(attention_steps([other, *plain, fused, failed]))
     assert sheet(table).failures == {3}
     page = render_page([other, *plain, fused, failed], title="Steps")
     assert "Training steps by attention implementation" in page

@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
@@ -178,8 +179,7 @@ def test_a_weight_whose_norm_nothing_reads_has_no_gradient() -> None:
     x, weight = torch.randn(4, 6).bfloat16().requires_grad_(), torch.rand(6, requires_grad=True)
     add_rms_norm(x, torch.randn(4, 6), weight, 1e-5)[1].sum().backward()
     assert weight.grad is None
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(sure(x.grad), torch.ones_like(x))
 
 
 def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +269,7 @@ def step(**fields: object) -> StepSpec:
 def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False) -> dict[str, Tensor]:
     workload = build_workload(spec, torch.device(spec.device))
     assert workload.module is not None
-    assert workload.make_batch is not None
-    module, batch = workload.module, workload.make_batch()
+    module, batch = workload.module, sure(workload.make_batch)()
     module = module.double() if double else module
     if compiled:
         torch._dynamo.reset()
@@ -352,8 +351,7 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
     spec = step(**{"pass": "forward_backward", "attention": "plain"})
     workload = build_workload(spec, CPU)
     assert workload.module is not None
-    assert workload.make_batch is not None
-    model, batch = workload.module, workload.make_batch()
+    model, batch = workload.module, sure(workload.make_batch)()
     found: list[list[int]] = []
     for _ in range(2):  # the first makes what is only made once
         model.zero_grad()
@@ -389,8 +387,7 @@ def test_measured_peaks_are_predicted() -> None:
     for run in runs:
         assert run.spec is not None
         assert run.memory is not None
-        peak = run.memory.peak("step")
-        assert peak is not None
+        peak = sure(run.memory.peak("step"))
         found = predict_memory(run.spec, device="NVIDIA H200").peak_bytes
         assert found == pytest.approx(peak.peak_allocated_bytes, rel=0.01)
 

@@ -12,6 +12,7 @@ from tests.comm_records import ALPHA_S, failing, make_comm, make_comm_cell, make
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
 from tests.stored_lines import import_lines
+from tests.sure import sure
 
 from steplab.lab.choosing import records_to_report
 from steplab.lab.comm import profile_of, with_profile
@@ -204,15 +205,12 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     first = gpus.cells[0]
     assert first.slowest is not None
     assert comm_cell_line(first).replace("µ", "µ") in page
-    over_size = time_over_size(gpus.cells, gpus.profile)
-    assert over_size is not None
+    over_size = sure(time_over_size(gpus.cells, gpus.profile))
     assert [picture.svg.count("stroke-dasharray") for picture in over_size.pictures] == [6, 6]
     assert [picture.title for picture in over_size.pictures] == ["2 ranks", "4 ranks"]
-    bare = time_over_size(gpus.cells, ())
-    assert bare is not None
+    bare = sure(time_over_size(gpus.cells, ()))
     assert "stroke-dasharray" not in bare.pictures[0].svg
-    over_ranks = time_over_ranks(gpus.cells)
-    assert over_ranks is not None
+    over_ranks = sure(time_over_ranks(gpus.cells))
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
 
 
@@ -231,8 +229,7 @@ def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
     monkeypatch.setattr(Axes, "plot", seen)
     run = make_comm({"collective": ["all_reduce"], "world_size": [4]})
     (fit,) = run.profile
-    chart = time_over_size(run.cells, run.profile)
-    assert chart is not None
+    chart = sure(time_over_size(run.cells, run.profile))
     assert chart.pictures[0].svg
     ((xs, ys),) = drawn
     assert (xs[0], xs[-1]) == (1e6, pytest.approx(1e9))
@@ -255,8 +252,7 @@ def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
 
 def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:
     both = make_comm({"backend": ["nccl", "gloo"], "size": ["1MB", "10MB"], "world_size": [2]}, ranks=2)
-    chart = backends_side_by_side(both.cells)
-    assert chart is not None
+    chart = sure(backends_side_by_side(both.cells))
     assert [name for _, _, name in chart.legend] == ["nccl", "gloo"]
     assert len(chart.pictures) == 6
     over_size, bandwidth = time_over_size(both.cells, both.profile), bandwidth_over_size(both.cells)
@@ -274,8 +270,7 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
 
 def test_failures_are_marked_in_pictures_and_tables() -> None:
     run = failing()
-    chart = time_over_size(run.cells, run.profile)
-    assert chart is not None
+    chart = sure(time_over_size(run.cells, run.profile))
     assert "OOM" in chart.pictures[0].svg
     row = bandwidth_table(run.cells).rows[1]
     assert (row["collective"], row["1000000"]) == ("send_recv", "out of memory")

@@ -10,6 +10,7 @@ from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.stored_records import stored
+from tests.sure import sure
 
 import steplab
 from steplab.comparison.comparing import compare
@@ -76,8 +77,7 @@ def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
     step = figure(found, "step time")
     assert found.outcome == "regression"
     assert found.regressions == (step,)
-    assert step.ratio is not None
-    assert step.ratio.ratio == pytest.approx(1.1)
+    assert sure(step.ratio).ratio == pytest.approx(1.1)
     assert step.b == pytest.approx(1.1 * step.a)
     assert figure(found, "backward").b == pytest.approx(1.1 * figure(found, "backward").a)
     assert figure(found, "tokens per second").b == pytest.approx(figure(found, "tokens per second").a / 1.1)
@@ -252,8 +252,7 @@ def profiled() -> Run:
 
 def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place() -> None:
     run = profiled()
-    profile = run.profile
-    assert profile is not None
+    profile = sure(run.profile)
     fused = KernelStats(
         name="layer_norm_backward_kernel",
         category="normalisation",
@@ -284,14 +283,11 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
 
 def test_a_phase_and_a_category_of_kernels_of_one_name_are_two_figures() -> None:
     run = profiled()
-    assert run.timing is not None
-    optimizer = run.timing.phase("optimizer")
-    assert optimizer is not None
+    optimizer = sure(sure(run.timing).phase("optimizer"))
     cells = {(f.group, f.name): f for cell in run_cells(run) for f in cell.figures}
     found = {(f.group, f.name): f for f in compared(run, slower(run, 1.1)).figures}
     phase, kernels = found["phase", "optimizer"], found["kernels", "optimizer"]
-    assert phase.ratio is not None
-    assert phase.ratio.num_a == len(optimizer.best_s)
+    assert sure(phase.ratio).num_a == len(optimizer.best_s)
     assert phase.b == pytest.approx(1.1 * phase.a)
     assert kernels.a == kernels.b == cells["kernels", "optimizer"].samples[0]
     assert kernels.ratio is None
@@ -312,8 +308,7 @@ def test_the_answer_names_where_time_changed_and_leaves_the_kernels_to_their_sec
 
 def test_an_allocation_that_is_planted_is_named_with_its_shape_and_format() -> None:
     run = stored("memory_h200", Run)[0]
-    profile = run.memory_profile
-    assert profile is not None
+    profile = sure(run.memory_profile)
 
     def with_logits(dtype: str, num_bytes: int) -> Run:
         logits = Allocation(

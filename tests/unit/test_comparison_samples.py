@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.comparison.samples import FEWEST, SEPARATE, mann_whitney, mann_whitney_in_turns
 from steplab.comparison.samples import compare_samples as compare_lists
@@ -111,8 +112,7 @@ def test_what_is_undecided_is_decided_with_about_as_many_samples_as_said() -> No
 
     found = compare_samples(drawn(30), drawn(30), in_turns=False, threshold=0.01)
     assert found.decision == "undecided"
-    assert found.more is not None
-    wanted = 30 + found.more
+    wanted = 30 + sure(found.more)
     assert compare_samples(drawn(wanted), drawn(wanted), in_turns=False, threshold=0.01).decision == "same"
 
 
@@ -151,9 +151,7 @@ def test_processes_are_the_units_where_there_are_enough() -> None:
     a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     found = compare_samples(a, b, in_turns=False)
-    assert found.high is not None
-    assert found.low is not None
-    assert found.high / found.low > 1.02
+    assert sure(found.high) / sure(found.low) > 1.02
     assert found.decision == "undecided"
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tests.documents import chapter_says
 from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.costs.rates import gpu_named
 from steplab.explain.api import DIAGNOSES, explain
@@ -122,8 +123,7 @@ def trial_of(run: Run, kind: str) -> Trial:
 def test_the_gain_of_bf16_throughout_is_near_the_measured_one(runs: dict[str, Run]) -> None:
     """With micro-steps there can be no fp32 masters; the trial has none of them, but equal casts and kernels."""
     run, trial = runs["2.7b-1024-bf16-off"], trial_of(runs["2.7b-1024-bf16-off"], "weight_casts")
-    assert run.spec is not None
-    finding = found_in(replace(run, spec=replace(run.spec, accumulation=2)))["weight_casts"]
+    finding = found_in(replace(run, spec=replace(sure(run.spec), accumulation=2)))["weight_casts"]
     assert finding.fields == {"precision": "bf16_pure"}
     assert finding.saves_s == pytest.approx(trial.saved_s, rel=1 / 3)
 
@@ -148,8 +148,7 @@ def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile
     assert found_in(eager)["fusable_elementwise"].saves_s == pytest.approx(saved_s, rel=0.05)
     assert eager.profile is not None
     low_s = left_s(compiled, FUSABLE) / left_s(eager, FUSABLE)
-    assert eager.profile.compiled is not None
-    assert eager.profile.compiled.memory_bound == pytest.approx(low_s, abs=0.05)
+    assert sure(eager.profile.compiled).memory_bound == pytest.approx(low_s, abs=0.05)
 
 
 def test_without_a_dry_run_the_smallest_recorded_saving_of_compiling_is_predicted(runs: dict[str, Run]) -> None:
@@ -173,10 +172,8 @@ def recorded_both_ways(runs: dict[str, Run]) -> list[tuple[str, Run, Run]]:
 
 
 def with_shares(run: Run) -> Run:
-    assert run.spec is not None
-    assert run.profile is not None
-    shares = compiled_shares(run.spec, gpu_named("H200 SXM"))
-    return replace(run, profile=replace(run.profile, compiled=shares))
+    shares = compiled_shares(sure(run.spec), gpu_named("H200 SXM"))
+    return replace(run, profile=replace(sure(run.profile), compiled=shares))
 
 
 def left_s(run: Run, categories: tuple[str, ...]) -> float:

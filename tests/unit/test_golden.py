@@ -4,6 +4,7 @@ from statistics import median
 
 import pytest
 from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.records.run import Run
 
@@ -50,9 +51,7 @@ def test_mfu_of_2_7b_agrees_with_the_hand_calculation_in_the_docs(
 ) -> None:
     [run] = [run for run in runs if run.id == "5e7271880f12"]
     [mfu] = [u for u in run.utilizations if u.kind == "mfu" and u.convention == convention]
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     by_hand = flops_per_step / median(step.best_s) / 989.5e12
     assert mfu.flops == flops_per_step
     assert mfu.value == pytest.approx(by_hand, rel=1e-12)

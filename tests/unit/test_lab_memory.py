@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.runs import make_run
+from tests.sure import sure
 from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
@@ -80,8 +81,7 @@ def test_the_record_has_the_sizes_that_the_snapshot_has(tmp_path: Path, monkeypa
         "parameters": 700,
         "temporaries": 130,
     }
-    peak = make_run(FIELDS).memory.peak("step")  # type: ignore[union-attr]
-    assert peak is not None
+    peak = sure(make_run(FIELDS).memory.peak("step"))  # type: ignore[union-attr]
     assert run.memory_profile.unwatched_peak_bytes == peak.peak_allocated_bytes
     assert stored(tmp_path / "store.db") == [run]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.marks.json", "kept.pickle", "store.db"]
@@ -99,9 +99,8 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         packed.write_bytes(gzip.compress(kept.read_bytes()))
         kept = packed
     imported = import_snapshot(kept, store=tmp_path / "store.db")
-    assert measured.memory_profile is not None
     assert imported.memory_profile == dataclasses.replace(
-        measured.memory_profile, file=kept.name, unwatched_peak_bytes=None
+        sure(measured.memory_profile), file=kept.name, unwatched_peak_bytes=None
     )
     assert (imported.name, imported.spec, imported.timing) == ("kept", None, None)
 

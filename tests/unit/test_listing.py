@@ -9,6 +9,7 @@ from tests.ddp_records import make_ddp_run
 from tests.rendering import run_text
 from tests.runs import make_run, recorder_run
 from tests.stored_lines import import_lines
+from tests.sure import sure
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import note, tag
@@ -45,9 +46,7 @@ def ids(path: Path, **asked: Any) -> list[str]:
 
 
 def step_s(run: Run) -> float:
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     return median(step.best_s)
 
 

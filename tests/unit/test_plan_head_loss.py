@@ -4,6 +4,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -82,10 +83,8 @@ def peaks_of_the_dry_run(precision: str) -> list[tuple[int, int]]:
     found.append((most - at_start, alive - at_start))
     most = alive
     machine.begin("backward")
-    assert machine.tape is not None
-    assert loss.slot is not None
-    loss.slot.gradient = machine.new(machine.sizes.one, loss.dtype, "gradient of the loss")
-    machine.tape.run_backward(machine)
+    sure(loss.slot).gradient = machine.new(machine.sizes.one, loss.dtype, "gradient of the loss")
+    sure(machine.tape).run_backward(machine)
     found.append((most - at_start, alive - at_start))
     return found
 
@@ -204,8 +203,7 @@ def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
         assert run.memory is not None
         predicted = predict_memory(run.spec, device="NVIDIA H200").phase_peaks
         for phase in ("forward", "backward"):
-            peak = run.memory.peak(phase)
-            assert peak is not None
+            peak = sure(run.memory.peak(phase))
             errors.setdefault(run.spec.loss, set()).add(predicted[phase] - peak.peak_allocated_bytes)
     assert errors["fused"] == errors["plain"] == {1_167_360}
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor
 
 from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
@@ -120,9 +121,7 @@ HERE = [0.0, 1.0, 0.0, 0.0, 2.0**-20, INF, INF, NAN, 0.0, NAN]
 def count(here: Tensor, reference: Tensor | None = None, low: torch.dtype = torch.float16) -> Elements:
     tally = Tally()
     tally.add(here, kinds_of(reference, low) if reference is not None else None)
-    found = tally.elements()
-    assert found is not None
-    return found
+    return sure(tally.elements())
 
 
 def test_known_elements_are_counted_for_what_they_are() -> None:
@@ -170,8 +169,7 @@ def test_several_tensors_are_added_up() -> None:
     for value in (4.0, 2.0**-20, 0.0):
         x = torch.full((3, 2), value, dtype=torch.float16)
         tally.add(x, kinds_of(torch.ones(3, 2), torch.float16))
-    found = tally.elements()
-    assert found is not None
+    found = sure(tally.elements())
     assert (found.num_elements, found.num_zero, found.num_underflowed, found.num_subnormal) == (18, 6, 6, 6)
     assert (found.largest, found.smallest) == (4.0, 2.0**-20)
 
@@ -210,8 +208,7 @@ def audits() -> dict[str, Numerics]:
 
 @pytest.mark.parametrize(("precision", "low"), [("fp16", "float16"), ("bf16", "bfloat16")])
 def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: str) -> None:
-    audit = audits[precision].audit
-    assert audit is not None
+    audit = sure(audits[precision].audit)
     modules = {module.module: module for module in audit.modules}
     for name in ("fc1", "ln", "fc2"):
         assert modules[name].parameters == ("float32",)

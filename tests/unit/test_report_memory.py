@@ -9,6 +9,7 @@ import pytest
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
 from tests.stored_records import stored
+from tests.sure import sure
 from tests.unit.memory_records import (
     MIB,
     cpu_run,
@@ -106,14 +107,11 @@ def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
 
 @pytest.mark.parametrize("run", [FP32, BF16, CPU], ids=["fp32", "bf16", "cpu"])
 def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
-    said = residual_sentence(run, profile_of(run))
-    assert said is not None
+    said = sure(residual_sentence(run, profile_of(run)))
     assert run.spec is not None
-    assert run.spec.model.shape is not None
-    figures = re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak is (\S+) times that", said)
-    assert figures is not None
+    figures = sure(re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak is (\S+) times that", said))
     factors = [int(factor) for factor in figures[1].split(" × ")]
-    assert factors == [run.spec.batch, run.spec.context, run.spec.model.shape.d_model, 4]
+    assert factors == [run.spec.batch, run.spec.context, sure(run.spec.model.shape).d_model, 4]
     product = factors[0] * factors[1] * factors[2] * factors[3]
     assert int(figures[2].replace(",", "")) == product
     assert float(figures[3]) == pytest.approx(profile_of(run).peak_bytes / product, rel=0.005)
@@ -121,8 +119,7 @@ def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
 
 
 def test_where_nobody_knows_what_the_sizes_are_they_are_figures() -> None:
-    unknown = residual_sentence(replace(FP32, spec=None), profile_of(FP32))
-    assert unknown is not None
+    unknown = sure(residual_sentence(replace(FP32, spec=None), profile_of(FP32)))
     assert "is 6.00 MiB: 4 × 512 × 768 × 4 (float32) = 6,291,456 bytes" in unknown
     assert residual_sentence(IMPORTED, profile_of(IMPORTED)) is None
     assert derivation((3, 4), "float4", None) is None
@@ -373,8 +370,7 @@ def test_a_change_of_the_peak_is_told_by_what_it_is_to_each_category(
 def test_nothing_is_said_of_a_choice_that_was_not_made_or_has_nothing_beside_it() -> None:
     assert list(precision_sentences(FP32, FP32)) == []
     assert list(checkpointing_sentences(FP32, FP32)) == list(checkpointing_sentences(CHECKPOINTED, None)) == []
-    assert FP32.spec is not None
-    pure = replace(FP32, spec=replace(FP32.spec, precision="bf16_pure"))
+    pure = replace(FP32, spec=replace(sure(FP32.spec), precision="bf16_pure"))
     half = like(pure, {"parameters": 250, "optimizer_state": 500})
     (told,) = precision_sentences(half, like(FP32, STATES))
     assert told.startswith("With bf16 throughout the peak is 50.0 % lower")
@@ -383,8 +379,7 @@ def test_nothing_is_said_of_a_choice_that_was_not_made_or_has_nothing_beside_it(
 
 
 def test_of_weights_with_masters_no_bounds_of_autocast_are_told() -> None:
-    assert BF16.spec is not None
-    spec = replace(BF16.spec, precision="bf16_master", optimizer="adamw_triton")
+    spec = replace(sure(BF16.spec), precision="bf16_master", optimizer="adamw_triton")
     told = list(precision_sentences(replace(BF16, spec=spec), None))
     assert told[-1].startswith("A weight of a linear layer and its fp32 master take 6 bytes where fp32 takes 4")
     assert not any("Autocast does not change" in sentence or "lowers this peak" in sentence for sentence in told)
@@ -432,8 +427,7 @@ SETTINGS = [watched_run({"context": 128, "checkpointing": name}, checkpointed=Tr
 
 
 def parts_of(runs: list[Run]) -> list[Section]:
-    chapter = memory_chapter(cells_of(runs), {})
-    assert chapter is not None
+    chapter = sure(memory_chapter(cells_of(runs), {}))
     return [block for block in drawn(chapter).blocks if isinstance(block, Section)]
 
 

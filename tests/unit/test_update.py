@@ -11,6 +11,7 @@ import torch
 from benchmarks.fit_rates import fit_hidden_update
 from tests.runs import make_run
 from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,9 +49,8 @@ def trained(fields: dict[str, Any], update: str) -> tuple[list[str], list[Tensor
     step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
     for _ in range(3):
         step.run()
-    assert step.optimizer is not None
     assert all(parameter.grad is None for parameter in step.module.parameters())
-    return [phase.name for phase in step.phases], list(step.module.parameters()), step.optimizer.state_dict()
+    return [phase.name for phase in step.phases], list(step.module.parameters()), sure(step.optimizer).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,7 @@ def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone()
         phases = {"step": step_s} | ({"optimizer": 0.02} if update == "after" else {})
         samples = tuple(PhaseSamples(phase=name, device_s=(seconds,) * 3) for name, seconds in phases.items())
         made = make_run({"update": update, **fields})
-        assert made.timing is not None
-        timing = dataclasses.replace(made.timing, back_to_back=samples)
+        timing = dataclasses.replace(sure(made.timing), back_to_back=samples)
         return dataclasses.replace(made, timing=timing, turns=Turns(session=session, label=update))
 
     pair = [run(0.1, "after"), run(0.094, "overlapped")]
