@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.stored_lines import fill
 from tests.sure import sure
 
 from steplab.cli.commands.export import export
@@ -21,7 +22,6 @@ from steplab.errors import SteplabError, UserError
 from steplab.integrations.tracking import Tracked, track, tracked
 from steplab.records.codec import decode
 from steplab.records.rows import run_row
-from steplab.store.database import Store
 
 RUN = make_run({"context": 256, "batch": 2}, name="a run")
 ROW = run_row(RUN)
@@ -217,8 +217,7 @@ def test_tensorboard_has_figures_and_the_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> FileOptions:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(RUN)
+    fill(tmp_path / "store.db", RUN)
     return FileOptions(store=tmp_path / "store.db")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import fill
 from tests.stored_records import stored
 from tests.sure import sure
 
@@ -37,7 +38,6 @@ from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
 from steplab.specs.resolve import Grid
-from steplab.store.database import Store
 
 
 def render_attention(
@@ -327,13 +327,11 @@ def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path
     cells = attention_study({"grid": "long", "device": "cuda"}).cells
     assert account_for_memory(cells, "H200 SXM").spec.queries == 131072
     path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(make_benchmark("peers", {"implementation": ["flex"]}))
+    fill(path, make_benchmark("peers", {"implementation": ["flex"]}))
     with pytest.raises(UserError, match="plain attention ran out of memory in no stored benchmark"):
         account_for_memory(cells, None, store=path)
     study = make_benchmark("study")
-    with Store.open(path, write=True) as store:
-        store.add(study)
+    fill(path, study)
     found = account_for_memory(cells, None, store=path)
     assert (found.spec.queries, found.memory_source) == (16384, f"NVIDIA H200 (record {study.id})")
 

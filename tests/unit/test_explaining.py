@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run, out_of_memory
+from tests.stored_lines import fill
 from tests.sure import sure
 from tests.unit.explaining import foreign, op, own, profile, timing
 from tests.unit.memory_records import imported_snapshot
@@ -170,9 +171,7 @@ def store(tmp_path: Path) -> Path:
         make_run({"model": "small"}, id="cccc00000000", created_utc="2026-11-21T09:00:00Z"),
         out_of_memory({"model": "xl"}, id="dddd00000000", created_utc="2026-11-21T10:00:00Z"),
     ]
-    with Store.open(path, write=True) as opened:
-        for run in runs:
-            opened.add(run)
+    fill(path, *runs)
     return path
 
 
@@ -192,8 +191,7 @@ def test_any_run_is_explained_by_the_beginning_of_its_id(store: Path) -> None:
 
 
 def test_a_store_without_profiles_says_how_to_get_one(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "store.db", write=True) as opened:
-        opened.add(make_run({"model": "small"}))
+    fill(tmp_path / "store.db", make_run({"model": "small"}))
     with pytest.raises(UserError, match="steplab profile"):
         explain(store=tmp_path / "store.db")
 

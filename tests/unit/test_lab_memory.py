@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.runs import make_run
+from tests.stored_lines import fill
 from tests.sure import sure
 from tests.unit.memory_records import watched_run
 
@@ -212,9 +213,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
         watched_run(lowered | {"precision": "fp32", "checkpointing": "none"}),
         make_run(lowered | {"precision": "fp32"}, created_utc="2026-01-09T00:00:00Z"),
     ]
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        for record in (older, newer, whole, run, *others):
-            store.add(record)
+    fill(tmp_path / "store.db", *(older, newer, whole, run, *others))
     found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
     assert [other.id for other in found.others] == [newer.id, whole.id]
     assert found.forecasts == {}  # cells measured in fp32 need none

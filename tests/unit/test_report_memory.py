@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import fill
 from tests.stored_records import stored
 from tests.sure import sure
 from tests.unit.memory_records import (
@@ -44,7 +45,6 @@ from steplab.report.page import render_page
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
 from steplab.specs.resolve import resolve_step
-from steplab.store.database import Store
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
@@ -618,16 +618,13 @@ def test_a_cell_that_is_alone_in_a_store_is_set_against_its_prediction_and_else_
 ) -> None:
     run, twin = next(pair for pair in pairs if pair[0].name == "2.7b-512-train-bf16")
     path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(run)
+    fill(path, run)
     (cell,) = cells_of([run])
     alone = list(comparison_sentences(cell, [cell], memory_references([run], path)))
     assert "gives this peak within 0.01 %" in alone[0]
     assert "with bf16 autocast the peak is 3.9 % higher, by 2.2" in alone[0]
     other_card = replace(twin, id="another", environment=None)  # the newer, and of no known machine
-    with Store.open(path, write=True) as store:
-        store.add(twin)
-        store.add(replace(other_card, created_utc="2030-01-01T00:00:00Z"))
+    fill(path, twin, replace(other_card, created_utc="2030-01-01T00:00:00Z"))
     references = memory_references([run], path)
     assert ([other.id for other in references.others], dict(references.forecasts)) == ([twin.id], {})
     beside = next(comparison_sentences(cell, [cell], references))
