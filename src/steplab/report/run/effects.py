@@ -211,10 +211,11 @@ def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
 
 
 def _single(effects: Sequence[Effect]) -> Table:
-    pairs = {effect.pairs[0]: effect.choice for effect in effects}
-    choice = Column(key="choice", wraps_from=20, value=pairs.__getitem__)
+    pairs = [effect.pairs[0] for effect in effects]
+    choices = {id(effect.pairs[0]): effect.choice for effect in effects}
+    choice = Column(key="choice", wraps_from=20, value=lambda pair: choices[id(pair)])
     fields = varying([pair.before for pair in pairs])
-    return _pairs_table("choices with one pair", [*pairs], fields, ("before", "after"), choice)
+    return _pairs_table("choices with one pair", pairs, fields, ("before", "after"), choice)
 
 
 def _peak_bytes(cell: RunCell) -> int | None:
