@@ -80,7 +80,7 @@ class Figure(Generic[Item]):
     wraps_from: int | None = None
     """Least width to which a terminal may wrap its words; None: 12."""
     folds: bool = False
-    """Whether a terminal without room puts its values below their rows, in the words of `shared`."""
+    """True: a terminal without room puts its values below their rows, in the words of `shared`."""
     rank: int = 0
     """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
     shared: str = ""
