@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from tests.runs import ENVIRONMENT, make_run
+from tests.sure import sure
 
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.profile import (
@@ -261,8 +262,7 @@ def _gemm(tile: str) -> str:
 
 class Shape:
     def __init__(self, spec: StepSpec, seed: int = 0) -> None:
-        shape = spec.model.shape
-        assert shape is not None
+        shape = sure(spec.model.shape)
         self.layers, self.heads, self.width, self.wide = shape.num_layers, shape.num_heads, shape.d_model, shape.d_ff
         self.vocabulary, self.tokens, self.batch, self.context = shape.vocab_size, spec.tokens, spec.batch, spec.context
         self.num_parameters = self.layers * (4 * self.width**2 + 3 * self.width * self.wide)
@@ -401,9 +401,8 @@ def profiled_run(
 ) -> Run:
     fields = {"model": "large", "context": 1024, "precision": "fp32"} | (fields or {})
     run = make_run(fields)
-    assert run.spec is not None
     profile = replace(
-        _profile_of_training(run.spec, launch_ns, num_steps),
+        _profile_of_training(sure(run.spec), launch_ns, num_steps),
         host_calls=(
             HostCallStats(name="cudaMemcpyAsync (device to host)", phase="outside", range="", calls=num_steps,
                           total_s=num_steps * 41e-6),

@@ -3,6 +3,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tests.sure import sure
+
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
@@ -111,8 +113,7 @@ def grid(axes: Mapping[str, list[object]], memory_bytes: float = 110e9) -> list[
 
 
 def _facts(spec: StepSpec) -> ModelFacts:
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     block = 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff
     embedding = shape.vocab_size * shape.d_model
     return ModelFacts(
@@ -155,8 +156,7 @@ def _timing(spec: StepSpec, rng: random.Random, flops: float) -> Timing:
 
 
 def _memory(spec: StepSpec, facts: ModelFacts) -> Memory:
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     width = 4 if spec.precision in ("fp32", "tf32") else 2.6
     states = facts.num_parameters * (4 if spec.pass_name == "forward" else 8 if spec.pass_name != "train" else 16)
     per_layer = spec.tokens * (14 * shape.d_model + 4 * shape.d_ff)
@@ -171,8 +171,7 @@ def _memory(spec: StepSpec, facts: ModelFacts) -> Memory:
 
 
 def _utilizations(spec: StepSpec, timing: Timing, flops: float) -> tuple[Utilization, ...]:
-    step = timing.phase("step")
-    assert step is not None
+    step = sure(timing.phase("step"))
     time_s = sorted(step.best_s)[len(step.best_s) // 2]
     peak = PEAKS[spec.precision]
     dtype = "float32" if spec.precision == "fp32" else "bfloat16"

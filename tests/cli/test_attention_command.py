@@ -10,6 +10,7 @@ import pytest
 from tests.attention_records import make_benchmark, make_cell
 from tests.cli.program import Program
 from tests.runs import ENVIRONMENT
+from tests.stored_lines import fill
 
 from steplab.cli.app import main
 from steplab.lab import benchmark
@@ -120,8 +121,7 @@ def test_what_had_ended_before_an_interruption_is_kept(
 @pytest.fixture
 def peers(tmp_path: Path) -> tuple[AttentionRun, list[str]]:
     record, path = make_benchmark("peers"), tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(record)
+    fill(path, record)
     return record, ["--store", str(path)]
 
 

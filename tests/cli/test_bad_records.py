@@ -13,6 +13,7 @@ import pytest
 from tests.comm_records import make_comm
 from tests.profiles import launch_bound_run
 from tests.runs import make_run
+from tests.stored_lines import fill
 from tests.unit.allocator_model import MIB, CachingAllocator
 
 from steplab.cli.app import main
@@ -45,9 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def put(store: Path, *records: Record) -> None:
     """Stores past all checks of imports."""
-    with Store.open(store, write=True) as opened:
-        for record in records:
-            opened.add(record)
+    fill(store, *records)
 
 
 def write(path: Path, *records: Record) -> Path:

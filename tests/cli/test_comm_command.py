@@ -12,6 +12,7 @@ import pytest
 from tests.cli.program import Program, finish
 from tests.comm_records import make_comm, make_comm_cell
 from tests.runs import ENVIRONMENT, make_run
+from tests.stored_lines import fill
 
 from steplab.cli.app import main
 from steplab.lab import benchmark
@@ -129,8 +130,7 @@ def test_a_stored_benchmark_is_listed_shown_reported_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, store = make_comm(), ["--store", str(tmp_path / "store.db")]
-    with Store.open(tmp_path / "store.db", write=True) as opened:
-        opened.add(record)
+    fill(tmp_path / "store.db", record)
     assert main(["list", "--kind", "comm", *store]) == 0
     assert record.id in capsys.readouterr().out
     assert main(["show", record.id, *store]) == 0
@@ -147,9 +147,7 @@ def test_every_record_that_is_named_is_reported_or_the_format_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, benchmark, store = make_run(), make_comm(), ["--store", str(tmp_path / "store.db")]
-    with Store.open(tmp_path / "store.db", write=True) as opened:
-        opened.add(run)
-        opened.add(benchmark)
+    fill(tmp_path / "store.db", run, benchmark)
     both = [run.id, benchmark.id, *store]
     assert main(["report", *both]) == 0
     told = capsys.readouterr().out

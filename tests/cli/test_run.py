@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.cli.program import Program, Result, command, complaint, digests, kept_result, tiny
+from tests.sure import sure
 
 from steplab.records.codec import decode
 from steplab.records.run import Run
@@ -112,11 +113,8 @@ def test_show_gives_the_whole_record_as_json(filled: Program, first_id: str) -> 
     record = decode(result.stdout)
     assert isinstance(record, Run)
     assert (record.id, record.name, record.status) == (first_id, "first", "ok")
-    assert record.spec is not None
-    assert record.spec.steps == 3
-    assert record.timing is not None
-    step = record.timing.phase("step")
-    assert step is not None
+    assert sure(record.spec).steps == 3
+    step = sure(sure(record.timing).phase("step"))
     assert len(step.best_s) == 3
     assert record.environment is not None
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -79,8 +80,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def alone(dtype: torch.dtype, spec: StepSpec) -> tuple[list[float], dict[str, Tensor]]:
     single = replace(spec_of("dp=1"), model=spec.model, attention=spec.attention)
-    model = build_workload(single, here().torch_device).module
-    assert model is not None
+    model = sure(build_workload(single, here().torch_device).module)
     model.to(dtype)
     losses = []
     for tokens, targets in batches():
@@ -222,8 +222,7 @@ def parameter_elements(spec: StepSpec, rank: int) -> int:
     def kept(num_rows: int, columns: int) -> int:
         return rows(num_rows, fsdp, part) * columns
 
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     outputs = [WIDTH, shape.kv_width, shape.kv_width, *[FF] * (len(shape.feed_forward_layers) - 1)]
     norm = kept(WIDTH, 1) * (2 if shape.has_norm_biases else 1)
     block = sum(kept(width // tp, WIDTH) for width in outputs) + kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)

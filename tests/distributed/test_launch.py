@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, kill, tiny, wait_until
+from tests.sure import sure
 
 from steplab.measurement.machine.world import private_meeting_place
 from steplab.records.codec import decode
@@ -89,8 +90,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(steplab: Program, fault: st
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"steplab: {told.format(host=HERE)}")
     (row,) = steplab.rows()
-    failure = shown(steplab, row["id"]).failure
-    assert failure is not None
+    failure = sure(shown(steplab, row["id"]).failure)
     assert failure.rank == 1
     assert failure.phase == "measure"
 
@@ -169,8 +169,7 @@ def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_s
     assert second.stderr == (first.stderr if fault == "raises" else "")
     assert second.stdout == ""
     (row,) = steplab.rows()
-    failure = shown(steplab, row["id"]).failure
-    assert failure is not None
+    failure = sure(shown(steplab, row["id"]).failure)
     assert failure.phase == "measure"
 
 

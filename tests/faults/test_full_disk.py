@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tests.cli.program import Program, complaint, tiny
 from tests.runs import make_run
+from tests.stored_lines import fill
 
 from steplab.cli.app import main
 from steplab.lab import listing
-from steplab.store.database import Store
 
 MODEL = '''
 from pathlib import Path
@@ -69,8 +69,7 @@ def test_a_full_disk_under_everything_is_said_to_lose_the_last_record(disk: Path
 def test_a_store_on_a_full_disk_is_read_and_exported(tmp_path: Path, disk: Path) -> None:
     steplab = Program(tmp_path)
     path = disk / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(make_run({}, name="kept"))
+    fill(path, make_run({}, name="kept"))
     free = os.statvfs(disk)
     (disk / "filler").write_bytes(bytes(free.f_bavail * free.f_bsize))
     assert [row["name"] for row in steplab("list", "--store", path, "--format", "json").rows()] == ["kept"]

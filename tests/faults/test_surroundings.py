@@ -15,6 +15,7 @@ from tests.comm_records import make_comm
 from tests.fuzz.ending import run
 from tests.profiles import imported_run
 from tests.runs import make_run
+from tests.stored_lines import fill
 
 from steplab.cli.app import main
 from steplab.cli.progress import ProgressLine
@@ -29,9 +30,7 @@ READING = (("list",), ("show", "last"), ("report",), ("explain",), ("list", "--s
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("surroundings") / "store.db"
-    with Store.open(path, write=True) as opened:
-        for record in (replace(make_run(), id=ID, name="größer – 漢字"), imported_run(), make_comm(), make_benchmark()):
-            opened.add(record)
+    fill(path, *(replace(make_run(), id=ID, name="größer – 漢字"), imported_run(), make_comm(), make_benchmark()))
     return path
 
 

@@ -8,9 +8,9 @@ import pytest
 from tests.cli.program import REPOSITORY
 from tests.cli.test_readme import Piece, blocks, commands
 from tests.runs import make_run
+from tests.stored_lines import fill
 
 from steplab.cli.app import main
-from steplab.store.database import Store
 
 PIECES = [
     pytest.param(block, id=f"{name}-{block.line}")
@@ -23,8 +23,7 @@ PIECES = [
 @pytest.mark.parametrize("block", PIECES)
 def test_a_piece_works(block: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run({}, name="a run")
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(run)
+    fill(tmp_path / "store.db", run)
     monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
     monkeypatch.chdir(tmp_path)
     if block.language == "python":

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,8 +53,7 @@ def fit(tmp_path: Path) -> Fit:
 
 
 def test_optimizer_steps_are_recorded_with_their_phases(fit: Fit, tmp_path: Path) -> None:
-    run = fit({"max_steps": 7, "accumulate_grad_batches": 2}, warmup=2, steps=4, tokens_per_step=64)
-    assert run is not None
+    run = sure(fit({"max_steps": 7, "accumulate_grad_batches": 2}, warmup=2, steps=4, tokens_per_step=64))
     check(run)
     assert (run.name, run.failure) == ("Module", None)
     assert run.timing is not None
@@ -68,8 +68,7 @@ def test_optimizer_steps_are_recorded_with_their_phases(fit: Fit, tmp_path: Path
 
 
 def test_the_steps_that_were_asked_for_are_profiled(fit: Fit) -> None:
-    run = fit({"max_steps": 5}, warmup=0, steps=2, profile=range(3, 5))
-    assert run is not None
+    run = sure(fit({"max_steps": 5}, warmup=0, steps=2, profile=range(3, 5)))
     assert run.profile is not None
     assert run.profile.num_steps == 2
     assert {"forward", "backward", "optimizer"} <= {phase.phase for phase in run.profile.phases}
@@ -82,9 +81,6 @@ def test_a_training_that_fails_is_recorded_with_its_steps(fit: Fit, tmp_path: Pa
     assert caught.traceback
     with Store.open(tmp_path / "store.db", write=False) as store:
         [run] = [record for record in store.iterate(kind="run") if isinstance(record, Run)]
-    assert run.failure is not None
-    assert run.failure.message.startswith("ValueError: diverged (test_lightning.py:")
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    assert sure(run.failure).message.startswith("ValueError: diverged (test_lightning.py:")
+    step = sure(sure(run.timing).phase("step"))
     assert len(step.best_s) == 3

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.stored_lines import fill
+from tests.sure import sure
 
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
@@ -20,7 +22,6 @@ from steplab.errors import SteplabError, UserError
 from steplab.integrations.tracking import Tracked, track, tracked
 from steplab.records.codec import decode
 from steplab.records.rows import run_row
-from steplab.store.database import Store
 
 RUN = make_run({"context": 256, "batch": 2}, name="a run")
 ROW = run_row(RUN)
@@ -44,9 +45,7 @@ def test_the_configuration_is_parameters_and_the_figures_are_metrics() -> None:
 
 def test_a_loops_own_phases_are_metrics_under_names_that_all_trackers_take() -> None:
     loop = recorder_run()
-    assert loop.timing is not None
-    phase = loop.timing.phase("load batch")
-    assert phase is not None
+    phase = sure(sure(loop.timing).phase("load batch"))
     assert min(phase.best_s) < tracked(loop).metrics["load_batch_s"] < max(phase.best_s)
 
 
@@ -218,8 +217,7 @@ def test_tensorboard_has_figures_and_the_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> FileOptions:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(RUN)
+    fill(tmp_path / "store.db", RUN)
     return FileOptions(store=tmp_path / "store.db")
 
 

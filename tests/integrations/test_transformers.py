@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.test_bad_input import TINY_LLAMA
+from tests.sure import sure
 
 from steplab.measurement.observer import Observer
 from steplab.measurement.step_job import measure_here
@@ -93,15 +94,13 @@ def test_optimizer_steps_are_recorded_with_their_phases(train: Train, tmp_path: 
 
 def test_a_training_that_is_shorter_is_recorded_at_its_end(train: Train) -> None:
     timing = timing_of(train(TINY_LLAMA, {"max_steps": 3}, warmup=1))
-    step = timing.phase("step")
-    assert step is not None
+    step = sure(timing.phase("step"))
     assert len(step.best_s) == 2
 
 
 def test_the_steps_that_were_asked_for_are_profiled_by_module(train: Train) -> None:
     run = train(TINY_LLAMA, {"max_steps": 6}, warmup=0, steps=2, profile=range(3, 5))
-    step = timing_of(run).phase("step")
-    assert step is not None
+    step = sure(timing_of(run).phase("step"))
     assert len(step.best_s) == 2  # steps 0 and 1: step 2 runs under the profiler, which begins there
     assert run is not None
     assert run.profile is not None
@@ -147,6 +146,5 @@ def test_a_trainers_step_is_what_steplab_run_calls_one(
     ClockOfWork(monkeypatch)
     arguments = {"max_steps": 5, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
     for run in (measure_here(spec, Observer()), train(config, arguments, warmup=1, steps=4)):
-        step = timing_of(run).phase("step")
-        assert step is not None
+        step = sure(timing_of(run).phase("step"))
         assert step.best_s == pytest.approx([(accumulation * layers * LAYER_NS + UPDATE_NS) / 1e9] * 4, rel=1e-3)

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from tests.runs import ENVIRONMENT, make_run, steady
+from tests.sure import sure
 
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import (
@@ -72,8 +73,7 @@ class Tape:
     def profile(self, **fields: Any) -> MemoryProfile:
         totals = [sum(row) for row in self.rows]
         peak = totals.index(max(totals))
-        cause = self.causes[peak]
-        assert cause is not None
+        cause = sure(self.causes[peak])
         row = dict(zip(self.categories, self.rows[peak], strict=True))
         values: dict[str, Any] = {
             "source": "cuda allocator",
@@ -134,8 +134,7 @@ def _kept(spec: StepSpec, shape: TransformerShape) -> list[tuple[str, str, tuple
 
 
 def train_profile(spec: StepSpec, *, checkpointed: bool = False, **fields: Any) -> MemoryProfile:
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     weights = [("query", shape.d_model, shape.d_model)] * 4 + [("up", shape.d_ff, shape.d_model)] * 3
     table = (shape.vocab_size, shape.d_model)
     num_parameters = shape.num_layers * sum(a * b for _, a, b in weights) + 2 * prod(table)
@@ -220,8 +219,7 @@ def train_profile(spec: StepSpec, *, checkpointed: bool = False, **fields: Any) 
 
 def watched_run(fields: dict[str, object] | None = None, *, checkpointed: bool = False, **overrides: Any) -> Run:
     run = make_run(fields)
-    assert run.spec is not None
-    profile = train_profile(run.spec, checkpointed=checkpointed)
+    profile = train_profile(sure(run.spec), checkpointed=checkpointed)
     assert profile.reserved_bytes is not None
     peaks = tuple(
         PeakMemory(phase=name, peak_allocated_bytes=size, peak_reserved_bytes=profile.reserved_bytes)
@@ -274,10 +272,9 @@ def imported_snapshot(**overrides: Any) -> Run:
 
 def cpu_run() -> Run:
     run = watched_run({"model": "tiny", "context": 64})
-    assert run.memory_profile is not None
     device = replace(ENVIRONMENT.device, kind="cpu", name="Intel Xeon", memory_bytes=None)
     profile = replace(
-        run.memory_profile, source="cpu allocator", counted_peak_bytes=None, unwatched_peak_bytes=None,
+        sure(run.memory_profile), source="cpu allocator", counted_peak_bytes=None, unwatched_peak_bytes=None,
         reserved_bytes=None, outside_bytes=None,
     )  # fmt: skip
     environment = replace(ENVIRONMENT, device=device)

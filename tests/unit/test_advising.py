@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.advice_records import ratio, some_advice
 from tests.runs import ENVIRONMENT, make_run
+from tests.sure import sure
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
 
@@ -107,8 +108,7 @@ def test_what_pays_is_kept_and_the_rest_is_tried_and_dropped(walked: tuple[Advic
     assert (advice.best.precision, advice.best.attention, advice.best.compile) == ("bf16", "auto", "default")
     assert advice.untried == ()
     assert advice.best_s == pytest.approx(0.1 * 0.4 * 0.8 * 0.8 * 0.97)
-    assert advice.overall is not None
-    assert advice.overall.ratio == pytest.approx(0.4 * 0.8 * 0.8 * 0.97, rel=1e-3)
+    assert sure(advice.overall).ratio == pytest.approx(0.4 * 0.8 * 0.8 * 0.97, rel=1e-3)
     with Store.open(store, write=False) as opened:
         stored = {str(row["id"]): row for row in opened.rows(kind=None)}
     assert stored[advice.id]["kind"] == "advise"
@@ -175,8 +175,7 @@ def test_what_came_of_a_change_is_told_before_the_next_begins(walk: Callable[...
 def test_a_given_precision_is_kept_if_asked(walk: Callable[..., Advice]) -> None:
     advice = walk(keep_precision=True)
     assert not any(tried.field == "precision" for tried in advice.tried)
-    assert advice.best is not None
-    assert advice.best.precision == "fp32"
+    assert sure(advice.best).precision == "fp32"
 
 
 def test_a_change_that_fails_or_is_refused_is_said_and_the_walk_goes_on(walk: Callable[..., Advice]) -> None:
@@ -189,8 +188,7 @@ def test_a_change_that_fails_or_is_refused_is_said_and_the_walk_goes_on(walk: Ca
     failures = {tried.words: tried.failure for tried in advice.tried if tried.failure}
     assert failures["precision bf16"] == "out of memory: asked 8.00 GiB"
     assert "no kernel" in failures["attention auto"]
-    assert advice.best is not None
-    assert advice.best.precision == "tf32"
+    assert sure(advice.best).precision == "tf32"
 
 
 class CrowdedSession(FakeSession):
@@ -266,8 +264,7 @@ def test_a_change_that_raises_an_error_makes_no_room(walk: Callable[..., Advice]
     first = advice.tried[0]
     assert (first.words, first.kept, first.failure) == ("precision bf16", False, "error: RuntimeError: kaputt")
     assert first.run_id is not None
-    assert advice.best is not None
-    assert advice.best.precision != "bf16"
+    assert sure(advice.best).precision != "bf16"
     assert "attention auto" in {tried.words for tried in advice.kept}
 
 
@@ -284,8 +281,7 @@ def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is
     assert advice.status == "crashed"
     first, *further = advice_verdict(advice).sentences
     assert first == "The fastest step failed, which ended the walk: crashed: killed by SIGKILL."
-    assert advice.overall is not None
-    kept, told = ", ".join(tried.words for tried in advice.kept), f"{advice.overall.ratio:.3f} times as long"
+    kept, told = ", ".join(tried.words for tried in advice.kept), f"{sure(advice.overall).ratio:.3f} times as long"
     assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms for 100 ms: {told}")
 
 
@@ -413,8 +409,7 @@ def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tri
     if late == "built":
         assert said == told
         return
-    turns = re.fullmatch(f"{told}, and record ([0-9a-f]{{12}}) has the turns until then", said)
-    assert turns is not None
+    turns = sure(re.fullmatch(f"{told}, and record ([0-9a-f]{{12}}) has the turns until then", said))
     with Store.open(tmp_path / "store.db", write=False) as opened:
         record = opened.get(turns[1])
     assert isinstance(record, Run)
@@ -617,8 +612,7 @@ def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
 
     monkeypatch.setattr(FakeSession, "_turn", disturbed)
     advice = walk()
-    assert advice.best is not None
-    assert advice.best.precision == "bf16"
+    assert sure(advice.best).precision == "bf16"
     cautions = [text for text in advice_verdict(advice).cautions if "busy" in text]
     said = "Other processes kept 7.5 of 8 processors busy during the measurement."
     steps = {"all": ("the fastest step", "the step as given"), "bf16": ("the fastest step",), "none": ()}[busy_for]
@@ -668,8 +662,7 @@ def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:
     advice = some_advice()
     assert decode(encode(advice)) == advice
     check(advice)
-    chart = waterfall(advice)
-    assert chart is not None
+    chart = sure(waterfall(advice))
     [svg] = [picture.svg for picture in chart.pictures]
     assert "the step as given: 40.0 ms" in svg
     assert "precision bf16: 40.0 ms became 20.0 ms" in svg

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.conversations import say, task_of
 from tests.runs import ENVIRONMENT
+from tests.sure import sure
 from torch import Tensor
 
 from steplab.lab.attention import attention_cells
@@ -225,8 +226,7 @@ def test_a_repeat_that_the_device_may_have_waited_in_is_made_again_with_more_to_
 def test_out_of_memory_in_forward_is_a_cell_and_the_others_go_on(bench: Bench) -> None:
     bench.functions = {"plain": refusing()}
     assert bench.run(study_of("plain", "sdpa"))
-    failure = bench.results[0].failure
-    assert failure is not None
+    failure = sure(bench.results[0].failure)
     assert (failure.kind, failure.phase, failure.requested_bytes) == ("out_of_memory", "forward", 2 * 1024**3)
     assert bench.results[0].passes == ()
     assert bench.results[1].failure is None
@@ -237,8 +237,7 @@ def test_what_runs_out_of_memory_in_backward_keeps_its_forward(bench: Bench) -> 
     bench.functions = {"plain": refusing(when=lambda call: call == 3)}  # two of forward alone, and then one of both
     assert bench.run(study_of("plain", "sdpa"))
     cell = bench.results[0]
-    assert cell.failure is not None
-    assert cell.failure.phase == "backward"
+    assert sure(cell.failure).phase == "backward"
     assert len(cell.samples("forward")) == 4
     assert cell.samples("backward") == cell.samples("both") == ()
 
@@ -365,8 +364,7 @@ def test_the_process_says_which_cells_are_under_way(bench: Bench) -> None:
 
 def test_what_is_kept_for_backward_is_counted_to_the_byte(bench: Bench) -> None:
     assert bench.run(study_of("plain"))
-    memory = bench.results[0].memory
-    assert memory is not None
+    memory = sure(bench.results[0].memory)
     softmax, mask, output = 4 * 8 * 8, 8 * 8, 4 * 8 * 4
     assert memory.saved_bytes == softmax + mask + output
     assert memory.both_peak_bytes is None  # a CPU's allocator keeps no high-water mark

@@ -1,12 +1,11 @@
-import gzip
-from pathlib import Path
 from statistics import geometric_mean, median
 
 import pytest
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.ops.attention.choice_rule import choose
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.attention import AttentionSpec
 
@@ -18,15 +17,13 @@ DIMS_H100 = "141770e23524"
 NEWER_TRITON = {"c7e14285cab3": ("3.7.1", 2.29), "f958da98bd3e": ("3.9.0", 2.26)}
 """The seven shapes with newer Triton, and the speed of both passes against FlashAttention-2."""
 PORTABLE = "9db2e697ab2d"
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, AttentionRun | Run]:
-    names = "h200", "h100", "triton_h200"
-    texts = (gzip.decompress((RESULTS / f"attention_{name}_202611.jsonl.gz").read_bytes()) for name in names)
-    found = (decode(line) for text in texts for line in text.splitlines())
-    return {record.id: record for record in found if isinstance(record, (AttentionRun, Run))}
+    names = "attention_h200", "attention_h100", "attention_triton_h200"
+    benchmarks = {run.id: run for name in names for run in stored(name, AttentionRun)}
+    return benchmarks | {run.id: run for name in names for run in stored(name, Run)}
 
 
 def times(run: AttentionRun | Run, implementation: str, name: str) -> list[float]:
@@ -162,9 +159,7 @@ def test_a_step_of_head_dimension_80_is_no_slower_than_with_sdpa_flash(records: 
     def step_s(record: str) -> float:
         run = records[record]
         assert isinstance(run, Run)
-        assert run.timing is not None
-        step = run.timing.phase("step")
-        assert step is not None
+        step = sure(sure(run.timing).phase("step"))
         return median(step.best_s)
 
     assert step_s("0c97f848ef80") == pytest.approx(0.351, rel=0.005)
@@ -190,8 +185,7 @@ def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | 
         assert (record.environment.triton, record.environment.flash_triton) == (version, "hopper")
         assert geometric_mean(ratios(record, "sdpa_flash", "both")) == pytest.approx(mean, abs=0.005)
     portable = records[PORTABLE]
-    assert portable.environment is not None
-    assert portable.environment.flash_triton == "portable"
+    assert sure(portable.environment).flash_triton == "portable"
     assert max(ratios(portable, "sdpa_cudnn", "both")) < 0.83, "auto takes cuDNN where they run"
 
 

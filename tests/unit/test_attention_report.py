@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import math
 import operator
 import re
@@ -12,15 +11,18 @@ import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import fill
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
 from steplab.ops.attention import peers as others
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
-from steplab.records.attention import AttentionRun, attention_row
-from steplab.records.codec import decode
+from steplab.records.attention import AttentionRun
 from steplab.records.failure import Failure
+from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_verdict, report_against
 from steplab.report.attention.figures import (
@@ -36,9 +38,6 @@ from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
 from steplab.specs.resolve import Grid
-from steplab.store.database import Store
-
-ROOT = Path(__file__).parents[2]
 
 
 def render_attention(
@@ -61,8 +60,7 @@ def peers() -> AttentionRun:
 
 
 def test_speeds_stand_beside_a_peer_where_there_is_another_that_was_timed(peers: AttentionRun) -> None:
-    table = speed_table(peers.cells, "flex", "both")
-    assert table is not None
+    table = sure(speed_table(peers.cells, "flex", "both"))
     assert sum(text == "out of memory" for row in texts_of(table)[1] for text in row) == 6
     assert speed_table(peers.cells, None, "both") is not None
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
@@ -80,8 +78,7 @@ def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_
     def shown(samples: tuple[float, ...]) -> tuple[str, str]:
         timed = {flex: steady, ours: samples}
         cells = [make_cell(spec, passes=(PhaseSamples(phase="both", device_s=found),)) for spec, found in timed.items()]
-        table = speed_table(cells, "flex", "both")
-        assert table is not None
+        table = sure(speed_table(cells, "flex", "both"))
         return " ".join(texts_of(table)[1][0][-3:]), table.caption
 
     assert shown(steady)[0] == "1.00 ms 1.00 ms 1.00×"
@@ -220,8 +217,7 @@ def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: Att
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:
-    account = account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU")
-    assert account is not None
+    account = sure(account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU"))
     rows = account_table(account).rows
     sizes = [row["num_bytes"] for row in rows]
     assert sum(size for size in sizes[:-1] if isinstance(size, int)) == sizes[-1] == account.total_bytes
@@ -245,8 +241,7 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
     assert rows[fused.id]["eager_speed"] == pytest.approx(times[0] / times[2])
     assert rows[fused.id]["compiled_speed"] == pytest.approx(times[1] / times[2])
     assert rows[failed.id]["eager_speed"] is None
-    table = attention_steps([other, *plain, fused, failed])
-    assert table is not None
+    table = sure(attention_steps([other, *plain, fused, failed]))
     assert sheet(table).failures == {3}
     page = render_page([other, *plain, fused, failed], title="Steps")
     assert "Training steps by attention implementation" in page
@@ -258,9 +253,7 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
 
 @pytest.fixture(scope="module")
 def h100() -> dict[str, AttentionRun]:
-    lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
-    found = [decode(line) for line in lines]
-    return {record.id: record for record in found if isinstance(record, AttentionRun)}
+    return {record.id: record for record in stored("other_gpu_h100", AttentionRun)}
 
 
 @pytest.mark.parametrize(
@@ -274,9 +267,9 @@ def test_an_interrupted_benchmark_says_so_beside_the_answer(
     assert attention_verdict(run, "sdpa_flash").cautions[0] == f"Warning: {warning}"
     text = " ".join(render_attention(run, width=100).split())
     assert text.index(warning) < text.index("Speed over all shapes")
-    row = attention_row(run)
+    row = summary_row(run)
     assert (row["num_cells"], len(run.cells), row["warnings"]) == (asked, ended, "interrupted")
-    assert re.search(rf"{id} .* interrupted\b", render(list_document([row, attention_row(h100["d78775b6e11a"])])))
+    assert re.search(rf"{id} .* interrupted\b", render(list_document([row, summary_row(h100["d78775b6e11a"])])))
 
 
 def test_an_interrupted_benchmark_without_any_time_says_so_too(peers: AttentionRun) -> None:
@@ -334,13 +327,11 @@ def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path
     cells = attention_study({"grid": "long", "device": "cuda"}).cells
     assert account_for_memory(cells, "H200 SXM").spec.queries == 131072
     path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(make_benchmark("peers", {"implementation": ["flex"]}))
+    fill(path, make_benchmark("peers", {"implementation": ["flex"]}))
     with pytest.raises(UserError, match="plain attention ran out of memory in no stored benchmark"):
         account_for_memory(cells, None, store=path)
     study = make_benchmark("study")
-    with Store.open(path, write=True) as store:
-        store.add(study)
+    fill(path, study)
     found = account_for_memory(cells, None, store=path)
     assert (found.spec.queries, found.memory_source) == (16384, f"NVIDIA H200 (record {study.id})")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
+from tests.sure import sure
 from torch.profiler import ProfilerActivity, profile
 
 from steplab.costs.operators import attention_flops
@@ -193,11 +194,9 @@ def test_the_smallest_that_does_not_fit_is_found_by_doubling() -> None:
 
 def test_the_account_of_a_failure_is_of_the_smallest_cell_that_failed_for_memory() -> None:
     benchmark = make_benchmark("study", {"implementation": ["plain"]})
-    account = account_of_failure(benchmark.cells, 140 * GIB, "a GPU")
-    assert account is not None
+    account = sure(account_of_failure(benchmark.cells, 140 * GIB, "a GPU"))
     assert (account.spec.batch, account.spec.queries, account.spec.dim) == (8, 16384, 16)
     assert account.measured is not None
-    assert account.previous is not None
-    assert account.previous.queries == 8192
+    assert sure(account.previous).queries == 8192
     fine = [make_cell(cell.spec) for cell in benchmark.cells if cell.spec.queries < 16384]
     assert account_of_failure(fine, 140 * GIB, "a GPU") is None

@@ -1,11 +1,11 @@
-import gzip
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
+from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
@@ -32,7 +32,6 @@ from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -44,7 +43,6 @@ pytestmark = pytest.mark.skipif(
 Function = Callable[..., Sequence[Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "block_ops_h200_202611.jsonl.gz"
 FEW_ROUNDINGS = 4 * torch.finfo(torch.float32).eps
 """Relative error of a few float32 operations, or of a GPU's exponential and division, each at most two units in the
 last place off (PTX ISA, ex2.approx and div.full). The reference may be exact for few elements.
@@ -181,8 +179,7 @@ def test_a_weight_whose_norm_nothing_reads_has_no_gradient() -> None:
     x, weight = torch.randn(4, 6).bfloat16().requires_grad_(), torch.rand(6, requires_grad=True)
     add_rms_norm(x, torch.randn(4, 6), weight, 1e-5)[1].sum().backward()
     assert weight.grad is None
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(sure(x.grad), torch.ones_like(x))
 
 
 def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +269,7 @@ def step(**fields: object) -> StepSpec:
 def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False) -> dict[str, Tensor]:
     workload = build_workload(spec, torch.device(spec.device))
     assert workload.module is not None
-    assert workload.make_batch is not None
-    module, batch = workload.module, workload.make_batch()
+    module, batch = workload.module, sure(workload.make_batch)()
     module = module.double() if double else module
     if compiled:
         torch._dynamo.reset()
@@ -355,8 +351,7 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
     spec = step(**{"pass": "forward_backward", "attention": "plain"})
     workload = build_workload(spec, CPU)
     assert workload.module is not None
-    assert workload.make_batch is not None
-    model, batch = workload.module, workload.make_batch()
+    model, batch = workload.module, sure(workload.make_batch)()
     found: list[list[int]] = []
     for _ in range(2):  # the first makes what is only made once
         model.zero_grad()
@@ -387,14 +382,12 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
 
 
 def test_measured_peaks_are_predicted() -> None:
-    runs = [decode(line) for line in gzip.decompress(RECORDS.read_bytes()).splitlines()]
-    assert [run.spec.block_ops for run in runs if isinstance(run, Run) and run.spec].count("triton") == 2
+    runs = stored("block_ops_h200", Run)
+    assert [run.spec.block_ops for run in runs if run.spec].count("triton") == 2
     for run in runs:
-        assert isinstance(run, Run)
         assert run.spec is not None
         assert run.memory is not None
-        peak = run.memory.peak("step")
-        assert peak is not None
+        peak = sure(run.memory.peak("step"))
         found = predict_memory(run.spec, device="NVIDIA H200").peak_bytes
         assert found == pytest.approx(peak.peak_allocated_bytes, rel=0.01)
 

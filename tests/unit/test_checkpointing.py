@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runs import make_run
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,9 +63,8 @@ def workload(**fields: object) -> Workload:
 
 def step(built: Workload, autocast: bool = False, module: Callable[..., Any] | None = None) -> list[Tensor]:
     assert built.module is not None
-    assert built.make_batch is not None
     torch.manual_seed(1)
-    batch = built.make_batch()
+    batch = sure(built.make_batch)()
     built.module.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = loss_of(call(built.module if module is None else module, batch))
@@ -178,14 +178,15 @@ def test_the_flops_are_those_torch_counts(checkpointing: str, attention: str) ->
     with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:
         step(built)
     norms = sum(m.weight.numel() for m in built.module.modules() if isinstance(m, nn.RMSNorm))
-    executed = executed_flops_per_token(
-        spec,
-        num_parameters=sum(p.numel() for p in built.module.parameters()) - norms,
-        num_embedding_parameters=31 * WIDTH,
-        num_layers=LAYERS,
-        attention_width=WIDTH,
+    executed = sure(
+        executed_flops_per_token(
+            spec,
+            num_parameters=sum(p.numel() for p in built.module.parameters()) - norms,
+            num_embedding_parameters=31 * WIDTH,
+            num_layers=LAYERS,
+            attention_width=WIDTH,
+        )
     )
-    assert executed is not None
     assert executed * spec.tokens == counter.get_total_flops()
 
 
@@ -193,11 +194,11 @@ def test_the_flops_are_those_torch_counts(checkpointing: str, attention: str) ->
 def test_a_fused_kernel_recomputes_half_the_square(attention: str) -> None:
     def executed(checkpointing: str) -> float:
         spec = resolve_step({"model": "small", "context": 256, "attention": attention, "checkpointing": checkpointing})
-        found = executed_flops_per_token(
-            spec, num_parameters=9, num_embedding_parameters=0, num_layers=12, attention_width=768
+        return sure(
+            executed_flops_per_token(
+                spec, num_parameters=9, num_embedding_parameters=0, num_layers=12, attention_width=768
+            )
         )
-        assert found is not None
-        return found
 
     linear = 12 * 2 * (4 * 768**2 + 2 * 768 * 3072)
     assert executed("full") - executed("none") == linear + 12 * 4 * 768 * 256 / 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.runs import make_run
+from tests.sure import sure
 from tests.unit.taking import FakeSession
 
 from steplab.errors import UserError
@@ -41,8 +42,7 @@ def predictions() -> dict[str, MemoryPrediction]:
 
 
 def verdict(found: MemoryPrediction, usable_bytes: int) -> str:
-    assert found.least_device_bytes is not None
-    return fit_of(gpu_of(usable_bytes), found.kind, found.least_device_bytes, found.safe_device_bytes).verdict
+    return fit_of(gpu_of(usable_bytes), found.kind, sure(found.least_device_bytes), found.safe_device_bytes).verdict
 
 
 @pytest.mark.parametrize("short_of", [0, 1])
@@ -50,8 +50,7 @@ def verdict(found: MemoryPrediction, usable_bytes: int) -> str:
 def test_the_first_choice_that_plan_memory_says_fits_is_taken(
     predictions: dict[str, MemoryPrediction], aimed_at: str, short_of: int
 ) -> None:
-    safe = predictions[aimed_at].safe_device_bytes
-    assert safe is not None
+    safe = sure(predictions[aimed_at].safe_device_bytes)
     usable = safe - short_of
     fitting = [choice for choice, found in predictions.items() if verdict(found, usable) == "fits"]
     chosen = choose_checkpointing(resolve_step(STEP), gpu_of(usable))
@@ -162,24 +161,20 @@ def test_the_record_has_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(measuring, "measure_in_child", measured)
     run = measure("tiny", checkpointing="auto", device="cpu", store=tmp_path / "store.db")
-    assert run.spec is not None
-    assert run.spec.checkpointing == "none"
+    assert sure(run.spec).checkpointing == "none"
     assert run.notes[-1].startswith("checkpointing auto: none")
 
 
 def test_plans_are_of_what_is_chosen_for_the_gpu_that_is_named() -> None:
     fields: dict[str, Any] = {"context": 2048, "batch": 24, "checkpointing": "auto", "model.num_layers": 4}
     small, large = (plan_memory("small", gpu=gpu, **fields) for gpu in ("A100 SXM 40GB", "H200 SXM"))
-    assert small.spec is not None
     assert large.spec is not None
     assert small.peak_bytes < large.peak_bytes
     assert any(note.startswith(f"checkpointing auto: {large.spec.checkpointing}") for note in large.notes)
     timed = plan_time("small", gpu="A100 SXM 40GB", **fields)
-    assert timed.spec is not None
-    assert timed.spec.checkpointing == small.spec.checkpointing
+    assert sure(timed.spec).checkpointing == sure(small.spec).checkpointing
     both = plan("small", gpu="H200 SXM", **fields)
-    assert both.memory is not None
-    assert both.memory.notes == large.notes
+    assert sure(both.memory).notes == large.notes
     with pytest.raises(UserError, match="name it, as in --gpu"):
         plan_memory("tiny", checkpointing="auto")
 
@@ -195,8 +190,7 @@ def test_a_walk_recomputes_where_the_step_runs_out_of_memory(
         return 0.1 if spec.checkpointing != "none" else "asked 80 GiB"
 
     fused = resolve_step({**STEP, "steps": 30, "checkpointing": "none", "attention": "sdpa"})
-    usable = predict_memory(dataclasses.replace(fused, checkpointing="selective")).safe_device_bytes
-    assert usable is not None
+    usable = sure(predict_memory(dataclasses.replace(fused, checkpointing="selective")).safe_device_bytes)
     monkeypatch.setattr(checkpointing, "visible_gpus", lambda: 1)
     monkeypatch.setattr(checkpointing, "visible_gpu", lambda number: VisibleGpu(name="H200", memory_bytes=usable))
     advice = advise(

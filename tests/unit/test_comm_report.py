@@ -12,14 +12,14 @@ from tests.comm_records import ALPHA_S, failing, make_comm, make_comm_cell, make
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
 from tests.stored_lines import import_lines
+from tests.sure import sure
 
 from steplab.lab.choosing import records_to_report
 from steplab.lab.comm import profile_of, with_profile
 from steplab.records.codec import encode
-from steplab.records.comm import CommCell, CommRun, comm_row
-from steplab.records.ddp import ddp_row
+from steplab.records.comm import CommCell, CommRun
 from steplab.records.record import Record
-from steplab.records.registry import kind_of
+from steplab.records.registry import kind_of, summary_row
 from steplab.report.attention.document import REPORT as ATTENTION_REPORT
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.document import REPORT as COMM_REPORT
@@ -52,7 +52,7 @@ def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
     assert COMM_REPORT.document(short).verdict.cautions[0] == (
         "Warning: the benchmark was interrupted: 6 of 48 cells had ended, and the record has only these."
     )
-    assert comm_row(short)["warnings"] == "interrupted"
+    assert summary_row(short)["warnings"] == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tu
 
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
-    older = {key: value for key, value in comm_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render(rows_document([older, comm_row(cpu)]), width=119)  # not known to be gloo's
+    older = {key: value for key, value in summary_row(gpus).items() if key not in ("backend", "collectives")}
+    text = render(rows_document([older, summary_row(cpu)]), width=119)  # not known to be gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
-    rows = [ddp_row(run) for run in studies]
+    rows = [summary_row(run) for run in studies]
     assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
 
 
@@ -205,15 +205,12 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     first = gpus.cells[0]
     assert first.slowest is not None
     assert comm_cell_line(first).replace("µ", "µ") in page
-    over_size = time_over_size(gpus.cells, gpus.profile)
-    assert over_size is not None
+    over_size = sure(time_over_size(gpus.cells, gpus.profile))
     assert [picture.svg.count("stroke-dasharray") for picture in over_size.pictures] == [6, 6]
     assert [picture.title for picture in over_size.pictures] == ["2 ranks", "4 ranks"]
-    bare = time_over_size(gpus.cells, ())
-    assert bare is not None
+    bare = sure(time_over_size(gpus.cells, ()))
     assert "stroke-dasharray" not in bare.pictures[0].svg
-    over_ranks = time_over_ranks(gpus.cells)
-    assert over_ranks is not None
+    over_ranks = sure(time_over_ranks(gpus.cells))
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
 
 
@@ -232,8 +229,7 @@ def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
     monkeypatch.setattr(Axes, "plot", seen)
     run = make_comm({"collective": ["all_reduce"], "world_size": [4]})
     (fit,) = run.profile
-    chart = time_over_size(run.cells, run.profile)
-    assert chart is not None
+    chart = sure(time_over_size(run.cells, run.profile))
     assert chart.pictures[0].svg
     ((xs, ys),) = drawn
     assert (xs[0], xs[-1]) == (1e6, pytest.approx(1e9))
@@ -256,8 +252,7 @@ def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
 
 def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:
     both = make_comm({"backend": ["nccl", "gloo"], "size": ["1MB", "10MB"], "world_size": [2]}, ranks=2)
-    chart = backends_side_by_side(both.cells)
-    assert chart is not None
+    chart = sure(backends_side_by_side(both.cells))
     assert [name for _, _, name in chart.legend] == ["nccl", "gloo"]
     assert len(chart.pictures) == 6
     over_size, bandwidth = time_over_size(both.cells, both.profile), bandwidth_over_size(both.cells)
@@ -275,8 +270,7 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
 
 def test_failures_are_marked_in_pictures_and_tables() -> None:
     run = failing()
-    chart = time_over_size(run.cells, run.profile)
-    assert chart is not None
+    chart = sure(time_over_size(run.cells, run.profile))
     assert "OOM" in chart.pictures[0].svg
     row = bandwidth_table(run.cells).rows[1]
     assert (row["collective"], row["1000000"]) == ("send_recv", "out of memory")

@@ -1,10 +1,7 @@
 import dataclasses
-import gzip
 import itertools
-import lzma
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +9,19 @@ from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+from tests.stored_records import stored
+from tests.sure import sure
 
 import steplab
 from steplab.comparison.comparing import compare
 from steplab.comparison.samples import FEWEST
 from steplab.errors import Inconclusive, UserError
-from steplab.records.codec import decode
 from steplab.records.comparison import ComparedFigure, Comparison, Side
 from steplab.records.memory_profile import Allocation
 from steplab.records.profile import KernelStats
 from steplab.records.record import Record
+from steplab.records.rows import run_cells
 from steplab.records.run import Run
-from steplab.records.run_cells import run_cells
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.turns import Turn, Turns
 from steplab.report.compare.document import compare_document
@@ -31,8 +29,6 @@ from steplab.report.compare.words import kernel_words, memory_words, verdict
 from steplab.report.kit.document import Bars
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import FORMATS, render
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def compared(a: Record | Sequence[Record], b: Record | Sequence[Record], **options: Any) -> Comparison:
@@ -81,8 +77,7 @@ def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
     step = figure(found, "step time")
     assert found.outcome == "regression"
     assert found.regressions == (step,)
-    assert step.ratio is not None
-    assert step.ratio.ratio == pytest.approx(1.1)
+    assert sure(step.ratio).ratio == pytest.approx(1.1)
     assert step.b == pytest.approx(1.1 * step.a)
     assert figure(found, "backward").b == pytest.approx(1.1 * figure(found, "backward").a)
     assert figure(found, "tokens per second").b == pytest.approx(figure(found, "tokens per second").a / 1.1)
@@ -109,8 +104,7 @@ def test_too_few_steps_are_undecided_and_say_how_many_more_would_do() -> None:
 
 def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
     """The same step in sixteen processes, of 10 to 377 ms, on busy processors."""
-    lines = gzip.decompress((GOLDEN / "noisy_cpu_202611.jsonl.gz").read_bytes()).splitlines()
-    runs = list(map(decode, lines))
+    runs = stored("noisy_cpu", Run)
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
     assert outcomes == {"undecided"}
@@ -252,15 +246,13 @@ def test_turns_are_advised_only_for_what_can_be_run_again() -> None:
 # --- explanations -----------------------------------------------------------------------------------------
 
 
-def profiled(name: str) -> Run:
-    lines = gzip.decompress((GOLDEN / name).read_bytes()).splitlines()
-    return next(run for run in map(decode, lines) if isinstance(run, Run) and run.profile and run.timing)
+def profiled() -> Run:
+    return next(run for run in stored("profile_h200", Run) if run.profile and run.timing)
 
 
 def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place() -> None:
-    run = profiled("profile_h200_202611.jsonl.gz")
-    profile = run.profile
-    assert profile is not None
+    run = profiled()
+    profile = sure(run.profile)
     fused = KernelStats(
         name="layer_norm_backward_kernel",
         category="normalisation",
@@ -290,22 +282,19 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
 
 
 def test_a_phase_and_a_category_of_kernels_of_one_name_are_two_figures() -> None:
-    run = profiled("profile_h200_202611.jsonl.gz")
-    assert run.timing is not None
-    optimizer = run.timing.phase("optimizer")
-    assert optimizer is not None
+    run = profiled()
+    optimizer = sure(sure(run.timing).phase("optimizer"))
     cells = {(f.group, f.name): f for cell in run_cells(run) for f in cell.figures}
     found = {(f.group, f.name): f for f in compared(run, slower(run, 1.1)).figures}
     phase, kernels = found["phase", "optimizer"], found["kernels", "optimizer"]
-    assert phase.ratio is not None
-    assert phase.ratio.num_a == len(optimizer.best_s)
+    assert sure(phase.ratio).num_a == len(optimizer.best_s)
     assert phase.b == pytest.approx(1.1 * phase.a)
     assert kernels.a == kernels.b == cells["kernels", "optimizer"].samples[0]
     assert kernels.ratio is None
 
 
 def test_the_answer_names_where_time_changed_and_leaves_the_kernels_to_their_section() -> None:
-    run = profiled("profile_h200_202611.jsonl.gz")
+    run = profiled()
     assert run.profile is not None
     planted = replace(run.profile.kernels[0], name="planted_kernel", total_s=0.1 * run.profile.num_steps)
     without_ranges = [replace(kernel, range="") for kernel in (*run.profile.kernels, planted)]
@@ -318,11 +307,8 @@ def test_the_answer_names_where_time_changed_and_leaves_the_kernels_to_their_sec
 
 
 def test_an_allocation_that_is_planted_is_named_with_its_shape_and_format() -> None:
-    lines = lzma.decompress((GOLDEN / "memory_h200_202611.jsonl.xz").read_bytes()).splitlines()
-    run = decode(lines[0])
-    assert isinstance(run, Run)
-    profile = run.memory_profile
-    assert profile is not None
+    run = stored("memory_h200", Run)[0]
+    profile = sure(run.memory_profile)
 
     def with_logits(dtype: str, num_bytes: int) -> Run:
         logits = Allocation(

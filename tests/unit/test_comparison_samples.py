@@ -1,20 +1,18 @@
-import gzip
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.comparison.samples import FEWEST, SEPARATE, mann_whitney, mann_whitney_in_turns
 from steplab.comparison.samples import compare_samples as compare_lists
-from steplab.records.codec import decode
 from steplab.records.comparison import Ratio
 from steplab.records.disturbances import disturbances
 from steplab.records.run import Run
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 Samples = NDArray[np.float64]
 
 
@@ -24,11 +22,10 @@ def compare_samples(a: Any, b: Any, *, in_turns: bool, threshold: float | None =
 
 
 def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
-    runs = map(decode, gzip.decompress((GOLDEN / name).read_bytes()).splitlines())
     found = []
-    for run in runs:
-        step = run.timing.phase("step") if isinstance(run, Run) and run.timing else None
-        if isinstance(run, Run) and step and len(step.best_s) >= fewest:
+    for run in stored(name, Run):
+        step = run.timing.phase("step") if run.timing else None
+        if step and len(step.best_s) >= fewest:
             found.append((np.array(step.best_s), bool(disturbances(run))))
     return found
 
@@ -115,8 +112,7 @@ def test_what_is_undecided_is_decided_with_about_as_many_samples_as_said() -> No
 
     found = compare_samples(drawn(30), drawn(30), in_turns=False, threshold=0.01)
     assert found.decision == "undecided"
-    assert found.more is not None
-    wanted = 30 + found.more
+    wanted = 30 + sure(found.more)
     assert compare_samples(drawn(wanted), drawn(wanted), in_turns=False, threshold=0.01).decision == "same"
 
 
@@ -155,9 +151,7 @@ def test_processes_are_the_units_where_there_are_enough() -> None:
     a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     found = compare_samples(a, b, in_turns=False)
-    assert found.high is not None
-    assert found.low is not None
-    assert found.high / found.low > 1.02
+    assert sure(found.high) / sure(found.low) > 1.02
     assert found.decision == "undecided"
 
 
@@ -183,7 +177,7 @@ def test_a_turn_without_its_other_half_is_an_error() -> None:
 
 def test_few_identical_pairs_of_recorded_steps_raise_an_alarm() -> None:
     """A thousand pairs of resampled runs, half from runs that were disturbed or vary by more than 1 %."""
-    everything = recorded("step_h200_202611.jsonl.gz", fewest=10)
+    everything = recorded("step_h200", fewest=10)
     noisy = [samples for samples, disturbed in everything if disturbed or np.std(samples) > 0.01 * np.mean(samples)]
     assert len(noisy) > 20
     random = np.random.default_rng(0)
@@ -203,7 +197,7 @@ def test_few_identical_pairs_of_recorded_steps_raise_an_alarm() -> None:
 
 def test_a_slowdown_of_three_per_cent_is_found_with_thirty_steps_a_side_in_turns() -> None:
     """On a host that drifts by 10 %, without disturbed runs, which may be undecided."""
-    quiet = [samples for samples, disturbed in recorded("step_h200_202611.jsonl.gz", fewest=10) if not disturbed]
+    quiet = [samples for samples, disturbed in recorded("step_h200", fewest=10) if not disturbed]
     random = np.random.default_rng(0)
     drift = 1 + 0.1 * np.sin(np.linspace(0, 6, 30))
     found = 0

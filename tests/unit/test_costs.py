@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 from tests.shapes import VARIANTS
+from tests.sure import sure
 from torch import Tensor as TorchTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -101,8 +102,7 @@ def test_the_full_convention_is_torchs_count_and_weights_of_norms_and_biases(
             loss.backward()
     passes = 3 if backward else 1
     vectors = passes * 2 * num_in_vectors(module)
-    full = model_flops_per_token("full", **sizes(shape), context=context, backward=backward)
-    assert full is not None
+    full = sure(model_flops_per_token("full", **sizes(shape), context=context, backward=backward))
     assert full * batch * context == counter.get_total_flops() + vectors * batch * context
     spec = resolve_step({"context": context, "pass": "forward_backward" if backward else "forward"})
     assert executed_flops_per_token(spec, **sizes(shape)) == full
@@ -118,8 +118,7 @@ def test_the_conventions_are_those_published(name: str, context: int, backward: 
     published = {"causal": 6 * (N - E) + 6 * LdT, "full": 6 * (N - E) + 12 * LdT, "params": 6 * N}
     assert set(published) == set(get_args(Convention))
     for convention in get_args(Convention):
-        found = model_flops_per_token(convention, **sizes(shape), context=context, backward=backward)
-        assert found is not None
+        found = sure(model_flops_per_token(convention, **sizes(shape), context=context, backward=backward))
         assert found * (1 if backward else 3) == published[convention]
 
 
@@ -136,8 +135,7 @@ def test_a_fused_attention_executes_half_of_torchs_count_of_its_kernels(attentio
         passes = 3
     N, E = num_parameters(shape), num_embedding_parameters(shape)
     spec = resolve_step({"batch": batch, "context": context, "attention": attention, "pass": pass_name})
-    executed = executed_flops_per_token(spec, **sizes(shape))
-    assert executed is not None
+    executed = sure(executed_flops_per_token(spec, **sizes(shape)))
     linear = passes * 2 * (N - E) * spec.tokens
     assert executed * spec.tokens == linear + shape.num_layers * kernels / 2
 
@@ -208,8 +206,7 @@ def test_products_cost_what_torch_counts_and_move_their_tensors(name: str, dtype
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     with FlopCounterMode(display=False) as counter:
         out = function(*tensors)
-    cost = operator_cost(name, [described(tensor) for tensor in tensors])
-    assert cost is not None
+    cost = sure(operator_cost(name, [described(tensor) for tensor in tensors]))
     assert cost.flops == counter.get_total_flops()
     assert cost.moved_bytes == sum(tensor.nbytes for tensor in (*tensors, out))
 
@@ -228,16 +225,14 @@ def test_the_rest_reads_its_inputs_and_writes_its_output(
     name: str, function: Callable[..., TorchTensor], shapes: list[tuple[int, ...]]
 ) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
-    cost = operator_cost(name, [described(tensor) for tensor in tensors])
-    assert cost is not None
+    cost = sure(operator_cost(name, [described(tensor) for tensor in tensors]))
     assert cost.moved_bytes == sum(tensor.nbytes for tensor in (*tensors, function(*tensors)))
     assert cost.flops
 
 
 def test_a_cast_reads_one_type_and_writes_the_other() -> None:
     weight, copy = torch.randn(16, 8), torch.empty(16, 8, dtype=torch.bfloat16)
-    cost = operator_cost("aten::copy_", [described(copy), described(weight)])
-    assert cost is not None
+    cost = sure(operator_cost("aten::copy_", [described(copy), described(weight)]))
     assert (cost.flops, cost.moved_bytes) == (0, weight.nbytes + copy.nbytes)
 
 
@@ -247,17 +242,14 @@ def test_softmax_moves_as_many_bytes_as_a_product_that_computes_a_hundredfold() 
     q, k = Tensor(shape=(80, 1024, 64), item_bytes=4), Tensor(shape=(80, 64, 1024), item_bytes=4)
     product = operator_cost("aten::bmm", [q, k])
     assert softmax is not None
-    assert softmax.flops is not None
     assert product is not None
-    assert product.flops is not None
-    assert product.flops / softmax.flops == pytest.approx(2 * 64 / 5)
+    assert sure(product.flops) / sure(softmax.flops) == pytest.approx(2 * 64 / 5)
     assert softmax.moved_bytes / product.moved_bytes == pytest.approx(2 * 1024 / (1024 + 2 * 64))
 
 
 def test_an_inductor_kernel_moves_all_it_was_given_and_its_flops_are_unknown() -> None:
     tensors = [Tensor(shape=(10, 10), item_bytes=4)] * 3
-    cost = operator_cost("triton_poi_fused_add_cos_sin_0", tensors)
-    assert cost is not None
+    cost = sure(operator_cost("triton_poi_fused_add_cos_sin_0", tensors))
     assert (cost.flops, cost.moved_bytes) == (None, 3 * 400)
 
 
@@ -306,8 +298,7 @@ def test_fused_attention_costs_what_torch_counts_of_what_is_not_masked(name: str
     )
     assert cost is not None
     assert cost.flops == whole * (0.5 if causal else 1)
-    untold = fused_attention_cost(name, [q, q, k, v, q] if known.backward else [q, k, v], [])
-    assert untold is not None
+    untold = sure(fused_attention_cost(name, [q, q, k, v, q] if known.backward else [q, k, v], []))
     assert untold.flops is None
     assert fused_attention_cost(name, [Tensor(shape=(4,), item_bytes=2)], scalars) is None
 
@@ -335,8 +326,7 @@ def test_the_ridge_is_the_peak_over_the_bandwidth() -> None:
 
 
 def test_the_least_time_is_that_of_the_lower_roof() -> None:
-    ridge = H200.ridge("fp32")
-    assert ridge is not None
+    ridge = sure(H200.ridge("fp32"))
     for intensity in (ridge / 10, ridge, 10 * ridge):
         least_s = H200.least_time_s(intensity * 1e9, 1e9, "fp32")
         assert least_s == pytest.approx(1e9 / 4.8e12 * max(1.0, intensity / ridge))
@@ -358,9 +348,8 @@ def test_the_document_has_softmax_below_the_ridge_and_the_product_above() -> Non
     assert product is not None
     assert product.flops is not None
     assert softmax is not None
-    assert softmax.flops is not None
     assert ridge is not None
-    assert softmax.flops / softmax.moved_bytes == 5 / 8 < ridge < product.flops / product.moved_bytes
+    assert sure(softmax.flops) / softmax.moved_bytes == 5 / 8 < ridge < product.flops / product.moved_bytes
     told = " ".join(DOCUMENT.split())
     assert f"5 FLOPs for 8 bytes, the product {product.flops / product.moved_bytes:.0f} for each" in told
     assert f"the ridge of an H200 in fp32 is at {ridge:.0f}" in told

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cross_entropy_errors import Case, Results, assert_within, exact_and_bounds, make_case
+from tests.sure import sure
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,11 +127,10 @@ def test_small_gradients_in_fp16_are_not_lost_before_a_loss_scale_is_multiplied_
     hidden = case.hidden.clone().requires_grad_()
     scale = 2.0**14
     (linear_cross_entropy(hidden, case.weight, case.targets, implementation=implementation) * scale).backward()
-    assert hidden.grad is not None
     exact, bounds = exact_and_bounds(case, torch.float16)
     assert exact["hidden"].abs().median() < torch.finfo(torch.float16).smallest_normal
     rounded_last = torch.finfo(torch.float16).eps / 2 * exact["hidden"].abs() * scale
-    off = (hidden.grad.double() - exact["hidden"] * scale).abs()
+    off = (sure(hidden.grad).double() - exact["hidden"] * scale).abs()
     assert (off <= bounds["hidden"] * scale + rounded_last).all()
 
 
@@ -302,8 +302,7 @@ def test_backward_gives_the_gradients_away_without_a_copy(implementation: str) -
         loss.backward()
     assert allocations.total_bytes < 100  # the gradient of the loss, and that divided
     exact, bounds = exact_and_bounds(case, torch.float32)
-    assert weight.grad is not None
-    assert_within({"weight": 2 * weight.grad}, exact, bounds)
+    assert_within({"weight": 2 * sure(weight.grad)}, exact, bounds)
 
 
 def test_chunks_of_the_largest_vocabularies() -> None:

@@ -12,7 +12,7 @@ from tests.cli.program import REPOSITORY
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run, out_of_memory, recorder_run
-from tests.stored_lines import import_lines
+from tests.stored_lines import fill, import_lines
 
 import steplab
 from steplab.cli.app import main
@@ -31,9 +31,7 @@ RUNS = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
     path = tmp_path / "store.db"
-    with Store.open(str(path), write=True) as opened:
-        for run in RUNS:
-            opened.add(run)
+    fill(str(path), *RUNS)
     return path
 
 

@@ -3,9 +3,11 @@ from statistics import median
 
 import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
+from tests.sure import sure
 
 from steplab.lab.ddp import overhead_model
-from steplab.records.ddp import DdpCell, DdpRun, ddp_row
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.curve import bucket_curve
@@ -33,14 +35,12 @@ def cell_of(run: DdpRun, label: str) -> DdpCell:
 
 
 def test_the_bars_are_the_exposed_communication_sorted_and_the_best_stand_out(run: DdpRun) -> None:
-    bars = exposed_bars(run)
-    assert bars is not None
+    bars = sure(exposed_bars(run))
     drawn = {bar.label: sum(segment.value for segment in bar.segments) for bar in bars.bars}
     exposed = {cell.contender.label: s for cell in run.cells if (s := figures.exposed_s(cell)) is not None}
     assert drawn == {name: max(seconds, 0.0) for name, seconds in exposed.items()}
     assert list(drawn) == sorted(exposed, key=lambda name: exposed[name])
-    theirs = figures.best_ddp(run.cells)
-    assert theirs is not None
+    theirs = sure(figures.best_ddp(run.cells))
     winner = min(exposed, key=lambda name: figures.step_s(cell_of(run, name)) or 0.0)
     assert {bar.label for bar in bars.bars if bar.strong} == {winner, theirs.contender.label}
 
@@ -58,8 +58,7 @@ def test_the_slowest_rank_counts_in_the_step_and_in_the_step_without(run: DdpRun
     assert figures.baseline_s(slowed) == without
     assert figures.exposed_s(slowed) == own - without
     assert figures.spread_over_ranks(slowed) == pytest.approx(own / median(cell.ranks[0].samples("step")) - 1)
-    bounds = figures.exposed_range_s(slowed)
-    assert bounds is not None
+    bounds = sure(figures.exposed_range_s(slowed))
     assert bounds[0] <= own - without <= bounds[1]
 
 
@@ -95,8 +94,7 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
 
 
 def test_tokens_are_not_told_of_a_model_that_sizes_its_batches_itself(run: DdpRun) -> None:
-    assert run.facts is not None
-    own = dataclasses.replace(run, facts=dataclasses.replace(run.facts, knows_tokens=False))
+    own = dataclasses.replace(run, facts=dataclasses.replace(sure(run.facts), knows_tokens=False))
     assert {row["tokens_per_s"] for row in figures.ddp_rows(own)} == {None}
     assert None not in {row["tokens_per_s"] for row in figures.ddp_rows(run) if row["step_s"]}
 
@@ -118,8 +116,7 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
     for noise, explained in ((0.0, True), (0.1, False)):
         assert ("Hidden is" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
-    bounds = figures.exposed_range_s(beside(0.104, 0.1))
-    assert bounds is not None
+    bounds = sure(figures.exposed_range_s(beside(0.104, 0.1)))
     assert bounds[0] < 0 < 0.004 < bounds[1]
 
 
@@ -157,8 +154,7 @@ def test_pictures_leave_out_what_was_not_measured() -> None:
     assert bare.model is None
     assert "out of memory" in str(render_page([make_ddp_run(broken=("flat",))], title="Study"))
     unfitted = dataclasses.replace(make_ddp_run(), model=None)
-    curve = bucket_curve(unfitted)
-    assert curve is not None
+    curve = sure(bucket_curve(unfitted))
     assert "too little was measured" in curve.note
 
 
@@ -176,8 +172,7 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
     row = figures.ddp_rows(on_cpu)[0]
     assert row["after_step_other_bytes"] is None
     assert row["peak_bytes"] is None
-    chart = memory_bars(on_cpu)
-    assert chart is not None
+    chart = sure(memory_bars(on_cpu))
     assert "keeps no count" in chart.note
 
 
@@ -190,15 +185,14 @@ def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpR
 
 def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(run: DdpRun) -> None:
     short = dataclasses.replace(run, cells=run.cells[:2])
-    row, asked = ddp_row(short), len(run.study.contenders)
+    row, asked = summary_row(short), len(run.study.contenders)
     assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (asked, 2, 0, "interrupted")
-    assert ddp_row(run)["warnings"] is None
+    assert summary_row(run)["warnings"] is None
     warning = f"Warning: the benchmark was interrupted: 2 of {asked} variants had ended, and the record has only these."
     assert DDP_REPORT.document(short).verdict.cautions[0] == warning
 
 
 def test_the_model_takes_the_backward_pass_of_the_turns(run: DdpRun) -> None:
-    model = overhead_model(run.cells, run.facts)
-    assert model is not None
+    model = sure(overhead_model(run.cells, run.facts))
     beside = [figures.phase_s(cell, "backward", baseline=True) for cell in run.cells]
     assert model.backward_s == median(seconds for seconds in beside if seconds)

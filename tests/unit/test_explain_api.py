@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import math
 from pathlib import Path
 
@@ -7,6 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+from tests.stored_records import stored
+from tests.sure import sure
 from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, profile, timing
 
 from steplab.costs.kernel_time import Product, product_s, streaming_s
@@ -14,13 +15,10 @@ from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_
 from steplab.explain.case import gpu_of_run
 from steplab.explain.shapes import Shape, shapes_of
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.codec import decode
 from steplab.records.finding import Finding
 from steplab.records.profile import CATEGORIES, PHASES, Communication, CompiledShares, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.specs.resolve import command, resolve_step, with_fields
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
 
 SLOW = [
     op("aten::mm", "matmul", 50.0, dtype="fp32", flops=2e12, moved=1e9),
@@ -53,8 +51,7 @@ def slow_run() -> Run:
 
 def test_the_largest_gain_comes_first_and_what_cannot_be_said_last() -> None:
     run = slow_run()
-    assert run.spec is not None
-    odd = dataclasses.replace(run, spec=with_fields(run.spec, {"attention": "sdpa", "model.num_heads": "64"}))
+    odd = dataclasses.replace(run, spec=with_fields(sure(run.spec), {"attention": "sdpa", "model.num_heads": "64"}))
     found = explain(odd)
     assert [f.kind for f in found] == ["fp32_matmul", "optimizer_not_fused", "head_dimension"]
     saves = [f.saves_s for f in found]
@@ -101,16 +98,14 @@ def test_ceilings_serve_where_the_catalogue_does_not_know_the_device() -> None:
     # The best repeats: 2e13 and 1e14 FLOP/s, a ratio of 5; less of a product that is not as large.
     assert fp32.saves_s is not None
     assert 0.95 * 50 * MS * (1 - 1 / 5) < fp32.saves_s < 50 * MS * (1 - 1 / 5)
-    gpu = gpu_of_run(run, CEILINGS)
-    assert gpu is not None
+    gpu = sure(gpu_of_run(run, CEILINGS))
     # By the rates it would take as long as doctor measured.
     assert streaming_s("copy", 1e10, gpu) == pytest.approx(1e10 / 1e12, rel=0.01)
     assert product_s(Product(m=8192, n=8192, k=8192), "fp32", gpu) == pytest.approx(2 * 8192**3 / 2e13, rel=0.01)
 
 
 def test_ceilings_of_another_device_do_not_count() -> None:
-    gpu = gpu_of_run(slow_run(), CEILINGS)
-    assert gpu is not None
+    gpu = sure(gpu_of_run(slow_run(), CEILINGS))
     assert gpu.bandwidth_bytes_per_s == BYTES_PER_S
     elsewhere = dataclasses.replace(
         ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, name="NVIDIA Even less known")
@@ -121,9 +116,7 @@ def test_ceilings_of_another_device_do_not_count() -> None:
 def test_recorded_runs_without_a_profile_get_the_findings_that_need_none() -> None:
     without = {diagnosis.__name__ for diagnosis in WITHOUT_PROFILE}
     seen: set[str] = set()
-    for line in gzip.decompress(GOLDEN.read_bytes()).splitlines():
-        run = decode(line)
-        assert isinstance(run, Run)
+    for run in stored("step_h200", Run):
         found = explain(run)
         check(found, run)
         seen |= {f.kind for f in found}

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.sure import sure
 from tests.unit.explaining import BF16, FP32, MS, case, foreign, op, own, profile, timing
 
 from steplab.explain.head_dimension import head_dimension
@@ -47,12 +48,10 @@ PLAIN = {"model": "small", "context": 1024, "precision": "bf16"}
 
 def test_plain_attention_is_predicted_by_the_flops_a_fused_kernel_needs() -> None:
     seen = profile([*attention("bf16", ranges=True), REST])
-    found = scores_materialised(case(own(PLAIN, seen, timing(50.0))))
-    assert found is not None
-    assert found.saves_s is not None
+    found = sure(scores_materialised(case(own(PLAIN, seen, timing(50.0)))))
     # Half of the square: 2 products forward, 5 instead of plain backward's 4. torch's FlashAttention-2 reached 0.19 of
     # the bf16 peak at 1024 tokens and heads of 128, less with heads of 64.
-    assert 0.1 < 3.5 * PRODUCT / BF16 / (20 * MS - found.saves_s) < 0.19
+    assert 0.1 < 3.5 * PRODUCT / BF16 / (20 * MS - sure(found.saves_s)) < 0.19
     assert found.fields == {"attention": "sdpa"}
     assert found.title == "Attention scores go through memory: 40.0 % of the device's work"
     assert {e.what: e.value for e in found.evidence}["bytes they move at least"] == pytest.approx(6e9)
@@ -60,17 +59,14 @@ def test_plain_attention_is_predicted_by_the_flops_a_fused_kernel_needs() -> Non
 
 def test_in_fp32_the_fused_kernel_has_no_tensor_cores() -> None:
     seen = profile([*attention("fp32", ranges=True), REST])
-    found = scores_materialised(case(own(PLAIN | {"precision": "fp32"}, seen, timing(50.0))))
-    assert found is not None
-    assert found.saves_s is not None
-    assert 0.25 < 3.5 * PRODUCT / FP32 / (20 * MS - found.saves_s) < 0.5
+    found = sure(scores_materialised(case(own(PLAIN | {"precision": "fp32"}, seen, timing(50.0)))))
+    assert 0.25 < 3.5 * PRODUCT / FP32 / (20 * MS - sure(found.saves_s)) < 0.5
 
 
 def test_without_ranges_the_scores_are_known_by_their_shape() -> None:
     ops = attention("bf16", ranges=False)
     seen = profile([*ops, REST, ACTIVATION])
-    by_shape = _by_shape(seen)
-    assert by_shape is not None
+    by_shape = sure(_by_shape(seen))
     assert set(by_shape.ops) == set(ops)
     found = scores_materialised(case(own(PLAIN | {"compile": "default"}, seen, timing(55.0))))
     by_range = scores_materialised(case(own(PLAIN, profile([*attention("bf16", ranges=True), REST]), timing(50.0))))
@@ -80,16 +76,14 @@ def test_without_ranges_the_scores_are_known_by_their_shape() -> None:
 
 
 def test_a_foreign_model_may_attend_to_everything_and_its_device_is_unknown() -> None:
-    found = scores_materialised(case(foreign(profile([*attention("bf16", ranges=False), REST]))))
-    assert found is not None
+    found = sure(scores_materialised(case(foreign(profile([*attention("bf16", ranges=False), REST])))))
     assert (found.saves_s, found.fields) == (None, {})
     assert "scaled_dot_product_attention" in found.change
 
 
 def test_a_trace_without_operators_says_neither_bytes_nor_flops_nor_that_backward_is_in_it() -> None:
     forward = [each for each in attention("bf16", ranges=True) if each.phase == "forward"]
-    found = scores_materialised(case(own(PLAIN, replace(profile([*forward, REST]), ops=()), timing(50.0))))
-    assert found is not None
+    found = sure(scores_materialised(case(own(PLAIN, replace(profile([*forward, REST]), ops=()), timing(50.0)))))
     assert found.saw == (
         "Scores, softmax and value product (by their ranges, of the forward pass alone) take 9.00 ms per step."
     )
@@ -155,8 +149,7 @@ BACK = op("aten::_scaled_dot_product_flash_attention_backward", "attention", 24.
 
 def test_heads_of_80_are_computed_as_96_by_fused_kernels() -> None:
     seen = profile([FUSED, BACK, REST])
-    found = head_dimension(case(own({"model": "2.7b", "attention": "sdpa"}, seen, timing(70.0))))
-    assert found is not None
+    found = sure(head_dimension(case(own({"model": "2.7b", "attention": "sdpa"}, seen, timing(70.0)))))
     # A sixth of 36 ms; 2560 is 40 heads of 64.
     assert found.saves_s == pytest.approx(36 * MS / 6)
     assert found.fields == {"model.num_heads": "40"}
@@ -164,8 +157,7 @@ def test_heads_of_80_are_computed_as_96_by_fused_kernels() -> None:
 
 
 def test_a_spec_says_it_without_a_profile_and_predicts_nothing() -> None:
-    found = head_dimension(case(own({"model": "2.7b", "attention": "sdpa_flash"}, None, timing(70.0))))
-    assert found is not None
+    found = sure(head_dimension(case(own({"model": "2.7b", "attention": "sdpa_flash"}, None, timing(70.0)))))
     assert found.saves_s is None
 
 
@@ -180,14 +172,12 @@ def test_widths_that_suit_are_silent(fields: dict[str, object]) -> None:
 
 def test_a_width_that_is_no_multiple_of_8_is_told_of_plain_attention_too() -> None:
     fields = {"model": "small", "model.num_heads": "64"}  # 768 / 64 = 12
-    found = head_dimension(case(own(fields, None, timing(70.0))))
-    assert found is not None
+    found = sure(head_dimension(case(own(fields, None, timing(70.0)))))
     assert "no multiple of 8" in found.saw
 
 
 def test_a_foreign_trace_shows_the_width_of_its_heads() -> None:
-    found = head_dimension(case(foreign(profile([FUSED, BACK]))))
-    assert found is not None
+    found = sure(head_dimension(case(foreign(profile([FUSED, BACK])))))
     assert found.saves_s == pytest.approx(36 * MS / 6)
     narrow = op("aten::_flash_attention_forward", "attention", 12.0, inputs="bf16[4, 512, 32, 64]")
     assert head_dimension(case(foreign(profile([narrow])))) is None

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 from tests.runs import ENVIRONMENT
+from tests.sure import sure
 from tests.unit.explaining import (
     FP32,
     MS,
@@ -34,15 +35,12 @@ OTHER = op("aten::add", "elementwise", 10.0, where="blocks.*")
 
 def test_fp32_products_gain_the_ratio_of_the_peaks_until_memory_bounds_them() -> None:
     run = own({"precision": "fp32"}, profile([LARGE, NARROW, OTHER]), timing(101.0))
-    found = fp32_matmul(case(run))
-    assert found is not None
+    found = sure(fp32_matmul(case(run)))
     # The large one becomes 80 ms x 67 / 494.5 = 10.84 ms; of the narrow one, which moves as many bytes, far less goes.
-    alone = fp32_matmul(case(own({"precision": "fp32"}, profile([LARGE, OTHER]), timing(101.0))))
-    assert alone is not None
+    alone = sure(fp32_matmul(case(own({"precision": "fp32"}, profile([LARGE, OTHER]), timing(101.0)))))
     assert alone.saves_s is not None
     assert alone.saves_s == pytest.approx(80 * MS * (1 - FP32 / TF32), rel=0.01)
-    assert found.saves_s is not None
-    assert 0 <= found.saves_s - alone.saves_s < 0.7 * 10 * MS
+    assert 0 <= sure(found.saves_s) - alone.saves_s < 0.7 * 10 * MS
     assert found.fields == {"precision": "tf32"}
     assert "bf16" in found.note
 
@@ -50,11 +48,9 @@ def test_fp32_products_gain_the_ratio_of_the_peaks_until_memory_bounds_them() ->
 def test_the_host_may_become_the_limit_and_is_named() -> None:
     seen = profile([LARGE, OTHER], waiting_ms={"forward": 2.0})
     slow = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.06) for p in seen.phases))
-    found = fp32_matmul(case(own({"precision": "fp32"}, slow, timing(91.0))))
-    assert found is not None
+    found = sure(fp32_matmul(case(own({"precision": "fp32"}, slow, timing(91.0)))))
     assert "Python took 30.0 ms to launch a step" in found.prediction  # 60 ms in two steps
-    quick = fp32_matmul(case(own({"precision": "fp32"}, seen, timing(91.0))))
-    assert quick is not None
+    quick = sure(fp32_matmul(case(own({"precision": "fp32"}, seen, timing(91.0)))))
     assert "Python took" not in quick.prediction
 
 
@@ -62,8 +58,7 @@ def test_a_host_that_is_never_waited_for_is_not_said_to_be_slow() -> None:
     # Its queue is full throughout, so its time is the GPU's, and not what launching takes.
     seen = profile([LARGE, OTHER], waiting_ms={"forward": 0.5})
     full = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.18) for p in seen.phases))
-    found = fp32_matmul(case(own({"precision": "fp32"}, full, timing(91.0))))
-    assert found is not None
+    found = sure(fp32_matmul(case(own({"precision": "fp32"}, full, timing(91.0)))))
     assert "Python took" not in found.prediction
 
 
@@ -129,15 +124,13 @@ def seen_with(*ops: OpStats, **fields: Any) -> Profile:
 
 
 def gain_of(seen: Profile, timed: Timing, **fields: object) -> float:
-    found = fusable_elementwise(case(own({"precision": "bf16"} | fields, seen, timed)))
-    assert found is not None
+    found = sure(fusable_elementwise(case(own({"precision": "bf16"} | fields, seen, timed))))
     assert found.saves_s is not None
     return found.saves_s
 
 
 def test_fusing_leaves_what_the_dry_run_says() -> None:
-    found = fusable_elementwise(case(own({"precision": "bf16"}, seen_with(), timing(33.0))))
-    assert found is not None
+    found = sure(fusable_elementwise(case(own({"precision": "bf16"}, seen_with(), timing(33.0)))))
     assert found.saves_s == pytest.approx(0.75 * LOW_MS * MS)
     assert found.fields == {"compile": "default"}
     assert "blocks.*.attention forward 7.60 ms, blocks.*.feed_forward forward 5.00 ms" in found.saw
@@ -148,8 +141,7 @@ def test_fusing_leaves_what_the_dry_run_says() -> None:
 
 
 def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_share() -> None:
-    found = fusable_elementwise(case(foreign(seen_with(compiled=None))))
-    assert found is not None
+    found = sure(fusable_elementwise(case(foreign(seen_with(compiled=None)))))
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)
     assert "this record has no dry run" in found.prediction
     assert not [each for each in found.evidence if "matrix products" in each.what]  # which is unknown
@@ -158,8 +150,7 @@ def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_sha
 def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
     """Its shares are from steps on an H200."""
     seen = seen_with(compiled=None, device="cpu")
-    found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0))))
-    assert found is not None
+    found = sure(fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0)))))
     assert (found.saves_s, found.fields) == (None, {"compile": "default"})
     assert "H200" not in found.prediction
     assert "may also cost time" in found.prediction
@@ -215,8 +206,7 @@ def test_a_small_gain_is_not_worth_compiling_for() -> None:
 def test_on_a_cpu_the_profilers_slowness_is_taken_out() -> None:
     seen = seen_with(device="cpu", compiled=None)  # 32.6 ms a step
     for step_ms, share in ((16.3, 0.5), (65.2, 1.0)):
-        found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(step_ms))))
-        assert found is not None
+        found = sure(fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(step_ms)))))
         assert found.evidence[0].value == pytest.approx(share * LOW_MS * MS)
 
 
@@ -244,14 +234,12 @@ UPDATE = op("aten::_fused_adamw_", "optimizer", 4.0, phase="optimizer")
 
 def test_casts_go_and_nothing_else_where_the_optimizer_keeps_masters() -> None:
     seen = profile([MATMULS, DOWN, UP, UPDATE])
-    found = weight_casts(case(own({"precision": "bf16"}, seen, timing(27.0, optimizer=4.0))))
-    assert found is not None
+    found = sure(weight_casts(case(own({"precision": "bf16"}, seen, timing(27.0, optimizer=4.0)))))
     assert found.saves_s == pytest.approx((1.5 + 1.0) * MS)
     assert not found.at_most
     assert found.fields == {"precision": "bf16_master", "optimizer": "adamw_triton"}
     assert "--precision bf16_master --optimizer adamw_triton" in found.change
-    already = weight_casts(case(own({"precision": "bf16", "optimizer": "adamw_triton"}, seen, timing(27.0))))
-    assert already is not None
+    already = sure(weight_casts(case(own({"precision": "bf16", "optimizer": "adamw_triton"}, seen, timing(27.0)))))
     assert already.fields == {"precision": "bf16_master"}
 
 
@@ -260,8 +248,7 @@ def test_where_no_masters_can_be_kept_casts_go_and_the_optimizer_moves_half_in_p
     fields: dict[str, object],
 ) -> None:
     seen = profile([MATMULS, DOWN, UP, UPDATE])
-    found = weight_casts(case(own({"precision": "bf16"} | fields, seen, timing(27.0, optimizer=4.0))))
-    assert found is not None
+    found = sure(weight_casts(case(own({"precision": "bf16"} | fields, seen, timing(27.0, optimizer=4.0)))))
     assert found.saves_s == pytest.approx((1.5 + 1.0 + 4.0 / 2) * MS)
     assert found.fields == {"precision": "bf16_pure"}
     assert "numerics" in found.note
@@ -283,8 +270,7 @@ def test_compiled_casts_name_what_they_read_first() -> None:
     run = own(
         {"precision": "bf16", "compile": "default", "pass": "forward"}, profile([MATMULS, compiled]), timing(23.0)
     )
-    found = weight_casts(case(run))
-    assert found is not None
+    found = sure(weight_casts(case(run)))
     assert found.saves_s == pytest.approx(2.5 * MS)
 
 

@@ -1,10 +1,10 @@
 import dataclasses
-import gzip
-from pathlib import Path
 from statistics import median
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run
+from tests.stored_records import stored
+from tests.sure import sure
 from tests.unit.explaining import BF16, BYTES_PER_S, H200, MS, SHARES, case, foreign, op, own, profile, timing
 
 from steplab.costs.kernel_time import streaming_s
@@ -14,18 +14,14 @@ from steplab.explain.compile_in_the_loop import compile_in_the_loop
 from steplab.explain.loss_share import loss_share
 from steplab.explain.optimizer_not_fused import FUSED_BYTES, STEPWISE_BYTES, optimizer_not_fused
 from steplab.explain.vocabulary_padding import vocabulary_padding
-from steplab.records.codec import decode
 from steplab.records.profile import Communication, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
-
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Run]:
-    records = map(decode, gzip.decompress(GOLDEN.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run) and record.spec and record.timing]
+    return [run for run in stored("step_h200", Run) if run.spec and run.timing]
 
 
 # --- optimizer_not_fused ----------------------------------------------------------------------------------
@@ -36,16 +32,14 @@ FACTS = ModelFacts(num_parameters=100_000_000)
 @pytest.mark.parametrize("optimizer", ["adamw_loop", "adamw_foreach"])
 def test_adamw_in_parts_is_predicted_by_the_bytes_it_must_move(optimizer: str) -> None:
     run = make_run({"optimizer": optimizer}, timing=timing(20.0, optimizer=5.0), model=FACTS)
-    found = optimizer_not_fused(case(run))
-    assert found is not None
+    found = sure(optimizer_not_fused(case(run)))
     assert found.saves_s == pytest.approx(5 * MS - 28 * 1e8 / (SHARES["_fused_adamw_"] * BYTES_PER_S), rel=1e-3)
     assert found.fields == {"optimizer": "adamw_fused"}
 
 
 def test_in_pure_bf16_it_moves_half() -> None:
     fields = {"optimizer": "adamw_loop", "precision": "bf16_pure"}
-    found = optimizer_not_fused(case(make_run(fields, timing=timing(20.0, optimizer=5.0), model=FACTS)))
-    assert found is not None
+    found = sure(optimizer_not_fused(case(make_run(fields, timing=timing(20.0, optimizer=5.0), model=FACTS))))
     assert found.saves_s == pytest.approx(5 * MS - 14 * 1e8 / (SHARES["_fused_adamw_"] * BYTES_PER_S), rel=1e-3)
 
 
@@ -117,24 +111,21 @@ MODEL = op("aten::mm", "matmul", 20.0, calls=300)
 
 
 def test_a_foreign_adam_of_many_kernels_is_fused_to_its_share_of_the_bytes() -> None:
-    found = optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], waiting_ms={"optimizer": 3.0}))))
-    assert found is not None
+    found = sure(optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], waiting_ms={"optimizer": 3.0})))))
     assert found.saves_s == pytest.approx(7 * MS - 4 * MS * 28 / 80)
     assert found.fields == {}
     assert "fused=True" in found.change
 
 
 def test_the_same_on_a_cpu_is_of_operators() -> None:
-    found = optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], device="cpu"))))
-    assert found is not None
+    found = sure(optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], device="cpu")))))
     assert found.saves_s == pytest.approx(4 * MS * (1 - 28 / 80))
     assert "is 450 operators, none of them fused" in found.saw
 
 
 def test_a_foreign_sgd_of_many_kernels_loses_its_waiting() -> None:
     sgd = [op("aten::add_", "elementwise", 2.0, phase="optimizer", calls=300)]
-    found = optimizer_not_fused(case(foreign(profile([MODEL, *sgd], waiting_ms={"optimizer": 3.0}))))
-    assert found is not None
+    found = sure(optimizer_not_fused(case(foreign(profile([MODEL, *sgd], waiting_ms={"optimizer": 3.0})))))
     assert found.saves_s == pytest.approx(3 * MS)
 
 
@@ -151,8 +142,7 @@ def test_foreign_optimizers_that_are_fused_or_of_few_kernels_are_silent() -> Non
 def test_what_is_paid_once_a_step_is_spread_over_more_tokens() -> None:
     # small at batch 4 and context 128 needs 2.6 GB of 150 GB, so eight times the batch fits.
     run = make_run({"precision": "bf16"}, timing=timing(20.0, forward=6.0, backward=9.0, optimizer=5.0))
-    found = batch_too_small(case(run))
-    assert found is not None
+    found = sure(batch_too_small(case(run)))
     assert found.saves_s == pytest.approx(5 * MS * (1 - 1 / 8))
     assert found.fields == {"batch": "32"}
 
@@ -163,18 +153,15 @@ def test_casts_and_narrow_products_are_paid_once_as_well() -> None:
     narrow = op("aten::mm", "matmul", 4.0, dtype="bf16", flops=1e9, moved=1e9)
     wide = op("aten::mm", "matmul", 9.0, dtype="bf16", flops=1e13, moved=1e9)
     run = own({"precision": "bf16"}, profile([cast, narrow, wide]), timing(20.0, optimizer=5.0))
-    found = batch_too_small(case(run))
-    assert found is not None
+    found = sure(batch_too_small(case(run)))
     assert found.saves_s == pytest.approx((5 + 2 + 4) * MS * 7 / 8)
 
 
 def test_the_batch_proposed_fits() -> None:
     run = make_run({"model": "xl", "precision": "bf16"}, timing=timing(20.0, optimizer=5.0))
     assert run.memory is not None
-    peak = run.memory.peak("step")
-    assert peak is not None
-    found = batch_too_small(case(run))
-    assert found is not None
+    peak = sure(run.memory.peak("step"))
+    found = sure(batch_too_small(case(run)))
     factor = int(found.fields["batch"]) // 4
     assert factor in (2, 4)
     assert factor * peak.peak_allocated_bytes <= 0.9 * 150_000_000_000 < 2 * factor * peak.peak_allocated_bytes
@@ -197,8 +184,7 @@ def test_recorded_steps_of_twice_the_tokens_gain_at_least_what_is_predicted(reco
     tried = 0
     for size in ("xl", "2.7b"):
         small, twice = steps[size, 128], steps[size, 256]
-        found = batch_too_small(case(small))
-        assert found is not None
+        found = sure(batch_too_small(case(small)))
         small_s, twice_s = case(small).step_s, case(twice).step_s
         assert small_s is not None
         assert twice_s is not None
@@ -228,8 +214,7 @@ def test_a_vocabulary_whose_products_are_slow_is_padded() -> None:
     # The others do 5e12 FLOPs in 10 ms, 500 TFLOP/s; the head's 158e9 FLOPs take 2 ms, 79 TFLOP/s.
     seen = profile(head_and_rest(50257, 2.0))
     run = own({"precision": "bf16", "context": 512, "model.vocab_size": 50257}, seen, timing(15.0))
-    found = vocabulary_padding(case(run))
-    assert found is not None
+    found = sure(vocabulary_padding(case(run)))
     padded_flops = 2 * 2048 * 768 * 50304
     assert found.saves_s == pytest.approx(2 * MS - padded_flops / 500e12)
     assert found.fields == {"model.vocab_size": "50304"}
@@ -240,14 +225,12 @@ def test_a_size_of_no_multiple_of_64_that_runs_well_is_silent() -> None:
     seen = profile(head_and_rest(10_000, ms))
     run = own({"precision": "bf16", "context": 512}, seen, timing(14.0))
     assert run.spec is not None
-    assert run.spec.model.shape is not None
-    assert run.spec.model.shape.vocab_size == 10_000
+    assert sure(run.spec.model.shape).vocab_size == 10_000
     assert vocabulary_padding(case(run)) is None
 
 
 def test_without_a_profile_only_an_unaligned_vocabulary_is_told() -> None:
-    found = vocabulary_padding(case(own({"model.vocab_size": 50257}, None, timing(15.0))))
-    assert found is not None
+    found = sure(vocabulary_padding(case(own({"model.vocab_size": 50257}, None, timing(15.0)))))
     assert found.saves_s is None
     assert vocabulary_padding(case(own({"model.vocab_size": 50256}, None, timing(15.0)))) is None
     assert vocabulary_padding(case(own({"model.vocab_size": 50304}, None, timing(15.0)))) is None
@@ -272,10 +255,9 @@ def test_a_classifier_has_no_vocabulary(classes: int, fires: bool) -> None:
 
 def test_a_large_share_of_the_loss_is_told_with_what_a_fused_one_saves() -> None:
     seen = profile(head_and_rest(151_936, 4.0, loss_ms=6.0))
-    found = loss_share(
-        case(own({"context": 512, "model.vocab_size": 151_936, "precision": "bf16"}, seen, timing(21.0)))
+    found = sure(
+        loss_share(case(own({"context": 512, "model.vocab_size": 151_936, "precision": "bf16"}, seen, timing(21.0))))
     )
-    assert found is not None
     # 2048 x 151936 logits in bf16, read once and their gradient written once; the product stays.
     assert found.saves_s == pytest.approx(
         6 * MS - 2 * 2048 * 151_936 * 2 / (SHARES["fused reduction"] * BYTES_PER_S), rel=1e-3
@@ -295,8 +277,7 @@ def test_a_foreign_loss_is_known_by_its_vocabulary() -> None:
     ops = [dataclasses.replace(o, range="") for o in head_and_rest(32_000, 4.0, loss_ms=6.0)]
     look_up = op("aten::embedding", "embedding", 50.0, inputs="bf16[32000, 768] int64[4, 512]")
     update = op("aten::mul_", "elementwise", 50.0, phase="optimizer", inputs="fp32[32000, 768]")
-    found = loss_share(case(foreign(profile([*ops]))))
-    assert found is not None
+    found = sure(loss_share(case(foreign(profile([*ops])))))
     assert {e.what: e.value for e in found.evidence}["loss and casts"] == pytest.approx(6 * MS)
     diluted = loss_share(case(foreign(profile([*ops, look_up, update]))))
     assert diluted is None
@@ -309,8 +290,7 @@ def test_a_container_with_logits_among_its_tensors_is_not_taken_for_the_loss() -
     generated = op("triton_red_fused__log_softmax_0", "softmax", 1.0, inputs=logits)
     found = loss_share(case(foreign(profile([*ops, *whole, generated, op("aten::mm", "matmul", 1.0)]))))
     assert found is None  # 11 ms of 184
-    found = loss_share(case(foreign(profile([*ops, generated]))))
-    assert found is not None
+    found = sure(loss_share(case(foreign(profile([*ops, generated])))))
     assert {e.what: e.value for e in found.evidence}["loss and casts"] == pytest.approx(7 * MS)
 
 
@@ -326,8 +306,7 @@ def test_a_container_with_logits_among_its_tensors_is_not_taken_for_the_loss() -
 )
 def test_a_large_loss_is_advised_what_its_device_can_do(device: str, kernel: str, liger: bool, compiler: bool) -> None:
     seen = profile(head_and_rest(32_000, 4.0, loss_ms=6.0), device=device, kernel_names={"aten::mm": kernel})
-    found = loss_share(case(foreign(seen)))
-    assert found is not None
+    found = sure(loss_share(case(foreign(seen))))
     advice = found.change + found.note
     assert ("Liger" in advice) == liger
     assert ("torch.compile" in advice) == compiler
@@ -354,8 +333,7 @@ def with_steps(*steps_s: float, compile: str = "default") -> Run:
 
 
 def test_a_step_as_long_as_a_compilation_is_one() -> None:
-    found = compile_in_the_loop(case(with_steps(0.02, 0.02, 2.02, 0.02, 0.02)))
-    assert found is not None
+    found = sure(compile_in_the_loop(case(with_steps(0.02, 0.02, 2.02, 0.02, 0.02))))
     assert found.saves_s == pytest.approx(2.0 / 5)
     assert found.fields == {}
 
@@ -376,8 +354,7 @@ def test_other_long_steps_are_not(run: Run) -> None:
 
 def test_ranges_of_dynamo_are_compilation_and_its_look_ups_are_not() -> None:
     at = "_compile.compile_inner (dynamo_timed)"
-    found = compile_in_the_loop(case(foreign(profile([MODEL, op("aten::mul", "elementwise", 1.0, where=at)]))))
-    assert found is not None
+    found = sure(compile_in_the_loop(case(foreign(profile([MODEL, op("aten::mul", "elementwise", 1.0, where=at)])))))
     assert at in found.saw
     running = [
         op("aten::mm", "matmul", 1.0, where="TorchDynamo Cache Lookup"),
@@ -391,8 +368,7 @@ def test_ranges_of_dynamo_are_compilation_and_its_look_ups_are_not() -> None:
 
 def test_exposed_communication_is_what_hiding_it_could_save() -> None:
     seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
-    found = communication_exposed(case(foreign(seen)))
-    assert found is not None
+    found = sure(communication_exposed(case(foreign(seen))))
     assert found.saves_s == pytest.approx(6 * MS)  # 12 ms in two steps
     assert "60.0 %" in found.saw
     assert found.at_most
@@ -410,8 +386,7 @@ def test_what_to_change_is_an_option_where_the_gradients_are_averaged_by_steplab
 ) -> None:
     seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
     run = make_run({"layout": "dp=2", **fields})
-    found = communication_exposed(case(dataclasses.replace(run, profile=seen)))
-    assert found is not None
+    found = sure(communication_exposed(case(dataclasses.replace(run, profile=seen))))
     assert option in found.change
     assert "--layout dp=2" in found.change
     assert found.change.count("--data-parallel") + found.change.count("--bucket-size-mb") == 1
@@ -434,8 +409,7 @@ def test_what_to_change_is_an_option_where_the_gradients_are_averaged_by_steplab
 )
 def test_what_to_change_applies_to_the_layout(fields: dict[str, object], change: str) -> None:
     seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
-    found = communication_exposed(case(dataclasses.replace(make_run({"model": "small", **fields}), profile=seen)))
-    assert found is not None
+    found = sure(communication_exposed(case(dataclasses.replace(make_run({"model": "small", **fields}), profile=seen))))
     assert found.change == change
     assert "bucket" not in found.change + found.note
 
@@ -445,8 +419,7 @@ def test_gathered_parameters_in_a_trace_are_not_told_to_change_their_buckets() -
     gather = op("c10d::_allgather_base_", "communication", 1.0)
     names = {gather.name: "ncclDevKernel_AllGather_RING_LL"}
     seen = profile([MODEL, gather], communication=communication, kernel_names=names)
-    found = communication_exposed(case(foreign(seen)))
-    assert found is not None
+    found = sure(communication_exposed(case(foreign(seen))))
     assert found.change.startswith("fully_shard(block")
     assert "bucket" not in found.change + found.note
 
@@ -461,6 +434,5 @@ def test_hidden_communication_is_silent(communication: Communication | None) -> 
 
 
 def test_peaks_used_here_are_those_of_the_catalogue() -> None:
-    gpu = case(make_run({})).gpu
-    assert gpu is not None
+    gpu = sure(case(make_run({})).gpu)
     assert (gpu.peaks["bf16"], gpu.bandwidth_bytes_per_s) == (BF16, BYTES_PER_S)

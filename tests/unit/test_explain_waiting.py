@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from tests.sure import sure
 from tests.unit.explaining import MS, case, foreign, host_call, op, own, profile, timing
 
 from steplab.explain.fusing import MOST_LEFT
@@ -20,8 +21,7 @@ ALL = [FORWARD, BACKWARD, UPDATE]
 def test_a_launch_bound_step_is_predicted_to_lose_its_waiting() -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0, "backward": 5.0, "optimizer": 3.0})
     run = own({}, seen, timing(16.0, forward=7.0, backward=6.5, optimizer=2.5))
-    found = launch_bound(case(run))
-    assert found is not None
+    found = sure(launch_bound(case(run)))
     # Unprofiled 7.0 + 6.5 ms less busy 4.0 + 6.0 ms. The optimizer's 1.5 ms stay: the model's compilation is not its.
     assert found.saves_s == pytest.approx(3.5 * MS)
     assert found.fields == {"compile": "block", "cuda_graph": "step"}
@@ -58,20 +58,19 @@ def test_compiling_saves_what_is_fused_as_well() -> None:
     ]
     seen = profile([*ALL, *fusable], waiting_ms={"forward": 9.0, "backward": 5.0})
     run = own({}, seen, timing(16.0, forward=8.0, backward=7.0, optimizer=1.0))
-    found = launch_bound(case(run))
-    assert found is not None
+    found = sure(launch_bound(case(run)))
     # Waiting 8 - 5 and 7 - 6 ms, and what fusing saves of silu and mul.
     assert found.saves_s == pytest.approx((3.0 + 1.0 + (1 - MOST_LEFT.memory_bound) * 1.0) * MS)
-    compiled = launch_bound(case(own({"compile": "default"}, seen, run.timing)))
-    assert compiled is not None
+    compiled = sure(launch_bound(case(own({"compile": "default"}, seen, run.timing))))
     assert compiled.saves_s == pytest.approx(4.0 * MS)
     assert compiled.fields == {"cuda_graph": "step"}
 
 
 def test_a_step_that_cannot_be_recorded_whole_is_left_to_torchs_own_graphs() -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0, "backward": 5.0})
-    found = launch_bound(case(own({"precision": "fp16"}, seen, timing(16.0, forward=8.0, backward=7.0, optimizer=1.0))))
-    assert found is not None
+    found = sure(
+        launch_bound(case(own({"precision": "fp16"}, seen, timing(16.0, forward=8.0, backward=7.0, optimizer=1.0))))
+    )
     assert found.fields == {"compile": "reduce-overhead"}
 
 
@@ -79,15 +78,13 @@ def test_a_step_that_cannot_be_recorded_whole_is_left_to_torchs_own_graphs() -> 
 def test_a_step_that_replays_graphs_is_told_to_grow_instead(graphs: dict[str, object]) -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0})
     run = own(graphs, seen, timing(16.0, forward=9.0, backward=6.0, optimizer=1.0))
-    found = launch_bound(case(run))
-    assert found is not None
+    found = sure(launch_bound(case(run)))
     assert found.fields == {}
     assert "--batch 8" in found.change
 
 
 def test_a_foreign_trace_gives_the_waiting_it_shows_as_an_upper_bound() -> None:
-    found = launch_bound(case(foreign(profile(ALL, waiting_ms={"forward": 9.0, "optimizer": 2.0}))))
-    assert found is not None
+    found = sure(launch_bound(case(foreign(profile(ALL, waiting_ms={"forward": 9.0, "optimizer": 2.0})))))
     assert found.saves_s == pytest.approx(9.0 * MS)
     assert found.at_most
     assert found.prediction.startswith("At most")
@@ -96,8 +93,7 @@ def test_a_foreign_trace_gives_the_waiting_it_shows_as_an_upper_bound() -> None:
 
 def test_a_host_that_does_something_else_is_not_cured_by_launching_faster() -> None:
     # 50 ms for 100 launches: 500 µs each.
-    found = launch_bound(case(foreign(profile(ALL, waiting_ms={"forward": 50.0}, launches=100))))
-    assert found is not None
+    found = sure(launch_bound(case(foreign(profile(ALL, waiting_ms={"forward": 50.0}, launches=100)))))
     assert found.fields == {}
     assert "compile" not in found.change
 
@@ -121,8 +117,7 @@ def with_calls(*calls: HostCallStats, waiting: float = 2.0, ops: list[OpStats] |
 
 def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0, "backward": 0.5, "optimizer": 0.25}, host_calls=READ_BACK)
-    found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({}, seen, timing(14.0)))))
     # The optimizer's idle time and the following forward's, not the backward's.
     assert found.saves_s == pytest.approx(2.25 * MS)
     assert found.title == "The CPU waits for the GPU once per step"
@@ -133,8 +128,7 @@ def test_the_lines_that_read_values_are_those_of_the_dry_run() -> None:
     shares = CompiledShares(memory_bound=0.5, products=1.0, kernels=0.5, host=0.5, reads_at=("gpt.py:79", "gpt.py:81"))
     shares = dataclasses.replace(shares, made_at=("gpt.py:52",))
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
-    found = host_copies_and_syncs(case(own({}, dataclasses.replace(seen, compiled=shares), timing(14.0))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({}, dataclasses.replace(seen, compiled=shares), timing(14.0)))))
     assert "reads values off tensors at gpt.py:79 and gpt.py:81." in found.saw
     assert "makes tensors without naming a device at gpt.py:52." in found.saw
 
@@ -145,30 +139,26 @@ def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_gra
 ) -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0}, host_calls=calls)
     for fields in ({}, {"compile": "reduce-overhead"}):  # graphs already get another finding
-        found = launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0))))
-        assert found is not None
+        found = sure(launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0)))))
         assert ("remove that first" in found.note) == (said and not fields)
 
 
 def test_no_more_than_the_unprofiled_step_is_idle() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
-    found = host_copies_and_syncs(case(own({}, seen, timing(11.5))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({}, seen, timing(11.5)))))
     assert found.saves_s == pytest.approx((11.5 - 11.0) * MS)
 
 
 def test_a_call_outside_of_all_phases_is_felt_by_the_next_forward() -> None:
     calls = [dataclasses.replace(call, phase="outside") for call in READ_BACK]
     seen = profile(ALL, waiting_ms={"forward": 2.0, "backward": 0.5}, host_calls=tuple(calls))
-    found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({}, seen, timing(14.0)))))
     assert found.saves_s == pytest.approx(2.0 * MS)
 
 
 def test_the_hosts_time_in_each_call_is_told() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
-    found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({}, seen, timing(14.0)))))
     assert "cudaStreamSynchronize, 1 per step, 7.00 ms of Python's time, most in optimizer" in found.saw
 
 
@@ -211,7 +201,6 @@ def test_once_in_two_steps_is_not_in_every_step() -> None:
 
 def test_the_gradient_scaler_of_fp16_is_named_and_bf16_proposed() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
-    found = host_copies_and_syncs(case(own({"precision": "fp16"}, seen, timing(14.0))))
-    assert found is not None
+    found = sure(host_copies_and_syncs(case(own({"precision": "fp16"}, seen, timing(14.0)))))
     assert found.fields == {"precision": "bf16"}
     assert "scaler" in found.note

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run, out_of_memory
+from tests.stored_lines import fill
+from tests.sure import sure
 from tests.unit.explaining import foreign, op, own, profile, timing
 from tests.unit.memory_records import imported_snapshot
 from tests.unit.taking import FakeSession
@@ -64,8 +66,7 @@ def test_each_change_is_measured_against_the_step_measured_again(tmp_path: Path)
     first, second = finding("fusable_elementwise", compile="default"), finding("communication_exposed")
     tried = try_findings(RUN, findings(first, second), on_trial=told.append, session=taking)
     assert [each.kind for each in tried.findings] == ["communication_exposed", "fusable_elementwise"], "4 ms, then 3"
-    trial = tried.findings[1].trial
-    assert trial is not None
+    trial = sure(tried.findings[1].trial)
     assert trial.before_s == pytest.approx(0.012)
     assert trial.after_s == pytest.approx(0.009)
     assert trial.saved_s == pytest.approx(0.003)
@@ -91,8 +92,7 @@ def test_a_larger_batch_is_compared_by_the_token() -> None:
     tried = try_findings(
         RUN, findings(finding("batch_too_small", batch="16")), session=bench(base=0.012, batch_16=0.03)
     )
-    trial = tried.findings[0].trial
-    assert trial is not None
+    trial = sure(tried.findings[0].trial)
     assert trial.tokens_ratio == 4
     assert trial.saved_s == pytest.approx(0.012 - 0.03 / 4)
 
@@ -138,8 +138,7 @@ def test_another_device_says_nothing_of_the_first() -> None:
 
 def test_auto_means_the_kind_of_device_it_meant_then() -> None:
     taking = bench(base=0.012, default=0.009)
-    assert RUN.spec is not None
-    assert RUN.spec.device == "auto"
+    assert sure(RUN.spec).device == "auto"
     try_findings(RUN, findings(finding("a", compile="default")), session=taking)
     assert {spec.device for spec in taking.asked} == {"cuda"}
 
@@ -153,8 +152,7 @@ def test_nothing_to_try_measures_nothing() -> None:
 def test_fields_change_the_spec_and_nothing_else() -> None:
     assert RUN.spec is not None
     changed = with_fields(RUN.spec, {"model.vocab_size": "10048", "batch": "8", "precision": "tf32"})
-    assert changed.model.shape is not None
-    assert (changed.model.shape.vocab_size, changed.batch, changed.precision) == (10048, 8, "tf32")
+    assert (sure(changed.model.shape).vocab_size, changed.batch, changed.precision) == (10048, 8, "tf32")
     back = with_fields(changed, {"model.vocab_size": "10000", "batch": "4", "precision": "fp32"})
     assert back == RUN.spec
     with pytest.raises(UserError, match="precision 'fp7'"):
@@ -173,9 +171,7 @@ def store(tmp_path: Path) -> Path:
         make_run({"model": "small"}, id="cccc00000000", created_utc="2026-11-21T09:00:00Z"),
         out_of_memory({"model": "xl"}, id="dddd00000000", created_utc="2026-11-21T10:00:00Z"),
     ]
-    with Store.open(path, write=True) as opened:
-        for run in runs:
-            opened.add(run)
+    fill(path, *runs)
     return path
 
 
@@ -195,8 +191,7 @@ def test_any_run_is_explained_by_the_beginning_of_its_id(store: Path) -> None:
 
 
 def test_a_store_without_profiles_says_how_to_get_one(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "store.db", write=True) as opened:
-        opened.add(make_run({"model": "small"}))
+    fill(tmp_path / "store.db", make_run({"model": "small"}))
     with pytest.raises(UserError, match="steplab profile"):
         explain(store=tmp_path / "store.db")
 

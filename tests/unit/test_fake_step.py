@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.sure import sure
 from tests.unit.explaining import op, own, profile, timing
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -273,8 +274,7 @@ def test_tokens_of_batches_that_a_factory_sizes_itself_are_not_known() -> None:
         (planned,) = plan_steps([resolve_step({"model": f"{__name__}:{name}", "context": "64"})])
         assert planned.time is not None
         (row,) = planned_table([planned]).rows
-        verdict = time_document(planned.spec, planned.time).verdict
-        assert verdict is not None
+        verdict = sure(time_document(planned.spec, planned.time).verdict)
         assert row["tokens_per_s"] == (4 * 64 / planned.time.central_s if is_known else None)
         assert ("tokens/s on one GPU" in " ".join(verdict.sentences)) == is_known
         assert (said in planned.time.notes) == (not is_known)
@@ -290,8 +290,7 @@ def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(step, "build_workload", build)
     (planned,) = plan_steps([spec])
-    assert planned.memory is not None
-    assert dataclasses.replace(planned.memory, notes=memory.notes) == memory  # which names no GPU
+    assert dataclasses.replace(sure(planned.memory), notes=memory.notes) == memory  # which names no GPU
     assert planned.time == time
     assert len(built) == 1
 
@@ -410,8 +409,7 @@ def test_a_fault_of_the_dry_run_costs_no_profile(tmp_path: Path, monkeypatch: py
     whole = profiled("missing_module:build")
 
     def measured(task: StepTask, **others: object) -> Run:
-        assert task.trace is not None
-        Path(task.trace).write_bytes(b"{}")
+        Path(sure(task.trace)).write_bytes(b"{}")
         return dataclasses.replace(whole, profile=None)
 
     def faulty(*arguments: object) -> Run:
@@ -467,8 +465,7 @@ def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
     assert traced.kind == "traced"
     with pytest.raises(Unsupported, match="its operators are known by a trace alone"):
         predict_memory(spec)
-    module = build_workload(spec, torch.device("meta")).module
-    assert module is not None
+    module = sure(build_workload(spec, torch.device("meta")).module)
     for category, copies in (("parameters", 1), ("optimizer_state", 2)):
         of_weights = copies * 4 * sum(parameter.numel() for parameter in module.parameters())
         assert traced.at_peak[category] == pytest.approx(of_weights, rel=1e-2), "besides step numbers and tables"

@@ -1,4 +1,3 @@
-import gzip
 import json
 import lzma
 from dataclasses import replace
@@ -8,6 +7,8 @@ from statistics import median
 import msgspec
 import pytest
 from tests.documents import chapter_says
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.costs.rates import gpu_named
 from steplab.explain.api import DIAGNOSES, explain
@@ -16,7 +17,6 @@ from steplab.explain.shapes import product_of, shapes_of
 from steplab.plan.time import compiled_shares
 from steplab.reading.traces.digest import digest
 from steplab.reading.traces.reading import read_trace
-from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
 
@@ -46,9 +46,7 @@ FOREIGN = (
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    lines = gzip.decompress((GOLDEN / "profile_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    found = [record for record in map(decode, lines) if isinstance(record, Run)]
-    return {cell_of(run) if run.name == "profiles" else run.name: run for run in found}
+    return {cell_of(run) if run.name == "profiles" else run.name: run for run in stored("profile_h200", Run)}
 
 
 def cell_of(run: Run) -> str:
@@ -125,8 +123,7 @@ def trial_of(run: Run, kind: str) -> Trial:
 def test_the_gain_of_bf16_throughout_is_near_the_measured_one(runs: dict[str, Run]) -> None:
     """With micro-steps there can be no fp32 masters; the trial has none of them, but equal casts and kernels."""
     run, trial = runs["2.7b-1024-bf16-off"], trial_of(runs["2.7b-1024-bf16-off"], "weight_casts")
-    assert run.spec is not None
-    finding = found_in(replace(run, spec=replace(run.spec, accumulation=2)))["weight_casts"]
+    finding = found_in(replace(run, spec=replace(sure(run.spec), accumulation=2)))["weight_casts"]
     assert finding.fields == {"precision": "bf16_pure"}
     assert finding.saves_s == pytest.approx(trial.saved_s, rel=1 / 3)
 
@@ -146,14 +143,12 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
 
 
 def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
-    lines = gzip.decompress((GOLDEN / "own_model_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    eager, compiled = (run for run in map(decode, lines) if isinstance(run, Run))
+    eager, compiled = stored("own_model_h200", Run)
     saved_s = step_s(eager) - step_s(compiled)
     assert found_in(eager)["fusable_elementwise"].saves_s == pytest.approx(saved_s, rel=0.05)
     assert eager.profile is not None
     low_s = left_s(compiled, FUSABLE) / left_s(eager, FUSABLE)
-    assert eager.profile.compiled is not None
-    assert eager.profile.compiled.memory_bound == pytest.approx(low_s, abs=0.05)
+    assert sure(eager.profile.compiled).memory_bound == pytest.approx(low_s, abs=0.05)
 
 
 def test_without_a_dry_run_the_smallest_recorded_saving_of_compiling_is_predicted(runs: dict[str, Run]) -> None:
@@ -177,15 +172,14 @@ def recorded_both_ways(runs: dict[str, Run]) -> list[tuple[str, Run, Run]]:
 
 
 def with_shares(run: Run) -> Run:
-    assert run.spec is not None
-    assert run.profile is not None
-    shares = compiled_shares(run.spec, gpu_named("H200 SXM"))
-    return replace(run, profile=replace(run.profile, compiled=shares))
+    shares = compiled_shares(sure(run.spec), gpu_named("H200 SXM"))
+    return replace(run, profile=replace(sure(run.profile), compiled=shares))
 
 
 def left_s(run: Run, categories: tuple[str, ...]) -> float:
     assert run.profile is not None
-    return sum(run.profile.category_s(each, ("forward", "backward")) for each in categories) / run.profile.num_steps
+    passes = [phase.categories for phase in run.profile.phases if phase.phase in ("forward", "backward")]
+    return sum(seconds.get(each, 0.0) for seconds in passes for each in categories) / run.profile.num_steps
 
 
 def num_kernels(run: Run) -> float:

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import json
 from collections import Counter
 from functools import cache
@@ -9,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.runs import make_run
+from tests.stored_records import stored
+from tests.sure import sure
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,13 +23,11 @@ from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import _facts
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 500}
@@ -73,8 +72,7 @@ def test_a_configuration_builds_what_it_is_a_configuration_of(config: dict[str, 
 def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_are_counted() -> None:
     conventions = {}
     for config in (LLAMA, BERT, T5):
-        facts = _facts(build_workload(of_config(config), CPU))
-        assert facts is not None
+        facts = sure(_facts(build_workload(of_config(config), CPU)))
         run = dataclasses.replace(make_run(), spec=of_config(config), model=facts)
         conventions[config["model_type"]] = {
             u.convention for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))
@@ -88,11 +86,9 @@ def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_ar
 def test_experts_count_by_the_rows_that_they_execute(experts: int) -> None:
     spec = of_config(mixtral(experts), attention="plain")
     workload = build_workload(spec, CPU)
-    facts = _facts(workload)
-    assert facts is not None
-    assert facts.num_active_parameters is not None
+    facts = sure(_facts(workload))
     of_an_expert = 3 * 64 * 128
-    assert facts.num_parameters - facts.num_active_parameters == 2 * (experts - 2) * of_an_expert
+    assert facts.num_parameters - sure(facts.num_active_parameters) == 2 * (experts - 2) * of_an_expert
     rows = 2 * 64
     linear = 2 * 64 * (64 + 2 * 32 + 64) + 2 * 64 * experts + 2 * 2 * of_an_expert  # of a token in a block, and router
     by_hand = 3 * rows * (2 * linear + 2 * 64 * 500) + 3 * 2 * 2 * 4 * 64 * 64 * rows // 2 * 1
@@ -223,8 +219,7 @@ def test_every_command_has_one_answer(name: str, precision: str) -> None:
 
 @cache
 def recorded() -> tuple[Run, ...]:
-    content = (ROOT / "benchmarks/results/foreign_models_h200_202611.jsonl.gz").read_bytes()
-    return tuple(run for run in map(decode, gzip.decompress(content).splitlines()) if isinstance(run, Run))
+    return tuple(stored("foreign_models_h200", Run))
 
 
 def told() -> list[Run]:

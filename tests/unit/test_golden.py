@@ -1,21 +1,19 @@
-import gzip
 import itertools
 from pathlib import Path
 from statistics import median
 
 import pytest
+from tests.stored_records import stored
+from tests.sure import sure
 
-from steplab.records.codec import decode
 from steplab.records.run import Run
 
 REPOSITORY = Path(__file__).parents[2]
-RECORDS = REPOSITORY / "tests" / "golden" / "step_h200_202611.jsonl.gz"
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    records = map(decode, gzip.decompress(RECORDS.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run)]
+    return stored("step_h200", Run)
 
 
 def test_the_whole_study_is_there(runs: list[Run]) -> None:
@@ -53,9 +51,7 @@ def test_mfu_of_2_7b_agrees_with_the_hand_calculation_in_the_docs(
 ) -> None:
     [run] = [run for run in runs if run.id == "5e7271880f12"]
     [mfu] = [u for u in run.utilizations if u.kind == "mfu" and u.convention == convention]
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     by_hand = flops_per_step / median(step.best_s) / 989.5e12
     assert mfu.flops == flops_per_step
     assert mfu.value == pytest.approx(by_hand, rel=1e-12)

@@ -6,6 +6,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
+from tests.sure import sure
 
 from steplab.errors import UserError
 from steplab.specs.hardware import HardwareSpec, catalogue, find_hardware, hardware_named, parse_catalogue
@@ -19,8 +20,7 @@ GEFORCE = ("RTX 3090", "RTX 4090", "RTX 5070 Ti", "RTX 5090")
 
 
 def peak(name: str, dtype: str) -> float:
-    found = hardware_named(name).peak_flops(dtype)
-    assert found is not None
+    found = sure(hardware_named(name).peak_flops(dtype))
     return found.flops_per_s
 
 
@@ -237,8 +237,7 @@ def test_the_catalogue_holds_these_gpus() -> None:
     ],
 )
 def test_a_device_is_found_by_its_exact_name(device_name: str, name: str) -> None:
-    found = find_hardware(device_name)
-    assert found is not None
+    found = sure(find_hardware(device_name))
     assert found.name == name
 
 
@@ -338,8 +337,7 @@ GOOD = DOCUMENTS + GPU
 
 def test_a_good_catalogue_is_read() -> None:
     (spec,) = parse_catalogue(GOOD)
-    found = spec.peak_flops("bf16")
-    assert found is not None
+    found = sure(spec.peak_flops("bf16"))
     assert (found.flops_per_s, found.source) == (
         1e12,
         "Vendor X1 data sheet, https://example.com; halved",

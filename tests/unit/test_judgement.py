@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.runs import make_run
+from tests.sure import sure
 
 from steplab.comparison.comparing import compare
 from steplab.comparison.judging import judged
@@ -69,13 +70,11 @@ def test_page_and_compare_never_contradict_each_other(recorded: dict[str, list[R
 def test_half_the_time_is_decided_on_all_records_but_those_of_an_overloaded_cpu(recorded: dict[str, list[Run]]) -> None:
     for run in (run for runs in recorded.values() for run in runs if len(run.samples_s) >= 10 and not run.turns):
         assert run.timing is not None
-        step = run.timing.phase("step")
-        assert step is not None
+        step = sure(run.timing.phase("step"))
         half = dataclasses.replace(step, device_s=None, host_s=tuple(sample / 2 for sample in step.best_s))
         phases = tuple(half if phase is step else phase for phase in run.timing.back_to_back)
         faster = dataclasses.replace(run, id="half", timing=dataclasses.replace(run.timing, back_to_back=phases))
-        ratio = judged(run, faster)
-        assert ratio is not None
+        ratio = sure(judged(run, faster))
         overloaded = "busy machine" in {each.word for each in disturbances(run)}
         restless = percentile(run.samples_s, 90) > 2 * percentile(run.samples_s, 10)
         assert ratio.decision == "lower" or overloaded or restless, (run.id, ratio)
@@ -84,8 +83,7 @@ def test_half_the_time_is_decided_on_all_records_but_those_of_an_overloaded_cpu(
 @pytest.mark.parametrize(("a", "b"), [("b051fafb4fc7", "f07c525645e0")])
 def test_a_difference_far_beyond_the_noise_of_starts_is_decided(a: str, b: str, recorded: dict[str, list[Run]]) -> None:
     before, after = run_of(recorded, a), run_of(recorded, b)
-    ratio = judged(before, after)
-    assert ratio is not None
+    ratio = sure(judged(before, after))
     assert ratio.decision == "lower"
     assert any(disturbances(run) for run in (before, after))
 

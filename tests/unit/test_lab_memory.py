@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from tests.runs import make_run
+from tests.stored_lines import fill
+from tests.sure import sure
 from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
+from steplab.lab.explaining import memory_references
 from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
-from steplab.lab.memory_references import memory_references
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
@@ -80,8 +82,7 @@ def test_the_record_has_the_sizes_that_the_snapshot_has(tmp_path: Path, monkeypa
         "parameters": 700,
         "temporaries": 130,
     }
-    peak = make_run(FIELDS).memory.peak("step")  # type: ignore[union-attr]
-    assert peak is not None
+    peak = sure(make_run(FIELDS).memory.peak("step"))  # type: ignore[union-attr]
     assert run.memory_profile.unwatched_peak_bytes == peak.peak_allocated_bytes
     assert stored(tmp_path / "store.db") == [run]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.marks.json", "kept.pickle", "store.db"]
@@ -99,9 +100,8 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         packed.write_bytes(gzip.compress(kept.read_bytes()))
         kept = packed
     imported = import_snapshot(kept, store=tmp_path / "store.db")
-    assert measured.memory_profile is not None
     assert imported.memory_profile == dataclasses.replace(
-        measured.memory_profile, file=kept.name, unwatched_peak_bytes=None
+        sure(measured.memory_profile), file=kept.name, unwatched_peak_bytes=None
     )
     assert (imported.name, imported.spec, imported.timing) == ("kept", None, None)
 
@@ -213,9 +213,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
         watched_run(lowered | {"precision": "fp32", "checkpointing": "none"}),
         make_run(lowered | {"precision": "fp32"}, created_utc="2026-01-09T00:00:00Z"),
     ]
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        for record in (older, newer, whole, run, *others):
-            store.add(record)
+    fill(tmp_path / "store.db", *(older, newer, whole, run, *others))
     found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
     assert [other.id for other in found.others] == [newer.id, whole.id]
     assert found.forecasts == {}  # cells measured in fp32 need none

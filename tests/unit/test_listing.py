@@ -8,7 +8,8 @@ import pytest
 from tests.ddp_records import make_ddp_run
 from tests.rendering import run_text
 from tests.runs import make_run, recorder_run
-from tests.stored_lines import import_lines
+from tests.stored_lines import fill, import_lines
+from tests.sure import sure
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import note, tag
@@ -30,13 +31,14 @@ RUNS = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        for run in (
+    fill(
+        tmp_path / "store.db",
+        *(
             *RUNS,
             recorder_run(created_utc="2026-11-20T00:00:00Z"),
             dataclasses.replace(make_ddp_run(), created_utc="2026-11-20T12:00:00Z"),
-        ):
-            store.add(run)
+        ),
+    )
     return tmp_path / "store.db"
 
 
@@ -45,9 +47,7 @@ def ids(path: Path, **asked: Any) -> list[str]:
 
 
 def step_s(run: Run) -> float:
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     return median(step.best_s)
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import lzma
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,16 +7,16 @@ from statistics import median
 
 import pytest
 from tests.documents import chapter_says
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.plan.memory import predict_memory
-from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "memory_h200_202611.jsonl.xz"
 TABLE = ROOT / "benchmarks" / "results" / "memory_h200_202611.md"
 SIZES = [*(("2.7b", context) for context in (128, 256, 512, 1024)), *((m, 512) for m in ("xl", "large", "small"))]
 PASSES = ("train", "forward")
@@ -41,8 +40,7 @@ steps.
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    records = map(decode, lzma.decompress(GOLDEN.read_bytes()).splitlines())
-    return {record.name: record for record in records if isinstance(record, Run)}
+    return {run.name: run for run in stored("memory_h200", Run)}
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +82,7 @@ def test_every_phase_peaks_where_the_allocator_counted_it_in_the_timed_steps(run
         assert [phase.name for phase in phases] == expected, name
         assert run.memory is not None
         for phase in phases:
-            counted = run.memory.peak(phase.name)
-            assert counted is not None
+            counted = sure(run.memory.peak(phase.name))
             assert phase.peak_bytes == counted.peak_allocated_bytes, f"{name}: {phase.name}"
 
 
@@ -112,8 +109,7 @@ def test_parameters_and_optimizer_state_are_as_large_as_the_model(runs: dict[str
 
 def kept_by_a_block(spec: StepSpec) -> int:
     """Sums of docs/memory_formulas.md; dropout's seed and offset in fused kernels are apart."""
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     B, T, d, f, h = spec.batch, spec.context, shape.d_model, shape.d_ff, shape.num_heads
     stream, inner, scores, rows = B * T * d, B * T * f, B * h * T * T, B * h * T
     if spec.checkpointing != "none":
@@ -134,8 +130,7 @@ def test_a_block_keeps_what_the_formulas_say(runs: dict[str, Run]) -> None:
     eager = {name: run for name, run in runs.items() if spec_of(run).compile == "off"}
     for name, run in eager.items():
         spec, (block, *others), left_out = spec_of(run), memory_of(run).blocks, memory_of(run).blocks_left_out
-        shape = spec.model.shape
-        assert shape is not None
+        shape = sure(spec.model.shape)
         assert left_out is None
         if spec.pass_name == "forward":
             assert (block.saved_bytes, block.gradient_bytes, others) == (0, None, []), name

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from tests.memory_files import WatchedFiles
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -196,8 +197,7 @@ def test_a_parameter_and_its_gradient_go_by_its_name(watched: Watched) -> None:
 
 
 def parameters() -> dict[str, int]:
-    module = build_workload(spec_of(), torch.device("cpu")).module
-    assert module is not None
+    module = sure(build_workload(spec_of(), torch.device("cpu")).module)
     return {name: parameter.numel() for name, parameter in module.named_parameters()}
 
 
@@ -635,8 +635,7 @@ def test_nothing_is_attached_to_a_step_that_is_timed_nor_after(tmp_path: Path) -
     assert module.noted == [(False, False, False)] * BEFORE_WATCHING + [profiled_only, watched]
     assert stages == [("build", 0), ("warmup", 1), ("measure", 2), ("memory", 1), ("snapshot", 0)]
     assert told == [run]
-    assert run.timing is not None
-    assert len(curve(run.timing)) == 1 + 2
+    assert len(curve(sure(run.timing))) == 1 + 2
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()) == 0
 
 

@@ -1,40 +1,28 @@
-import gzip
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import pytest
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.costs.communication import wire_bytes
 from steplab.costs.rates import gpu_named
-from steplab.records.codec import decode
 from steplab.records.comm import CommRun
 from steplab.records.ddp import COMPUTE_ROW, DdpCell, DdpRun
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.report.ddp import figures
 from steplab.report.ddp.document import ddp_verdict, facts
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-Record = TypeVar("Record", CommRun, DdpRun)
-
-
-def records(name: str, kind: type[Record]) -> list[Record]:
-    lines = gzip.decompress((RESULTS / name).read_bytes()).splitlines()
-    found = [decode(line) for line in lines]
-    assert all(isinstance(record, kind) for record in found)
-    return [record for record in found if isinstance(record, kind)]
-
 
 @pytest.fixture(scope="module")
 def studies() -> dict[str, DdpRun]:
-    runs = records("ddp_h200_202611.jsonl.gz", DdpRun)
+    runs = stored("ddp_h200", DdpRun)
     return {run.id: run for run in runs} | {run.name: run for run in runs[:3]}
 
 
 @pytest.fixture(scope="module")
 def studies_of_updates() -> dict[str, DdpRun]:
-    return {run.id: run for run in records("ddp_update_h200_202611.jsonl.gz", DdpRun)}
+    return {run.id: run for run in stored("ddp_update_h200", DdpRun)}
 
 
 def cell(run: DdpRun, label: str) -> DdpCell:
@@ -91,17 +79,14 @@ def test_shares_of_what_torch_ddp_adds_with_the_update_afterwards_and_overlapped
     studies_of_updates: dict[str, DdpRun], study: str, shares: dict[str, tuple[float | None, float | None]]
 ) -> None:
     run = studies_of_updates[study]
-    best_s = figures.best_ddp_s(run.cells)
-    assert best_s is not None
+    best_s = sure(figures.best_ddp_s(run.cells))
     for size, of_updates in shares.items():
         for update, share in zip(("", ", update overlapped"), of_updates, strict=True):
             if share is None:
                 continue
-            exposed_s = figures.exposed_s(cell(run, f"bucketed {size}, peer_copy{update}"))
-            assert exposed_s is not None
+            exposed_s = sure(figures.exposed_s(cell(run, f"bucketed {size}, peer_copy{update}")))
             assert exposed_s / best_s == pytest.approx(share, abs=0.005), (size, update)
-    sharded_s = figures.exposed_s(cell(run, "sharded 100 MB, peer_copy"))
-    assert sharded_s is not None
+    sharded_s = sure(figures.exposed_s(cell(run, "sharded 100 MB, peer_copy")))
     assert sharded_s < 0
 
 
@@ -130,8 +115,7 @@ def test_peer_copies_slow_the_backward_pass_by_part_of_what_their_bytes_take(
 def test_with_a_head_start_python_was_ahead_of_every_step(studies: dict[str, DdpRun]) -> None:
     for name in ("compiled-2", "eager-2"):
         for one in studies[name].cells[1:]:  # the baseline's own row is of before the ranks had settled
-            lead_s = figures.host_lead_s(one)
-            assert lead_s is not None
+            lead_s = sure(figures.host_lead_s(one))
             assert lead_s > 0.015, (name, one.contender.label)
             baseline = [median(find_phase(rank.baseline, "step").best_s) for rank in one.ranks]  # type: ignore[union-attr]
             assert max(baseline) == pytest.approx(0.084 if name == "compiled-2" else 0.1424, rel=0.005)
@@ -157,8 +141,7 @@ def test_a_slow_forward_pass_has_longer_gaps_between_kernels_and_the_same_matmul
 
 
 def gaps_and_matmuls_us(found: DdpCell, num_kernels: int) -> tuple[float, float]:
-    assert found.traced is not None
-    timeline = found.traced.timeline
+    timeline = sure(found.traced).timeline
     (begin, end) = next((begin, end) for phase, begin, end in timeline.phases if phase == "forward")
     kernels = [
         (timeline.categories[kernel], duration)
@@ -183,8 +166,7 @@ def test_a_step_with_a_sharded_optimizer_is_at_most_a_twentieth_longer(studies: 
 
 def test_where_less_was_allocated_than_is_held_no_count_of_all_and_no_peak_is_told(studies: dict[str, DdpRun]) -> None:
     run = studies["compiled-2"]
-    after = figures.memory_at(cell(run, "torch DDP 400 MB"), "after_step")
-    assert after is not None
+    after = sure(figures.memory_at(cell(run, "torch DDP 400 MB"), "after_step"))
     assert after.other_bytes is None
     assert figures.peak_bytes(cell(run, "torch DDP 400 MB")) is None
     assert figures.peak_bytes(cell(run, "torch DDP 25 MB")) == pytest.approx(45.1 * 2**30, rel=1e-2)
@@ -201,7 +183,7 @@ def test_a_sharded_optimizer_holds_half_its_state_on_each_of_two_gpus(studies: d
 
 
 def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_link() -> None:
-    run, *_ = records("comm_h200_202611.jsonl.gz", CommRun)
+    run, *_ = stored("comm_h200", CommRun)
     assert all(one.failure is None for one in run.cells)
     for size, busbw in ((2, 324e9), (4, 352e9)):
         (found,) = (
@@ -214,7 +196,7 @@ def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_li
 
 
 def test_peer_copies_have_more_bandwidth_than_nccl_and_a_larger_overhead() -> None:
-    run = records("comm_h200_202611.jsonl.gz", CommRun)[-1]
+    run = stored("comm_h200", CommRun)[-1]
     nccl, peer_copy, gloo = run.profile
     assert (nccl.way, peer_copy.way, gloo.way) == ("nccl", "peer_copy", "gloo")
     assert gloo.beta_s_per_byte > nccl.beta_s_per_byte > peer_copy.beta_s_per_byte

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.profiles import cpu_run, imported_run, profiled_run
 from tests.runs import make_run
+from tests.sure import sure
 
 from steplab.cli.app import main
 from steplab.errors import UserError
@@ -95,8 +96,7 @@ def test_slices_of_a_row_nest_or_follow_whatever_overlaps_in_the_record(seed: in
         phases=(("forward", 0, 900), ("backward", 900, 2300)),
         ranges=tuple(("r", start, start + rng.randrange(400), 0) for start in starts),
     )
-    assert LARGE.profile is not None
-    rows = rows_of(read(replace(LARGE, profile=replace(LARGE.profile, timeline=timeline))))
+    rows = rows_of(read(replace(LARGE, profile=replace(sure(LARGE.profile), timeline=timeline))))
     assert sum(map(len, rows.values())) == 80 + 2 + 80
     for row in rows.values():
         assert_nested(row)
@@ -122,9 +122,8 @@ def test_rows_are_told_apart_by_their_numbers() -> None:
 def test_a_run_without_a_timeline_is_told_in_one_line() -> None:
     with pytest.raises(UserError, match="has no profile; `steplab profile` makes"):
         chrome_trace(make_run())
-    assert LARGE.profile is not None
     with pytest.raises(UserError, match="has no timeline"):
-        chrome_trace(replace(LARGE, profile=replace(LARGE.profile, timeline=None)))
+        chrome_trace(replace(LARGE, profile=replace(sure(LARGE.profile), timeline=None)))
 
 
 # --- the command ------------------------------------------------------------------------------------------

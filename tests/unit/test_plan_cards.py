@@ -1,35 +1,29 @@
-import gzip
-import lzma
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.errors import Unsupported
 from steplab.lab.layout_planning import plan_layout
 from steplab.lab.planning import plan_memory, plan_time
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES, RESERVED_MARGIN, fits_of
 from steplab.plan.memory import predict_memory
-from steplab.records.codec import decode
 from steplab.records.prediction import PredictionKind
 from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.resolve import resolve_step
 from steplab.units import GIB
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 H200 = hardware_named("H200 SXM")
 HALF: dict[str, Any] = {"model": "small", "precision": "bf16"}
 
 
 @cache
 def recorded() -> tuple[Run, ...]:
-    found = []
-    for name, opener in (("step_h200_202611.jsonl.gz", gzip), ("memory_h200_202611.jsonl.xz", lzma)):
-        found += [decode(line) for line in opener.decompress((GOLDEN / name).read_bytes()).splitlines()]
-    return tuple(run for run in found if isinstance(run, Run) and run.spec and run.spec.model.shape)
+    found = (*stored("step_h200", Run), *stored("memory_h200", Run))
+    return tuple(run for run in found if run.spec and run.spec.model.shape)
 
 
 def test_the_margin_is_not_wider_than_the_most_fragmented_step_asks_for() -> None:

@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 import json
 import math
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ import pytest
 from benchmarks.fit_rates import as_toml, borrowers, committed_records, fit_step, loaded, records_to_fit, source_of
 from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error, search
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.cli.app import main
 from steplab.costs.kernel_time import Product, product_s
@@ -29,7 +29,6 @@ from steplab.plan.check import Predicted, check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit.rendering import render
@@ -40,14 +39,12 @@ from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 H200 = gpu_named("H200 SXM")
 
 
 @cache
 def golden_runs() -> tuple[Run, ...]:
-    lines = gzip.decompress((GOLDEN / "step_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    return tuple(record for record in map(decode, lines) if isinstance(record, Run))
+    return tuple(stored("step_h200", Run))
 
 
 def errors(checks: Iterable[TimeCheck]) -> list[float]:
@@ -72,8 +69,7 @@ def chosen_runs() -> list[Run]:
 
 
 def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> None:
-    lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
-    runs = [run for run in map(decode, lines) if isinstance(run, Run)]
+    runs = stored("other_gpu_h100", Run)
     checks = check_runs(runs, predicted)
     assert not any(check.fitted for check in checks)
     beforehand = {run.id for run in runs if run.name == "other GPU"}
@@ -98,10 +94,8 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
 
 
 def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() -> None:
-    results = ROOT / "benchmarks/results"
-    lines = gzip.decompress((results / "other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
-    by_id = {run.id: run for run in map(decode, lines) if isinstance(run, Run)}
-    page = (results / "other_gpu_h100_202611.md").read_text(encoding="utf-8")
+    by_id = {run.id: run for run in stored("other_gpu_h100", Run)}
+    page = (ROOT / "benchmarks/results/other_gpu_h100_202611.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
     ]
@@ -280,8 +274,7 @@ def test_runs_that_differ_in_how_they_were_measured_are_predicted_once() -> None
 
 
 def test_a_step_in_tf32_that_no_fit_has_seen_is_predicted_by_the_share_that_fp32_reaches() -> None:
-    lines = gzip.decompress((GOLDEN / "plan_time_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    [run] = [r for r in map(decode, lines) if isinstance(r, Run) and r.spec and r.spec.precision == "tf32"]
+    [run] = [r for r in stored("plan_time_h200", Run) if r.spec and r.spec.precision == "tf32"]
     [check] = check_runs([run], predicted)
     assert check.error == pytest.approx(0, abs=0.03)
 

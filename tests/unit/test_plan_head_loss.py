@@ -1,10 +1,10 @@
-import gzip
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,7 +18,6 @@ from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import Count, Sizes
 from steplab.plan.memory import predict_memory
-from steplab.records.codec import decode
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.model import TransformerShape
@@ -84,10 +83,8 @@ def peaks_of_the_dry_run(precision: str) -> list[tuple[int, int]]:
     found.append((most - at_start, alive - at_start))
     most = alive
     machine.begin("backward")
-    assert machine.tape is not None
-    assert loss.slot is not None
-    loss.slot.gradient = machine.new(machine.sizes.one, loss.dtype, "gradient of the loss")
-    machine.tape.run_backward(machine)
+    sure(loss.slot).gradient = machine.new(machine.sizes.one, loss.dtype, "gradient of the loss")
+    sure(machine.tape).run_backward(machine)
     found.append((most - at_start, alive - at_start))
     return found
 
@@ -171,10 +168,8 @@ LOSSES = ("plain", "fused")
 
 def test_the_peaks_of_an_8b_model_that_two_h200s_share_are_predicted() -> None:
     """Recorded with torch 2.11, whose compiler keeps flash_triton's results of recomputed blocks."""
-    records = Path(__file__).parents[2] / "benchmarks/results/eight_b_h200_202611.jsonl.gz"
-    runs = [run for run in map(decode, gzip.decompress(records.read_bytes()).splitlines()) if isinstance(run, Run)]
     errors = {}
-    for run in runs:
+    for run in stored("eight_b_h200", Run):
         if run.spec and run.memory and (peak := run.memory.peak("step")):
             found = predict_memory(run.spec, device="NVIDIA H200")
             kept_bytes = 0
@@ -202,17 +197,13 @@ def test_the_loss_of_ranks_that_share_parameters_has_the_memory_of_one_process()
 
 
 def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
-    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cross_entropy_h200_202611.jsonl.gz"
     errors: dict[str, set[int]] = {}
-    for line in gzip.decompress(results.read_bytes()).splitlines():
-        run = decode(line)
-        assert isinstance(run, Run)
+    for run in stored("cross_entropy_h200", Run):
         assert run.spec is not None
         assert run.memory is not None
         predicted = predict_memory(run.spec, device="NVIDIA H200").phase_peaks
         for phase in ("forward", "backward"):
-            peak = run.memory.peak(phase)
-            assert peak is not None
+            peak = sure(run.memory.peak(phase))
             errors.setdefault(run.spec.loss, set()).add(predicted[phase] - peak.peak_allocated_bytes)
     assert errors["fused"] == errors["plain"] == {1_167_360}
 

@@ -1,10 +1,7 @@
 import dataclasses
-import gzip
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -13,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
@@ -29,7 +27,6 @@ from steplab.plan.layout.ranks import in_flight, rank_groups
 from steplab.plan.layout.weights import weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.terms import by_category
-from steplab.records.codec import decode
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.prediction import RankMemory
 from steplab.records.run import Run
@@ -38,17 +35,11 @@ from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TORCH_OF_RECORDS = Gathering(fused_norms=False)
 """The layouts were measured with torch 2.11."""
 OTHER_OWNERS = 1e-5
 OLDER_FSDP2 = Gathering(low_precision=False)
 """The studies on two GPUs predate FSDP2's gathering in low precision."""
-
-
-@cache
-def records(name: str) -> tuple[object, ...]:
-    return tuple(map(decode, gzip.decompress((RESULTS / name).read_bytes()).splitlines()))
 
 
 def elements_of(shape: TransformerShape) -> tuple[int, ...]:
@@ -62,7 +53,7 @@ def ranks_of(spec: StepSpec, gathering: Gathering) -> tuple[RankMemory, ...]:
 
 
 def cells() -> list[tuple[DdpRun, DdpCell]]:
-    studies = [record for record in records("ddp_h200_202611.jsonl.gz") if isinstance(record, DdpRun)]
+    studies = stored("ddp_h200", DdpRun)
     return [(study, cell) for study in studies for cell in study.cells]
 
 
@@ -102,7 +93,7 @@ def test_the_state_of_every_recorded_variant_is_exact() -> None:
 
 
 def test_what_peer_copies_share_is_exact_in_a_study_of_todays_buckets() -> None:
-    (study,) = [one for one in records("ddp_update_h200_202611.jsonl.gz") if getattr(one, "id", "") == "fcb4617b3d65"]
+    (study,) = [one for one in stored("ddp_update_h200", DdpRun) if one.id == "fcb4617b3d65"]
     assert isinstance(study, DdpRun)
     for cell in study.cells:
         before = cell.ranks[0].moment("before_step")
@@ -145,8 +136,7 @@ def cases_of(errors: Sequence[float]) -> str:
 def test_every_rank_of_every_recorded_layout() -> None:
     """Eager layouts within 1 %, compiled ones, an estimate, within 1.5 %; reserved bytes within 8 %."""
     errors: dict[str, list[float]] = {"eager": [], "compiled": [], "reserved": []}
-    for run in records("layout_h200_202611.jsonl.gz"):
-        assert isinstance(run, Run)
+    for run in stored("layout_h200", Run):
         assert run.spec is not None
         for rank in ranks_of(run.spec, TORCH_OF_RECORDS):
             (real,) = [peak for peak in run.ranks[rank.first_rank].peaks if peak.phase == "step"]

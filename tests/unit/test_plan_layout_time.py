@@ -1,10 +1,7 @@
 import dataclasses
-import gzip
 import itertools
 import statistics
 from collections import Counter
-from functools import cache
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +9,8 @@ from benchmarks.published import PublicLayout, read_rows, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents import chapter_says
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.costs.data_parallel import peer_copy_memory_bytes
 from steplab.costs.rates import gpu_named
@@ -23,7 +22,6 @@ from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import COMMUNICATION_SPREAD, CONTENTION, PEER_COPY_CONTENTION, LayoutClock
 from steplab.plan.layout.traffic import Traffic, traffic_of
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.comm import CommFit, CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.run import Run
@@ -34,19 +32,12 @@ from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = hardware_named("H200 SXM")
 AS_KEPT = Gathering(low_precision=False)
 
 
-@cache
-def records(name: str) -> tuple[object, ...]:
-    return tuple(map(decode, gzip.decompress((RESULTS / name).read_bytes()).splitlines()))
-
-
-def cells(name: str = "ddp_h200_202611.jsonl.gz") -> list[tuple[DdpRun, DdpCell]]:
-    studies = [record for record in records(name) if isinstance(record, DdpRun)]
-    return [(study, cell) for study in studies for cell in study.cells]
+def cells(name: str = "ddp_h200") -> list[tuple[DdpRun, DdpCell]]:
+    return [(study, cell) for study in stored(name, DdpRun) for cell in study.cells]
 
 
 def is_of_earlier_code(cell: DdpCell) -> bool:
@@ -131,8 +122,6 @@ def test_bytes_of_sharded_gradients_are_conserved(fsdp: int, dp: int, precision:
     spec = resolve_step({"model": "tiny", "precision": precision, "layout": f"dp={dp},fsdp={fsdp}"})
     found = sent(spec)
     scattered = sum(each.total_bytes for each in found if each.collective == "reduce_scatter")
-    shape = spec.model.shape
-    assert shape is not None
     parameters = 2 * 1000 * 128 + 128 + 2 * (4 * 128**2 + 3 * 128 * 512 + 2 * 128)
     assert scattered == 4 * parameters  # every dimension is a multiple of 8
     over_dp = sum(each.total_bytes for each in found if each.axis == "dp")
@@ -151,7 +140,7 @@ def test_a_pipeline_sends_each_microbatch_once_each_way() -> None:
 
 
 def test_what_links_reach_is_what_was_fitted() -> None:
-    studies = [record for record in records("comm_h200_202611.jsonl.gz") if isinstance(record, CommRun)]
+    studies = stored("comm_h200", CommRun)
     study = max(studies, key=lambda study: len(study.cells))
     one_way = H200.interconnect_bytes_per_s / 2
     for name, share in REACHED.items():
@@ -173,8 +162,7 @@ def test_contention_is_what_was_fitted() -> None:
         if by_peer_copies(cell) and shared.owned is None:  # of them the time of bytes through memory counts
             continue
         alone = sum(each.wire_bytes / clock.machine.node_bytes_per_s[each.collective] for each in found)
-        time = clock.time(on_ranks(study), cell.contender, shared)
-        assert time is not None
+        time = sure(clock.time(on_ranks(study), cell.contender, shared))
         added = median_s(cell) - median_s(cell, baseline=True)
         halved = shared.gathers or shared.owned is not None  # of two ranks each updates half
         saved = time.optimizer_s if halved else 0.0
@@ -188,7 +176,7 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
     gpu = gpu_named("H200 SXM")
     clock = LayoutClock(gpu, machine_of(H200, None), head_start=True)
     shares, errors = [], []
-    for study, cell in cells("ddp_update_h200_202611.jsonl.gz"):
+    for study, cell in cells("ddp_update_h200"):
         if not by_peer_copies(cell) or cell.contender.kind == "sharded":
             continue
         assert study.facts is not None
@@ -198,8 +186,7 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
         of_today = study.id in ("fcb4617b3d65", "12a6bcc50b23", "803eac21993f", "045711e386dd")
         if of_today and (cell.contender.update == "after" or study.id == "045711e386dd"):
             spec = dataclasses.replace(on_ranks(study), optimizer="adamw_fused")  # it is the same in both steps
-            time = clock.time(spec, cell.contender, sharing_of(spec, cell.contender))
-            assert time is not None
+            time = sure(clock.time(spec, cell.contender, sharing_of(spec, cell.contender)))
             errors.append(time.exposed_s / (median_s(cell) - median_s(cell, baseline=True)) - 1)
     assert statistics.median(shares) == pytest.approx(PEER_COPY_CONTENTION, abs=0.005)
     assert len(errors) == 11
@@ -212,8 +199,7 @@ def test_what_is_expected_of_eight_gpus_is_what_the_docs_say() -> None:
     spec, added_ms = resolve_step({**fields, "layout": "dp=8"}), []
     for variant in variants_of(["torch_ddp:400", "bucketed:100", "bucketed:200", "bucketed:400"], []):
         sent = variant if variant.kind == "torch_ddp" else dataclasses.replace(variant, transport="peer_copy")
-        time = clock.time(spec, sent)
-        assert time is not None
+        time = sure(clock.time(spec, sent))
         added_ms.append(round(1e3 * (time.exposed_s + time.copies_s)))
     assert added_ms == [29, 12, 10, 9]
 
@@ -230,8 +216,7 @@ def test_between_nodes_adapters_reach_what_is_published_of_nccl() -> None:
     """192 GB/s of bus bandwidth between DGX A100s, and 46 to 48 GB/s per NDR adapter."""
     a100s = machine_of(hardware_named("A100 SXM 80GB"), None)
     assert bandwidth(a100s, "all_reduce", Group(size=16, stride=1)) == pytest.approx(192e9)
-    alone = bandwidth(machine_of(H200, None), "all_gather", Group(size=4, stride=8))
-    assert alone is not None
+    alone = sure(bandwidth(machine_of(H200, None), "all_gather", Group(size=4, stride=8)))
     assert 46e9 <= alone <= 48e9
     other = machine_of(hardware_named("MI300X"), 8, network_stated_bytes_per_s=12.5e9)
     assert other.network_bytes_per_s == min(each.reached for each in networks()) * 12.5e9
@@ -263,14 +248,13 @@ def test_a_profile_replaces_the_links_of_a_node() -> None:
 def test_every_recorded_strategy_is_within_eight_percent_in_the_median() -> None:
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None), head_start=True)
     errors: dict[str, list[float]] = {}
-    for study, cell in (*cells(), *cells("ddp_update_h200_202611.jsonl.gz")):
+    for study, cell in (*cells(), *cells("ddp_update_h200")):
         if is_of_earlier_code(cell) or waited_for_python(cell):
             continue
         if cell.contender.kind != "none" and kernels_began_late(cell):
             continue
         spec = dataclasses.replace(on_ranks(study), optimizer="adamw_fused")  # moves as many bytes as adamw_triton
-        time = clock.time(spec, cell.contender, sharing(study, cell))
-        assert time is not None
+        time = sure(clock.time(spec, cell.contender, sharing(study, cell)))
         real = median_s(cell)
         errors.setdefault(cell.contender.kind, []).append(abs(time.seconds / real - 1))
         assert time.low_s < real < time.high_s, cell.contender.label
@@ -285,12 +269,10 @@ def test_recorded_layouts_lie_within_their_intervals() -> None:
     """
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None))
     outside, num_runs = [], 0
-    for run in records("layout_h200_202611.jsonl.gz"):
-        assert isinstance(run, Run)
+    for run in stored("layout_h200", Run):
         assert run.spec is not None
         assert run.timing is not None
-        time = clock.time(run.spec, sharing=sharing_of(run.spec, None, Gathering(fused_norms=False)))
-        assert time is not None
+        time = sure(clock.time(run.spec, sharing=sharing_of(run.spec, None, Gathering(fused_norms=False))))
         (step,) = [samples for samples in run.timing.back_to_back if samples.phase == "step"]
         real = statistics.median(step.best_s)
         num_runs += 1
@@ -304,8 +286,7 @@ def test_recorded_layouts_lie_within_their_intervals() -> None:
 def test_one_process_takes_what_its_kernels_take(compile: str) -> None:
     fields = {"model": "2.7b", "context": 1024, "precision": "bf16", "attention": "sdpa_flash", "compile": compile}
     spec, gpu = resolve_step(fields), gpu_named("H200 SXM")
-    time = LayoutClock(gpu, machine_of(H200, None)).time(spec)
-    assert time is not None
+    time = sure(LayoutClock(gpu, machine_of(H200, None)).time(spec))
     # A whole compiled model joins a few kernels across the borders of blocks.
     assert time.seconds == pytest.approx(predict_step_time(spec, gpu).central_s, rel=0.01 if compile == "off" else 0.03)
 
@@ -319,8 +300,7 @@ def test_more_bandwidth_is_never_slower(layout: str, network: float, times: floa
     hardware, gpu = hardware_named("H100 SXM"), gpu_named("H100 SXM")
 
     def seconds(machine: Cluster) -> float:
-        time = LayoutClock(gpu, machine).time(spec)
-        assert time is not None
+        time = sure(LayoutClock(gpu, machine).time(spec))
         assert sum(each.exposed_s for each in time.traffic) == pytest.approx(time.exposed_s)
         parts = time.compute_s + time.waiting_s + time.optimizer_s
         parts += time.copies_s + time.exposed_s + time.bubble_s
@@ -355,8 +335,7 @@ def test_published_layouts_of_one_job_are_ranked_as_measured() -> None:
                 spec, model=model, layout=layout, batch=spec.batch * (parts if pp > 1 else 1),
                 accumulation=1 if pp > 1 else parts, microbatches=parts if pp > 1 else None,
             )  # fmt: skip
-            time = clock.time(spec)
-            assert time is not None
+            time = sure(clock.time(spec))
             timed.append((row.measured_s or 0.0, time.seconds))
     pairs = [(a, b) for a, b in itertools.combinations(timed, 2) if max(a[0], b[0]) > 1.05 * min(a[0], b[0])]
     agreed = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)

@@ -1,5 +1,4 @@
 import csv
-import gzip
 import io
 import itertools
 import os
@@ -18,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.documents import chapter_says
 from tests.shapes import GPT_2, VARIANTS, draw_parts, named
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab import units
 from steplab.cli.app import main
@@ -34,7 +35,6 @@ from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.sizes import BF16, Count, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters
 from steplab.plan.memory import HOPPER_WORKSPACE, WORKSPACE, predict_memory
-from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
@@ -46,8 +46,6 @@ from steplab.specs.step import CHOICES, StepSpec
 from steplab.specs.step_choices import FP8
 from steplab.units import MIB
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 B, T, V, L, d, f, h = 2, 48, 5000, 3, 32, 80, 4
 TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": L, "model.d_model": d, "model.d_ff": f, "model.num_heads": h,
@@ -78,18 +76,16 @@ def predict(**fields: object) -> MemoryPrediction:
 @cache
 def golden() -> tuple[Run, ...]:
     runs: dict[tuple[object, ...], Run] = {}
-    for line in gzip.decompress(GOLDEN.read_bytes()).splitlines():
-        run = decode(line)
-        if isinstance(run, Run) and run.spec and run.spec.model.shape and run.memory and run.memory.peaks:
+    for run in stored("step_h200", Run):
+        if run.spec and run.spec.model.shape and run.memory and run.memory.peaks:
             runs.setdefault((run.spec.model.name, run.spec.context, run.spec.pass_name, run.spec.precision,
                              run.spec.compile, run.spec.attention), run)  # fmt: skip
     return tuple(runs.values())
 
 
 def errors(run: Run) -> dict[str, float]:
-    assert run.spec is not None
     assert run.memory is not None
-    found = predict_memory(run.spec, device="NVIDIA H200")
+    found = predict_memory(sure(run.spec), device="NVIDIA H200")
     assert found.safe_device_bytes is not None
     assert found.safe_device_bytes >= max(p.peak_reserved_bytes for p in run.memory.peaks) + OUTSIDE_BYTES
     predicted = {"step": found.peak_bytes} | found.phase_peaks
@@ -135,15 +131,11 @@ def test_compiled_peaks_of_the_h200_are_estimated() -> None:
 def test_peaks_of_steps_that_are_compiled_block_by_block_are_estimated() -> None:
     of_steps, reserved = list[float](), list[float]()
     for name in ("fast_h200", "walk_h200", "walk_fitted_h200", "other_gpu_h100"):
-        lines = gzip.decompress((RESULTS / f"{name}_202611.jsonl.gz").read_bytes()).splitlines()
-        for run in map(decode, lines):
-            if not isinstance(run, Run):
-                continue
+        for run in stored(name, Run):
             spec = run.spec
             if spec and spec.compile == "block" and spec.model.shape and run.memory:
                 of_steps.append(abs(errors(run)["step"]))
-                found = predict_memory(spec, device="NVIDIA H200").reserved_bytes
-                assert found is not None
+                found = sure(predict_memory(spec, device="NVIDIA H200").reserved_bytes)
                 reserved.append(max(peak.peak_reserved_bytes for peak in run.memory.peaks) / found - 1)
     assert BLOCKS_MARGIN - 0.02 < max(reserved) < BLOCKS_MARGIN
     chapter_says("memory_formulas", f"up to {100 * max(reserved):.1f} % more was reserved in a recorded step")
@@ -355,8 +347,7 @@ def test_grouped_heads_keep_fewer_keys_by_hand() -> None:
 @pytest.mark.parametrize("model", [name for name, shape in MODEL_SIZES.items() if shape.num_heads])
 def test_the_parameters_are_those_of_the_size(model: str) -> None:
     spec = resolve_step({"model": model, "batch": 1, "context": 2, "pass": "forward"})
-    shape = spec.model.shape
-    assert shape is not None
+    shape = sure(spec.model.shape)
     found = predict_memory(spec)
     assert found.at_peak["parameters"] == 4 * num_parameters(shape) + 4 * 2 * shape.d_model // shape.num_heads
 
@@ -415,8 +406,7 @@ def kept_in_the_dry_run(shape: TransformerShape, part: str, precision: str, atte
 def test_a_block_keeps_what_autograd_keeps(
     variant: dict[str, object], part: str, attention: str, dry: str, precision: str
 ) -> None:
-    shape = resolve_step(TINY | variant).model.shape
-    assert shape is not None
+    shape = sure(resolve_step(TINY | variant).model.shape)
     module: torch.nn.Module = feed_forward_of(shape)
     if part == "attention":
         module = SelfAttention(shape, attention_named(attention))
@@ -442,8 +432,7 @@ def test_what_is_kept_is_what_torchs_partitioner_chooses() -> None:
 def partitioned_steps_keep_about_what_is_predicted(variant: dict[str, object]) -> None:
     """The lists in dry_run/compiled.py are read off; scalars and one number per row are partly missing."""
     fields = TINY | variant | {"pass": "forward_backward", "model.num_layers": 1}
-    shape = resolve_step(fields).model.shape
-    assert shape is not None
+    shape = sure(resolve_step(fields).model.shape)
     block = FusedBlock if "block_ops" in variant else None
     module = Transformer(shape, context=T, attention=attention_named("sdpa"), block=block)
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
@@ -474,8 +463,7 @@ def partitioned_blocks_keep_what_is_predicted(
 
     def kept(num_layers: int) -> int:
         fields = TINY | variant | {"model.num_layers": num_layers}
-        shape = resolve_step(fields).model.shape
-        assert shape is not None
+        shape = sure(resolve_step(fields).model.shape)
         module = Transformer(shape, context=T, attention=attention_named("sdpa"))
         torch._dynamo.reset()
         for block in module.blocks:
@@ -803,8 +791,7 @@ def test_absurd_sizes_have_a_true_answer(fields: dict[str, object]) -> None:
     found = predict_memory(resolve_step(fields))
     assert sum(term.num_bytes * term.count for term in found.terms) == found.peak_bytes
     assert {card.verdict for card in found.cards} == {"does not fit"}
-    spec = found.spec
-    assert spec is not None
+    spec = sure(found.spec)
     assert f"{found.peak_bytes:,}" in render(plan_document(spec, found), width=60).replace("\n", "")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from tests.shapes import GPT_2, VARIANTS
+from tests.sure import sure
 from tests.unit.test_plan_memory import SERVED
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -44,16 +45,16 @@ def computed(spec: StepSpec) -> float:
 
 def executed(spec: StepSpec) -> float:
     """Closed form without norms and biases, which are in no matmul."""
-    shape = spec.model.shape
-    assert shape is not None
-    per_token = executed_flops_per_token(
-        spec,
-        num_parameters=num_parameters(shape),
-        num_embedding_parameters=num_embedding_parameters(shape),
-        num_layers=shape.num_layers,
-        attention_width=shape.d_model,
+    shape = sure(spec.model.shape)
+    per_token = sure(
+        executed_flops_per_token(
+            spec,
+            num_parameters=num_parameters(shape),
+            num_embedding_parameters=num_embedding_parameters(shape),
+            num_layers=shape.num_layers,
+            attention_width=shape.d_model,
+        )
     )
-    assert per_token is not None
     passes = 1 if spec.pass_name == "forward" else 3
     vectors = passes * 2 * (num_parameters(shape) - num_embedding_parameters(shape) - num_matrix_elements(shape))
     return (per_token - vectors) * spec.tokens * spec.micro_steps
@@ -108,8 +109,7 @@ def test_what_is_recomputed_says_so() -> None:
 def real_step(spec: StepSpec) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     workload = build_workload(spec, torch.device("cpu"))
     assert workload.module is not None
-    assert workload.make_batch is not None
-    batch = workload.make_batch()
+    batch = sure(workload.make_batch)()
     with torch.no_grad() if spec.pass_name == "forward" else torch.enable_grad():
         workload.module(*batch)  # whatever is only made once
     return lambda: workload.module(*batch), lambda loss: loss.backward()
@@ -205,14 +205,13 @@ def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(
     spec = resolve_step(TINY | variant | fields | {"attention": attention})
     workload = build_workload(spec, torch.device("cpu"))
     assert workload.module is not None
-    assert workload.make_batch is not None
     if precision == "bf16_pure":
         for parameter in workload.module.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     for module in workload.module.modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.forward = partial(one_norm, module)  # type: ignore[method-assign]
-    batch = workload.make_batch()
+    batch = sure(workload.make_batch)()
     with Moved() as moved:
         workload.module(*batch).backward()
     predicted = operators_of(spec)

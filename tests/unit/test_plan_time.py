@@ -1,5 +1,4 @@
 import dataclasses
-import gzip
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -9,6 +8,7 @@ import pytest
 from benchmarks.fit_rates import parsed_hold_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stored_records import stored
 
 from steplab.cli.app import main
 from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
@@ -23,7 +23,6 @@ from steplab.plan.fusion import fused_kernels
 from steplab.plan.kernel_time import streaming_name
 from steplab.plan.seen import is_held_out
 from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import waits_for_host
@@ -36,15 +35,12 @@ from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
 from steplab.units import MIB
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-RESULTS = GOLDEN.parents[1] / "benchmarks" / "results"
 H200 = gpu_named("H200 SXM")
 
 
 @cache
 def recorded(name: str) -> tuple[Run, ...]:
-    lines = gzip.decompress((GOLDEN / name).read_bytes()).splitlines()
-    runs = [record for record in map(decode, lines) if isinstance(record, Run)]
+    runs = stored(name, Run)
     return tuple(run for run in runs if run.timing and run.spec and run.spec.model.kind == "transformer")
 
 
@@ -57,7 +53,7 @@ def predicted(gpu: Gpu = H200, /, **fields: Any) -> StepTimePrediction:
 
 def held_out_steps() -> list[tuple[StepTimePrediction, float]]:
     found = []
-    files = ("step_h200_202611.jsonl.gz", "plan_time_h200_202611.jsonl.gz", f"{RESULTS}/fast_h200_202611.jsonl.gz")
+    files = ("step_h200", "plan_time_h200", "fast_h200")
     for run in (run for file in files for run in recorded(file)):
         assert run.spec is not None
         assert run.timing is not None
@@ -92,7 +88,7 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
     sizes.
     """
     predicted_and_made = []
-    for run in recorded("profile_h200_202611.jsonl.gz"):
+    for run in recorded("profile_h200"):
         assert run.spec is not None
         if run.profile is None or run.spec.compile != "default" or run.spec.model.name == "small":
             continue
@@ -113,7 +109,7 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_blocks_that_are_compiled_one_by_one_take_as_long_as_recorded(phase: str) -> None:
-    runs = [run for run in recorded(f"{RESULTS}/fast_h200_202611.jsonl.gz") if run.profile]
+    runs = [run for run in recorded("fast_h200") if run.profile]
     blocks = [run for run in runs if run.spec and run.spec.compile == "block" and run.spec.block_ops == "plain"]
     assert blocks
     for run in blocks:
@@ -130,7 +126,7 @@ def test_optimizers_of_one_kernel_take_as_long_as_recorded() -> None:
     (records of the fused one differ by 4 %).
     """
     saved: dict[str, tuple[float, float]] = {}
-    for run in recorded(f"{RESULTS}/fast_h200_202611.jsonl.gz"):
+    for run in recorded("fast_h200"):
         assert run.spec is not None
         assert run.timing is not None
         measured = run.timing.phase("optimizer")
@@ -277,7 +273,7 @@ def test_a_product_is_no_faster_than_the_roofline(m: int, n: int, k: int, dtype:
 
 def test_products_of_odd_rows_take_as_long_as_recorded() -> None:
     """The head's, with a vocabulary of 50,257: its weight's gradient reads rows of that length too."""
-    (run,) = (run for run in recorded("profile_h200_202611.jsonl.gz") if run.spec and "50257" in run.spec.model.label)
+    (run,) = (run for run in recorded("profile_h200") if run.spec and "50257" in run.spec.model.label)
     assert run.spec is not None
     assert run.profile is not None
     measured = [kernel.median_s for kernel in run.profile.kernels if kernel.name.find("_align1") >= 0]

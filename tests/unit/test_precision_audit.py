@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.sure import sure
 from tests.unit.test_session import TINY
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -337,8 +338,7 @@ def test_a_relus_zeros_are_no_underflow(monkeypatch: pytest.MonkeyPatch) -> None
 
     x = torch.linspace(-1, 1, 100)
     found, _ = audit_of(lambda: (Rectified(), lambda: x), monkeypatch, precision="fp16")
-    elements = module(found, "act").output_elements
-    assert elements is not None
+    elements = sure(module(found, "act").output_elements)
     assert (elements.num_zero, elements.num_underflowed) == (50, 0)
 
 
@@ -352,8 +352,7 @@ def test_dropout_drops_the_same_in_both_runs(monkeypatch: pytest.MonkeyPatch) ->
             return x.sum()
 
     found, _ = audit_of(build, monkeypatch, precision="bf16")
-    elements = module(found, "0.1").output_elements
-    assert elements is not None
+    elements = sure(module(found, "0.1").output_elements)
     assert elements.num_zero > 300
     assert elements.num_underflowed == 0
 
@@ -369,8 +368,7 @@ def test_a_tied_parameter_is_counted_once_among_all_gradients(monkeypatch: pytes
             return self.two(self.one(x)).float().sum()
 
     found, _ = audit_of(lambda: (Tied(), lambda: torch.ones(2, 4)), monkeypatch, precision="fp16")
-    assert found.loss_scaling is not None
-    assert found.loss_scaling.unscaled.num_elements == 16 + 2 * 8  # the weight, and each layer's output
+    assert sure(found.loss_scaling).unscaled.num_elements == 16 + 2 * 8  # the weight, and each layer's output
 
 
 # --- loss scaling -------------------------------------------------------------------------------------------
@@ -383,8 +381,7 @@ def test_the_suggested_scale_leaves_an_eighth_and_saves_what_was_lost(monkeypatc
         return Extremes(small), lambda: torch.zeros(4, 1)
 
     found, _ = audit_of(build, monkeypatch, precision="fp16")
-    scaling = found.loss_scaling
-    assert scaling is not None
+    scaling = sure(found.loss_scaling)
     assert scaling.largest_gradient == 2.0**-9
     assert scaling.suggested_scale == 2.0**21  # 2^-9 x 2^21 = 2^12 <= 65504 / 8 < 2^13
     assert (scaling.unscaled.num_underflowed, scaling.unscaled.num_subnormal) == (2, 1)
@@ -431,8 +428,7 @@ def test_without_an_fp32_run_the_types_are_told_all_the_same(monkeypatch: pytest
 
     found, record = audit_of(lambda: (LowOnly(), lambda: torch.ones(3, 2)), monkeypatch, precision="fp16")
     assert module(found, "layer").outputs == ("float16",)
-    elements = module(found, "layer").output_elements
-    assert elements is not None
+    elements = sure(module(found, "layer").output_elements)
     assert (elements.num_overflowed, elements.num_underflowed) == (None, None)
     assert (found.reference_loss, found.loss_scaling, found.gradient_exponents) == (None, None, ())
     assert any("this kernel takes low precision alone" in note for note in record.notes)

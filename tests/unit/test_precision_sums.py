@@ -1,18 +1,17 @@
-import lzma
 import math
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor
 
 from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
 from steplab.measurement.precision.watch import Exponents, Tally, kinds_of
-from steplab.records.codec import decode
 from steplab.records.numerics import Accumulation, Elements, Numerics
 from steplab.report.precision.figures import explanation, line, printed
 
@@ -122,9 +121,7 @@ HERE = [0.0, 1.0, 0.0, 0.0, 2.0**-20, INF, INF, NAN, 0.0, NAN]
 def count(here: Tensor, reference: Tensor | None = None, low: torch.dtype = torch.float16) -> Elements:
     tally = Tally()
     tally.add(here, kinds_of(reference, low) if reference is not None else None)
-    found = tally.elements()
-    assert found is not None
-    return found
+    return sure(tally.elements())
 
 
 def test_known_elements_are_counted_for_what_they_are() -> None:
@@ -172,8 +169,7 @@ def test_several_tensors_are_added_up() -> None:
     for value in (4.0, 2.0**-20, 0.0):
         x = torch.full((3, 2), value, dtype=torch.float16)
         tally.add(x, kinds_of(torch.ones(3, 2), torch.float16))
-    found = tally.elements()
-    assert found is not None
+    found = sure(tally.elements())
     assert (found.num_elements, found.num_zero, found.num_underflowed, found.num_subnormal) == (18, 6, 6, 6)
     assert (found.largest, found.smallest) == (4.0, 2.0**-20)
 
@@ -204,20 +200,15 @@ def test_exponents_bracket_every_number() -> None:
     assert expected[-149] == 1
 
 
-RECORDS = Path(__file__).parents[1] / "golden" / "precision_h200_202611.jsonl.xz"
-
-
 @pytest.fixture(scope="module")
 def audits() -> dict[str, Numerics]:
-    found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
-    toys = [record for record in found if isinstance(record, Numerics) and record.name == "toy"]
+    toys = (record for record in stored("precision_h200", Numerics) if record.name == "toy")
     return {record.spec.precision: record for record in toys if record.spec}
 
 
 @pytest.mark.parametrize(("precision", "low"), [("fp16", "float16"), ("bf16", "bfloat16")])
 def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: str) -> None:
-    audit = audits[precision].audit
-    assert audit is not None
+    audit = sure(audits[precision].audit)
     modules = {module.module: module for module in audit.modules}
     for name in ("fc1", "ln", "fc2"):
         assert modules[name].parameters == ("float32",)
@@ -235,8 +226,7 @@ def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: 
 
 def test_norms_of_the_residual_stream_need_no_rule() -> None:
     """torch 2.11 has none for rms_norm, 2.12 has fp32: for fp32 inputs both give fp32."""
-    found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
-    audits = [record.audit for record in found if isinstance(record, Numerics) and record.name != "toy"]
+    audits = [record.audit for record in stored("precision_h200", Numerics) if record.name != "toy"]
     norms = [use for audit in audits if audit for use in audit.operations if use.op == "rms_norm"]
     assert {use.rule for use in norms} == {"none"}
     assert {(use.inputs, use.outputs) for use in norms} == {(("float32",), ("float32",))}

@@ -1,4 +1,3 @@
-import gzip
 import itertools
 import json
 import lzma
@@ -10,10 +9,10 @@ from statistics import median
 
 import msgspec
 import pytest
+from tests.stored_records import stored
 
 from steplab.reading.traces.digest import digest
 from steplab.reading.traces.reading import read_trace
-from steplab.records.codec import decode
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.run import Run
 from steplab.report.kit.kernel_names import short_kernels
@@ -28,8 +27,7 @@ Cell = tuple[str, int, str, str]
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Run]:
-    lines = gzip.decompress((GOLDEN / "profile_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    return [record for record in map(decode, lines) if isinstance(record, Run) and record.profile]
+    return [run for run in stored("profile_h200", Run) if run.profile]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.raw_trace import read_events, top_ranges
 from tests.runs import make_run, out_of_memory
+from tests.sure import sure
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported
@@ -294,8 +295,7 @@ def test_no_timed_step_has_a_hook_or_a_profiler(tmp_path: Path) -> None:
     assert isinstance(module, Sensing)
     assert module.noted == [(False, 0)] * BEFORE_PROFILING + [(True, 2 * 3)] * (1 + 3)
     assert events == [("build", 0), ("warmup", 1), ("measure", 2), ("profile", 3), BEFORE_PROFILING, ("trace", 0)]
-    assert run.timing is not None
-    assert len(curve(run.timing)) == 1 + 2
+    assert len(curve(sure(run.timing))) == 1 + 2
     assert run.profile is None, "the trace is read by others"
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()) == 0
 
@@ -322,8 +322,7 @@ def test_a_failure_under_the_profiler_is_a_note_beside_the_timing(
 ) -> None:
     run = of_this_file(factory, tmp_path / "trace.json")
     assert run.failure is None
-    assert run.timing is not None
-    assert len(curve(run.timing)) == 3
+    assert len(curve(sure(run.timing))) == 3
     (note,) = [note for note in run.notes if note.startswith("profile: ")]
     assert words in note
     assert list(tmp_path.iterdir()) == []
@@ -340,8 +339,7 @@ def test_a_trace_that_cannot_be_written_is_a_note_beside_the_timing(tmp_path: Pa
 def test_a_failure_before_is_a_failure_and_nothing_is_profiled(tmp_path: Path) -> None:
     told: list[Run] = []
     run = of_this_file(exploding_when_profiled, tmp_path / "t.json", Observer(on_measured=told.append), steps=9)
-    assert run.failure is not None
-    assert run.failure.phase == "measure"
+    assert sure(run.failure).phase == "measure"
     assert told == []
     assert list(tmp_path.iterdir()) == []
 

@@ -16,12 +16,12 @@ from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.profiles import profiled_run
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.stored_lines import fill
 
 import steplab
 from steplab.cli.app import main
 from steplab.errors import Remark, SteplabError, UserError
 from steplab.records.codec import encode_with_summary
-from steplab.store.database import Store
 
 COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "cli" / "commands").glob("[!_]*.py")}
 UNDER_ANOTHER_NAME: dict[str, str | None] = {"run": "measure", "list": "list_records", "import": "import_files"}
@@ -159,9 +159,7 @@ def test_a_plan_has_memory_and_time() -> None:
 @pytest.fixture
 def filled(tmp_path: Path) -> str:
     path = str(tmp_path / "store.db")
-    with Store.open(path, write=True) as opened:
-        for record in (make_run({"context": 128}), recorder_run(), profiled_run(), make_comm()):
-            opened.add(record)
+    fill(path, *(make_run({"context": 128}), recorder_run(), profiled_run(), make_comm()))
     return path
 
 

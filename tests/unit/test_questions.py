@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from benchmarks.tables import GOLDEN, RESULTS, read
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import fill
 
 from steplab import units
 from steplab.cli.app import main
 from steplab.errors import UserError
-from steplab.lab.keeping import open_store
 from steplab.records.ddp import DdpRun
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -250,9 +250,7 @@ def test_a_store_is_reported_by_questions_in_each_format(
     factors: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "store.db"
-    with open_store(path, write=True) as store:
-        for record in of_factors():
-            store.add(record)
+    fill(path, *of_factors())
     for chosen in ("table", "md", "latex", "html", "json"):
         assert main(["report", "--questions", factors, "--format", chosen, "--store", str(path)]) == 0
         told = capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.rendering import run_text
+from tests.sure import sure
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.recording import recorder
@@ -59,8 +60,7 @@ Stored = Callable[[], list[Run]]
 
 
 def samples(phases: tuple[PhaseSamples, ...], name: str) -> tuple[float, ...]:
-    found = find_phase(phases, name)
-    assert found is not None
+    found = sure(find_phase(phases, name))
     return found.best_s
 
 
@@ -79,8 +79,7 @@ def test_steps_are_timed_and_those_of_the_warm_up_kept_apart(clock: Clock, recor
     assert row["step_time_s"] == statistics.median([0.011, 0.013, 0.017])
     assert row["tokens_per_s"] == 4096 / 0.013
     assert (run.name, run.spec, run.failure, run.status) == ("mine", None, None, "ok")
-    assert run.environment is not None
-    assert run.environment.device.kind == "cpu"
+    assert sure(run.environment).device.kind == "cpu"
 
 
 def test_a_phase_that_occurs_several_times_in_a_step_is_summed(clock: Clock, record: Record, stored: Stored) -> None:
@@ -93,8 +92,7 @@ def test_a_phase_that_occurs_several_times_in_a_step_is_summed(clock: Clock, rec
                     clock.spend(100)
                 with rec.phase("forward"):
                     clock.spend(second)
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "forward") == (0.002 + 0.003, 0.004 + 0.008)
     assert samples(timing.back_to_back, "load batch") == (0.1, 0.1)
     assert samples(timing.back_to_back, "step") == (0.105, 0.112)
@@ -103,8 +101,7 @@ def test_a_phase_that_occurs_several_times_in_a_step_is_summed(clock: Clock, rec
 def test_a_phase_of_a_taken_name_ends_no_training(clock: Clock, record: Record, stored: Stored) -> None:
     with record(warmup=0) as rec, rec.step(), rec.phase("step"):
         clock.spend(1)
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "step (phase)") == (0.001,)
 
 
@@ -113,8 +110,7 @@ def test_phases_may_lie_within_one_another(clock: Clock, record: Record, stored:
         clock.spend(1)
         with rec.phase("inner"):
             clock.spend(2)
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "outer") == (0.003,)
     assert samples(timing.back_to_back, "inner") == (0.002,)
 
@@ -129,8 +125,7 @@ def test_a_phase_that_not_every_step_has_has_as_many_samples_as_it_occurred(
                 if iteration == 1:
                     with rec.phase("evaluate"):
                         clock.spend(5)
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "evaluate") == (0.005,)
     assert len(samples(timing.back_to_back, "step")) == 3
 
@@ -168,8 +163,7 @@ def test_a_loop_that_raises_is_stored_with_what_it_had_measured(
 def test_the_message_of_a_failure_is_one_line(clock: Clock, record: Record, stored: Stored) -> None:
     with pytest.raises(RuntimeError), record():
         raise RuntimeError("first\nsecond\nthird")
-    failure = stored()[0].failure
-    assert failure is not None
+    failure = sure(stored()[0].failure)
     (line,) = failure.message.splitlines()
     assert line.startswith("RuntimeError: first (test_recorder.py:")
 
@@ -186,8 +180,7 @@ def test_a_step_that_raises_is_not_counted_and_the_loop_may_go_on(clock: Clock, 
                 continue
     run = stored()[0]
     assert run.failure is None
-    assert run.timing is not None
-    assert samples(run.timing.back_to_back, "step") == (0.01, 0.03)
+    assert samples(sure(run.timing).back_to_back, "step") == (0.01, 0.03)
 
 
 # --- misuse -----------------------------------------------------------------------------------------------
@@ -223,8 +216,7 @@ def test_a_refused_step_leaves_the_recorder_usable(clock: Clock, record: Record,
             pass
         with rec.step():
             clock.spend(5)
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "step") == (0.005,)
 
 
@@ -302,8 +294,7 @@ def test_a_device_of_torch_is_taken(tmp_path: Path, device: torch.device | str) 
     with recorder("mine", device=device, store=tmp_path / "s.db") as rec, rec.step():
         pass
     assert rec.run is not None
-    assert rec.run.environment is not None
-    assert rec.run.environment.device.kind == "cpu"
+    assert sure(rec.run.environment).device.kind == "cpu"
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -321,8 +312,7 @@ def test_the_time_between_steps_is_kept_apart_from_the_steps(clock: Clock, recor
                 clock.spend(10)
             clock.spend(milliseconds)
     run = stored()[0]
-    assert run.timing is not None
-    assert run.timing.between_s == (0.002, 0.003)
+    assert sure(run.timing).between_s == (0.002, 0.003)
     assert "between steps 2.50 ms, median from the end" in " ".join(run_text(run, width=100).split())
 
 
@@ -334,8 +324,7 @@ def test_recording_ends_after_the_steps_that_were_asked_for(clock: Clock, record
                 clock.spend(milliseconds)
             complete.append(rec.is_complete)
     assert complete == [False, False, True, True]
-    timing = stored()[0].timing
-    assert timing is not None
+    timing = sure(stored()[0].timing)
     assert samples(timing.back_to_back, "step") == samples(timing.back_to_back, "forward") == (0.002, 0.003)
 
 
@@ -380,8 +369,7 @@ def test_a_profile_that_the_loop_does_not_reach_is_noted(clock: Clock, record: R
     run = stored()[0]
     assert run.profile is None
     assert "profile: the loop ended after 4 steps, before the last to profile, 8" in run.notes
-    assert run.timing is not None
-    assert len(samples(run.timing.back_to_back, "step")) == 1
+    assert len(samples(sure(run.timing).back_to_back, "step")) == 1
 
 
 def test_a_profiler_that_cannot_start_costs_the_loop_nothing(
@@ -413,8 +401,7 @@ def test_no_steps_at_all_are_refused(record: Record) -> None:
 def test_memory_that_was_refused_is_told_as_such(record: Record, stored: Stored) -> None:
     with pytest.raises(RuntimeError), record() as rec, rec.step():
         torch.empty(2**60)
-    failure = stored()[0].failure
-    assert failure is not None
+    failure = sure(stored()[0].failure)
     assert (failure.kind, failure.requested_bytes) == ("out_of_memory", 2**62)
 
 

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 from tests.rendering import rows_text, run_text, sheet_of
 from tests.runs import grid, make_run, out_of_memory, recorder_run
+from tests.sure import sure
 from tests.unit.memory_records import watched_run
 
 from steplab import units
@@ -59,9 +60,7 @@ def test_csv_holds_the_rows_themselves_and_leaves_what_is_absent_empty() -> None
 
 def test_step_time_is_the_median_of_the_samples() -> None:
     run = make_run()
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     (row,) = json.loads(rows_text([run_row(run)], "json"))
     assert row["step_time_s"] == statistics.median(step.best_s)
 
@@ -135,9 +134,7 @@ def test_no_rows(format: str) -> None:
 
 def test_the_run_view_shows_independently_computed_statistics() -> None:
     run = make_run({"compile": "default"})
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     values = np.array(step.best_s)
     text = run_text(run, width=140)
     for figure in (np.median(values), values.mean(), values.std(ddof=1), *np.percentile(values, [25, 75])):
@@ -207,8 +204,7 @@ def test_warmup_means_equal_those_over_windows_of_the_curve() -> None:
 
 def test_warmup_means_are_missing_where_the_curve_is_too_short() -> None:
     run = timed([1.0, 1.0, 1.0], warmup=[9.0])
-    assert run.timing is not None
-    assert list(warmup_means(run.timing).values()) == [pytest.approx(11 / 3), 1.0, None, None]
+    assert list(warmup_means(sure(run.timing)).values()) == [pytest.approx(11 / 3), 1.0, None, None]
 
 
 @pytest.mark.parametrize(
@@ -243,11 +239,8 @@ def test_a_curve_of_steps_has_a_line_at_their_median(monkeypatch: pytest.MonkeyP
     drawn: list[float] = []
     monkeypatch.setattr(Axes, "axhline", lambda self, y, **options: drawn.append(y))
     run = make_run()
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
-    chart = curves.warmup_curves(cells_of([run]))
-    assert chart is not None
+    step = sure(sure(run.timing).phase("step"))
+    chart = sure(curves.warmup_curves(cells_of([run])))
     assert chart.pictures[0].svg
     assert statistics.median(step.best_s) in drawn
 
@@ -345,8 +338,7 @@ def test_a_gain_among_restless_timings_says_so() -> None:
 
 def test_a_gain_that_could_be_chance_is_said_to_be() -> None:
     run = make_run({"precision": "fp32"})
-    assert run.spec is not None
-    same = replace(run, id="other", spec=replace(run.spec, precision="bf16"))
+    same = replace(run, id="other", spec=replace(sure(run.spec), precision="bf16"))
     (gain,) = [fact for fact in facts(cells_of([run, same])) if "instead of" in fact.text]
     assert gain.figure == "≈ 1×"
     assert "bf16 instead of fp32" in gain.text
@@ -355,9 +347,8 @@ def test_a_gain_that_could_be_chance_is_said_to_be() -> None:
 def test_a_gain_within_the_noise_says_so() -> None:
     noisy = [1.0, 1.3, 0.8, 1.2, 0.7, 1.25]
     run = make_run({"precision": "fp32"})
-    assert run.spec is not None
     before = replace(run, timing=timed(noisy).timing)
-    after = replace(run, id="after", spec=replace(run.spec, precision="bf16"), timing=timed(noisy[:3]).timing)
+    after = replace(run, id="after", spec=replace(sure(run.spec), precision="bf16"), timing=timed(noisy[:3]).timing)
     assert "Starts of one step differ as much there." in answer([before, after])
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from tests.rendering import sheet_of
 from tests.runs import grid, make_run, recorder_run
+from tests.sure import sure
 
 from steplab.records.rows import run_row
 from steplab.records.run import Run
@@ -177,8 +178,7 @@ def test_group_names_stay_within_their_groups() -> None:
 
 
 def test_a_loop_with_one_part_has_a_bar_beside_training_cells() -> None:
-    chart = phases(cells_of([make_run(), own_loop("my loop", step=(2.0, 2.0), forward=(0.5, 0.5))]))
-    assert chart is not None
+    chart = sure(phases(cells_of([make_run(), own_loop("my loop", step=(2.0, 2.0), forward=(0.5, 0.5))])))
     (loop,) = [bar for bar in chart.bars if bar.label == "my loop"]
     assert [segment.tip for segment in loop.segments] == ["forward: 500 ms, 25.0 % of the step"]
     assert chart.note.endswith("The empty part of a bar is time outside all parts.")
@@ -187,8 +187,7 @@ def test_a_loop_with_one_part_has_a_bar_beside_training_cells() -> None:
 def test_a_cell_that_only_its_training_cell_covers_has_no_bar_of_its_own() -> None:
     runs = grid({"context": [64, 128], "pass": ["forward", "forward_backward", "train"]})
     covered = [run for run in runs if not (run.spec and run.spec.context == 128 and run.spec.pass_name == "train")]
-    chart = phases(cells_of(covered))
-    assert chart is not None
+    chart = sure(phases(cells_of(covered)))
     assert len(chart.bars) == 2  # training at 64; forward and backward at 128
     assert "The empty part of a bar" not in chart.note
 
@@ -203,8 +202,7 @@ def test_bars_of_steplabs_own_steps_are_full_however_noisy_the_medians() -> None
             PhaseSamples(phase="backward", host_s=(0.5, 3.5, 0.5)),
         ),
     )
-    chart = phases(cells_of([replace(run, timing=noisy)]))
-    assert chart is not None
+    chart = sure(phases(cells_of([replace(run, timing=noisy)])))
     first, second = chart.bars[0].segments
     assert first.value + second.value == 1.0
     assert first.tip == "forward: 500 ms, 12.5 % of the step"  # of 4 s, as in the table of one run

@@ -1,5 +1,4 @@
 import json
-import lzma
 import random
 import re
 from dataclasses import replace
@@ -9,6 +8,9 @@ from typing import Any
 import pytest
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import fill
+from tests.stored_records import stored
+from tests.sure import sure
 from tests.unit.memory_records import (
     MIB,
     cpu_run,
@@ -19,8 +21,7 @@ from tests.unit.memory_records import (
 
 from steplab import units
 from steplab.errors import UserError
-from steplab.lab.memory_references import fp32_forecast, memory_references
-from steplab.records.codec import decode
+from steplab.lab.explaining import fp32_forecast, memory_references
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
@@ -44,7 +45,6 @@ from steplab.report.page import render_page
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
 from steplab.specs.resolve import resolve_step
-from steplab.store.database import Store
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
@@ -107,14 +107,11 @@ def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
 
 @pytest.mark.parametrize("run", [FP32, BF16, CPU], ids=["fp32", "bf16", "cpu"])
 def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
-    said = residual_sentence(run, profile_of(run))
-    assert said is not None
+    said = sure(residual_sentence(run, profile_of(run)))
     assert run.spec is not None
-    assert run.spec.model.shape is not None
-    figures = re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak is (\S+) times that", said)
-    assert figures is not None
+    figures = sure(re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak is (\S+) times that", said))
     factors = [int(factor) for factor in figures[1].split(" × ")]
-    assert factors == [run.spec.batch, run.spec.context, run.spec.model.shape.d_model, 4]
+    assert factors == [run.spec.batch, run.spec.context, sure(run.spec.model.shape).d_model, 4]
     product = factors[0] * factors[1] * factors[2] * factors[3]
     assert int(figures[2].replace(",", "")) == product
     assert float(figures[3]) == pytest.approx(profile_of(run).peak_bytes / product, rel=0.005)
@@ -122,8 +119,7 @@ def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
 
 
 def test_where_nobody_knows_what_the_sizes_are_they_are_figures() -> None:
-    unknown = residual_sentence(replace(FP32, spec=None), profile_of(FP32))
-    assert unknown is not None
+    unknown = sure(residual_sentence(replace(FP32, spec=None), profile_of(FP32)))
     assert "is 6.00 MiB: 4 × 512 × 768 × 4 (float32) = 6,291,456 bytes" in unknown
     assert residual_sentence(IMPORTED, profile_of(IMPORTED)) is None
     assert derivation((3, 4), "float4", None) is None
@@ -372,8 +368,7 @@ def test_a_change_of_the_peak_is_told_by_what_it_is_to_each_category(
 def test_nothing_is_said_of_a_choice_that_was_not_made_or_has_nothing_beside_it() -> None:
     assert list(precision_sentences(FP32, FP32)) == []
     assert list(checkpointing_sentences(FP32, FP32)) == list(checkpointing_sentences(CHECKPOINTED, None)) == []
-    assert FP32.spec is not None
-    pure = replace(FP32, spec=replace(FP32.spec, precision="bf16_pure"))
+    pure = replace(FP32, spec=replace(sure(FP32.spec), precision="bf16_pure"))
     half = like(pure, {"parameters": 250, "optimizer_state": 500})
     (told,) = precision_sentences(half, like(FP32, STATES))
     assert told.startswith("With bf16 throughout the peak is 50.0 % lower")
@@ -382,8 +377,7 @@ def test_nothing_is_said_of_a_choice_that_was_not_made_or_has_nothing_beside_it(
 
 
 def test_of_weights_with_masters_no_bounds_of_autocast_are_told() -> None:
-    assert BF16.spec is not None
-    spec = replace(BF16.spec, precision="bf16_master", optimizer="adamw_triton")
+    spec = replace(sure(BF16.spec), precision="bf16_master", optimizer="adamw_triton")
     told = list(precision_sentences(replace(BF16, spec=spec), None))
     assert told[-1].startswith("A weight of a linear layer and its fp32 master take 6 bytes where fp32 takes 4")
     assert not any("Autocast does not change" in sentence or "lowers this peak" in sentence for sentence in told)
@@ -431,8 +425,7 @@ SETTINGS = [watched_run({"context": 128, "checkpointing": name}, checkpointed=Tr
 
 
 def parts_of(runs: list[Run]) -> list[Section]:
-    chapter = memory_chapter(cells_of(runs), {})
-    assert chapter is not None
+    chapter = sure(memory_chapter(cells_of(runs), {}))
     return [block for block in drawn(chapter).blocks if isinstance(block, Section)]
 
 
@@ -573,14 +566,12 @@ def test_snapshots_and_unwatched_runs_have_no_such_facts() -> None:
 # --- a low-precision cell alone in a store: what is said agrees with the fp32 cell that was measured -------------
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "memory_h200_202611.jsonl.xz"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    records = map(decode, lzma.decompress(GOLDEN.read_bytes()).splitlines())
-    return [record for record in records if isinstance(record, Run)]
+    return stored("memory_h200", Run)
 
 
 @pytest.fixture(scope="module")
@@ -625,16 +616,13 @@ def test_a_cell_that_is_alone_in_a_store_is_set_against_its_prediction_and_else_
 ) -> None:
     run, twin = next(pair for pair in pairs if pair[0].name == "2.7b-512-train-bf16")
     path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(run)
+    fill(path, run)
     (cell,) = cells_of([run])
     alone = list(comparison_sentences(cell, [cell], memory_references([run], path)))
     assert "gives this peak within 0.01 %" in alone[0]
     assert "with bf16 autocast the peak is 3.9 % higher, by 2.2" in alone[0]
     other_card = replace(twin, id="another", environment=None)  # the newer, and of no known machine
-    with Store.open(path, write=True) as store:
-        store.add(twin)
-        store.add(replace(other_card, created_utc="2030-01-01T00:00:00Z"))
+    fill(path, twin, replace(other_card, created_utc="2030-01-01T00:00:00Z"))
     references = memory_references([run], path)
     assert ([other.id for other in references.others], dict(references.forecasts)) == ([twin.id], {})
     beside = next(comparison_sentences(cell, [cell], references))

@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from tests.sure import sure
 from tests.unit.memory_records import (
     MIB,
     cpu_run,
@@ -36,8 +37,7 @@ def profile_of(run: Run) -> MemoryProfile:
 
 def svg_of(profile: MemoryProfile, *, beside: int = 0, capacity: int | None = None) -> str:
     names = ["" if not beside else f"context {128 << i}" for i in range(1 + beside)]
-    chart = memory_timelines([Shown(title=name, profile=profile, capacity=capacity) for name in names])
-    assert chart is not None
+    chart = sure(memory_timelines([Shown(title=name, profile=profile, capacity=capacity) for name in names]))
     return chart.pictures[0].svg
 
 
@@ -189,8 +189,7 @@ def test_phases_are_shaded_where_they_were() -> None:
 
 def test_side_by_side_all_have_one_scale() -> None:
     runs = [watched_run({"context": context}) for context in (128, 256, 512)]
-    chart = memory_timelines([Shown(title=str(run.id), profile=profile_of(run)) for run in runs])
-    assert chart is not None
+    chart = sure(memory_timelines([Shown(title=str(run.id), profile=profile_of(run)) for run in runs]))
     ticks = [re.findall(r">([\d.]+ [KMG]?i?B)</text>", picture.svg) for picture in chart.pictures]
     assert ticks[0] == ticks[1] == ticks[2]
     assert [picture.width for picture in chart.pictures] == [NARROW] * 3
@@ -207,8 +206,7 @@ def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
     (line,) = re.findall(r'd="M62 ([\d.]+)H1030" stroke="var\(--muted\)" stroke-dasharray', near)
     assert (322 - float(line)) * bytes_per_px(near) == pytest.approx(profile.peak_bytes / 0.7, rel=0.005)
     assert "device memory" not in svg_of(profile, capacity=int(profile.peak_bytes / 0.5))
-    two = memory_timelines([Shown(title="a", profile=profile, capacity=10), Shown(title="b", profile=profile)])
-    assert two is not None
+    two = sure(memory_timelines([Shown(title="a", profile=profile, capacity=10), Shown(title="b", profile=profile)]))
     assert "device memory" not in two.pictures[0].svg
 
 
@@ -220,8 +218,7 @@ def label_boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
     for attributes, text in re.findall(r"<text ([^>]*)>([^<]*)</text>", svg):
         x, y = (float(re.search(rf'\b{axis}="([-\d.]+)"', attributes)[1]) for axis in "xy")  # type: ignore[index]
         anchor = re.search(r"text-anchor[:=][ \"]*(\w+)", attributes)
-        size = re.search(r"font-size[:=][ \"]*(\d+)", attributes)
-        assert size is not None
+        size = sure(re.search(r"font-size[:=][ \"]*(\d+)", attributes))
         width = text_width(text, float(size[1]))
         left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor[1] if anchor else "start"]
         found.append((text, left, y - 9, left + width, y + 2))
@@ -287,8 +284,7 @@ def test_a_history_of_nothing_is_no_picture_and_one_of_one_moment_is_one() -> No
 def test_hostile_names_are_text_in_the_picture() -> None:
     hostile = "<script>alert(1)</script>\"'&"
     phases = tuple(replace(phase, name=hostile) for phase in profile_of(FP32).phases)
-    chart = memory_timelines([Shown(title=hostile, profile=replace(profile_of(FP32), phases=phases))])
-    assert chart is not None
+    chart = sure(memory_timelines([Shown(title=hostile, profile=replace(profile_of(FP32), phases=phases))]))
     assert "<script" not in chart.pictures[0].svg
     assert "&lt;script&gt;" in chart.pictures[0].svg
 
@@ -299,8 +295,7 @@ def test_hostile_names_are_text_in_the_picture() -> None:
 def test_the_bars_are_as_long_as_the_bytes_and_a_stroke_marks_the_prediction() -> None:
     runs = [FP32, BF16, CHECKPOINTED]
     prediction = prediction_of(profile_of(BF16), 1.03)
-    chart = peak_bars(cells_of(runs), {BF16.id: prediction})
-    assert chart is not None
+    chart = sure(peak_bars(cells_of(runs), {BF16.id: prediction}))
     for cell, bar in zip(cells_of(runs), chart.bars, strict=True):
         sizes = {name: size for name, size in profile_of(cell.run).at_peak.items() if size}
         assert sorted(segment.value for segment in bar.segments) == sorted(sizes.values())
@@ -316,8 +311,7 @@ def test_one_bar_or_none_is_no_chart_and_a_snapshots_categories_are_left_out() -
     assert peak_bars(cells_of([FP32]), {}) is None
     assert peak_bars(cells_of([FP32]), {FP32.id: prediction_of(profile_of(FP32))}) is not None
     assert peak_bars(cells_of([ALL["imported"], ALL["imported"]]), {}) is None
-    chart = peak_bars(cells_of([FP32, BF16, ALL["imported"]]), {})
-    assert chart is not None
+    chart = sure(peak_bars(cells_of([FP32, BF16, ALL["imported"]]), {}))
     assert chart.note.endswith(" 1 more watched run is not drawn.")
     assert all("before" not in segment.tip for bar in chart.bars for segment in bar.segments)
 
@@ -347,8 +341,7 @@ def settings_of_one_cell(figures: dict[str, tuple[float, int]]) -> list[Run]:
 
 def test_points_lie_where_time_and_memory_put_them() -> None:
     figures = {"none": (0.100, 4096), "every_4": (0.112, 3300), "selective": (0.118, 2048), "full": (0.131, 1024)}
-    chart = checkpointing_tradeoff(cells_of(settings_of_one_cell(figures)))
-    assert chart is not None
+    chart = sure(checkpointing_tradeoff(cells_of(settings_of_one_cell(figures))))
     (picture,) = chart.pictures
     assert picture.subtitle == "full: -75 % memory, +31 % time"
     labels = label_boxes(picture.svg)
@@ -384,8 +377,7 @@ def test_no_label_of_an_axis_is_cut_or_runs_into_another(seed: int) -> None:
     settings = ["none", "full", "selective", *(f"every_{n}" for n in rng.sample(range(2, 40), 3))]
     scale = rng.choice([1e-4, 0.1, 30])
     figures = {s: (scale * (1 + rng.choice([0, 0.01, rng.random()])), rng.randrange(500, 9000)) for s in settings}
-    chart = checkpointing_tradeoff(cells_of(settings_of_one_cell(figures)))
-    assert chart is not None
+    chart = sure(checkpointing_tradeoff(cells_of(settings_of_one_cell(figures))))
     assert_labels_fit(chart.pictures[0].svg)
 
 
@@ -393,7 +385,8 @@ def test_one_setting_is_no_trade_off() -> None:
     assert (
         checkpointing_tradeoff(cells_of([FP32, BF16, watched_run({"context": 256, "checkpointing": "full"})])) is None
     )
-    chart = checkpointing_tradeoff(cells_of([*settings_of_one_cell({"none": (0.1, 90), "full": (0.1, 50)}), BF16]))
-    assert chart is not None
+    chart = sure(
+        checkpointing_tradeoff(cells_of([*settings_of_one_cell({"none": (0.1, 90), "full": (0.1, 50)}), BF16]))
+    )
     assert [picture.title for picture in chart.pictures] == ["context 128 · fp32"]
     assert_labels_fit(chart.pictures[0].svg)

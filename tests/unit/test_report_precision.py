@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 from tests.precision_records import AUDIT, FAILED, RUNS, SOME, SUM, layer, record
+from tests.sure import sure
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab import precision as lab
@@ -29,21 +30,18 @@ from steplab.store.database import Store
 
 def test_the_elements_of_modules_alike_add_up() -> None:
     group = module_groups(AUDIT)[1]
-    found = group.elements("output gradients")
-    assert found is not None
+    found = sure(group.elements("output gradients"))
     assert (found.num_elements, found.num_underflowed, found.num_subnormal) == (300, 7, 20)
 
 
 def test_the_whole_model_counts_each_output_once() -> None:
-    found = all_elements(AUDIT, "output gradients")
-    assert found is not None
+    found = sure(all_elements(AUDIT, "output gradients"))
     assert (found.num_elements, found.num_underflowed) == (500, 7)  # five leaves; not the model around them
 
 
 def test_a_count_that_one_part_lacks_the_sum_lacks() -> None:
     unknown = dataclasses.replace(SOME, num_overflowed=None)
-    total = added([SOME, None, unknown])
-    assert total is not None
+    total = sure(added([SOME, None, unknown]))
     assert (total.num_overflowed, total.num_zero) == (None, 18)
     assert added([None]) is None
 
@@ -188,8 +186,7 @@ def test_a_refused_precision_is_a_record_among_the_others(
         }
     assert {precision for precision, found in kept.items() if found.failure} == set(refused)
     assert [n.spec.precision for n in result.numerics if n.spec] == ["fp16", "tf32", "bf16"]
-    failure = kept[refused[0]].failure
-    assert failure is not None
+    failure = sure(kept[refused[0]].failure)
     assert "is not supported: no; use another" in failure.message
 
 

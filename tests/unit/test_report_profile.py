@@ -21,6 +21,7 @@ from tests.profiles import (
 )
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
+from tests.sure import sure
 
 from steplab import units
 from steplab.errors import UserError
@@ -141,8 +142,7 @@ def test_matmul_share_in_forward_and_in_training() -> None:
 
 
 def test_a_backward_pass_that_updates_completes_a_training_step() -> None:
-    assert LARGE.spec is not None
-    overlapped = replace(LARGE, spec=replace(LARGE.spec, update="overlapped"))
+    overlapped = replace(LARGE, spec=replace(sure(LARGE.spec), update="overlapped"))
     profile = replace(profile_of(LARGE), phases=tuple(p for p in profile_of(LARGE).phases if p.phase != "optimizer"))
     assert [name for name, _ in passes(overlapped, profile)] == ["forward", "train"]
 
@@ -214,8 +214,7 @@ def test_busy_time_agrees_with_the_unprofiled_or_it_says_why(span: Span, agrees:
 def test_softmax_against_the_score_product() -> None:
     soft = where(phase="forward", part="softmax")
     product = where(phase="forward", category="matmul", part="scores")
-    sentence = words.softmax_sentence(LARGE, profile_of(LARGE))
-    assert sentence is not None
+    sentence = sure(words.softmax_sentence(LARGE, profile_of(LARGE)))
     assert f"Softmax takes {units.format_time(duration_s(soft) / STEPS)} of forward" in sentence
     assert f"{duration_s(soft) / duration_s(product):.2f} times the" in sentence
     assert f"1/{sum(k.job.flops or 0 for k in product) / sum(k.job.flops or 0 for k in soft):.0f} " in sentence
@@ -241,8 +240,7 @@ def test_communication_by_brute_force() -> None:
         assert units.format_time(seconds) in sentence
     assert total > hidden > 0
     assert words.communication_sentence(LARGE, profile_of(LARGE)) is None
-    side_by_side = words.overlap_note(IMPORTED, profile_of(IMPORTED))
-    assert side_by_side is not None
+    side_by_side = sure(words.overlap_note(IMPORTED, profile_of(IMPORTED)))
     assert units.format_time(duration_s(kernels)) in side_by_side
     assert units.format_time((talking | computing).sum() / 1e9) in side_by_side
     assert words.overlap_note(LARGE, profile_of(LARGE)) is None
@@ -431,9 +429,7 @@ HOSTILE = "void evil<script>alert(1)</script>\x1b[31m\x00$&|{{7*7}}"
 
 
 def timeline_of(run: Run) -> Timeline:
-    timeline = profile_of(run).timeline
-    assert timeline is not None
-    return timeline
+    return sure(profile_of(run).timeline)
 
 
 def bar_tips(bars: Bars) -> list[str]:
@@ -459,8 +455,7 @@ def test_the_bars_of_time_say_busy_waiting_and_idle(run: Run) -> None:
 
 @pytest.mark.parametrize("run", ALL, ids=NAMES)
 def test_the_category_bars_are_the_shares_of_each_pass(run: Run) -> None:
-    chart = category_bars(run, profile_of(run))
-    assert chart is not None
+    chart = sure(category_bars(run, profile_of(run)))
     said = bar_tips(chart)
     expected = []
     for name, span in passes(run, profile_of(run)):
@@ -502,8 +497,7 @@ def test_points_lie_where_flops_bytes_and_time_put_them() -> None:
 
 
 def test_a_roofline_has_a_point_for_each_operator_with_a_share_worth_seeing_and_says_whose_roofs_it_has() -> None:
-    chart = roofline(LARGE, profile_of(LARGE))
-    assert chart is not None
+    chart = sure(roofline(LARGE, profile_of(LARGE)))
     assert "Roofs of H200 SXM: NVIDIA H200 product page" in chart.note
     seen = [point for point in roofline_points(LARGE, profile_of(LARGE)) if point.share >= 0.001]
     assert chart.pictures[0].svg.count("<title>") == len(seen)
@@ -511,13 +505,11 @@ def test_a_roofline_has_a_point_for_each_operator_with_a_share_worth_seeing_and_
 
 
 def test_without_figures_of_the_device_no_roof_is_drawn_and_it_says_why() -> None:
-    chart = roofline(CPU, profile_of(CPU))
-    assert chart is not None
+    chart = sure(roofline(CPU, profile_of(CPU)))
     assert "No roof is drawn: no data sheet's figures are known for Intel Xeon" in chart.note
     assert "TFLOP/s" not in re.sub(r"<title>.*?</title>", "", chart.pictures[0].svg)
     ops = tuple(replace(op, dtype="fp64") for op in profile_of(LARGE).ops)
-    unknown = roofline(LARGE, replace(profile_of(LARGE), ops=ops))
-    assert unknown is not None
+    unknown = sure(roofline(LARGE, replace(profile_of(LARGE), ops=ops)))
     assert "No roof is drawn: no peak is stated" in unknown.note
     assert roofline(IMPORTED, profile_of(IMPORTED)) is None
 
@@ -525,8 +517,7 @@ def test_without_figures_of_the_device_no_roof_is_drawn_and_it_says_why() -> Non
 def test_a_lone_operator_can_be_drawn() -> None:
     op = OpStats(name="aten::mm", category="matmul", phase="outside", range="", inputs="", dtype="bf16", calls=1,
                  kernels=1, device_s=1e-3, flops=1e9, moved_bytes=1e3)  # fmt: skip
-    chart = roofline(LARGE, replace(profile_of(LARGE), ops=(op,)))
-    assert chart is not None
+    chart = sure(roofline(LARGE, replace(profile_of(LARGE), ops=(op,))))
     assert "bf16 990 TFLOP/s" in chart.pictures[0].svg
 
 
@@ -601,8 +592,7 @@ def test_a_row_a_stream_and_the_phases_named() -> None:
     (imported,) = timeline_chart(profile_of(IMPORTED)).pictures  # type: ignore[union-attr]
     assert ">stream 7<" in imported.svg
     assert ">stream 20<" in imported.svg
-    large = timeline_chart(profile_of(LARGE))
-    assert large is not None
+    large = sure(timeline_chart(profile_of(LARGE)))
     for name, start, end in timeline_of(LARGE).phases:
         assert f"<title>{name}, {units.format_time((end - start) / 1e9)}</title>" in large.pictures[0].svg
     assert ">forward</text>" in large.pictures[0].svg
@@ -611,13 +601,11 @@ def test_a_row_a_stream_and_the_phases_named() -> None:
 
 def test_however_many_kernels_the_picture_stays_small() -> None:
     crowded = random_timeline(1, num_kernels=60_000, num_streams=12)
-    chart = timeline_chart(replace(profile_of(LARGE), timeline=crowded))
-    assert chart is not None
+    chart = sure(timeline_chart(replace(profile_of(LARGE), timeline=crowded)))
     assert len(chart.pictures[0].svg) < 300_000
     assert "4 more streams with less time are not drawn" in chart.note
     for run in ALL:
-        drawn = timeline_chart(profile_of(run))
-        assert drawn is not None
+        drawn = sure(timeline_chart(profile_of(run)))
         assert max(len(picture.svg) for picture in drawn.pictures) < 300_000
 
 
@@ -663,8 +651,7 @@ def test_a_page_with_profiles_is_whole_and_needs_nothing_else(runs: list[Run]) -
 
 def test_six_profiles_from_the_first_to_the_last_are_shown_in_full() -> None:
     runs = [replace(IMPORTED, id=f"{index:012x}", name=f"rank{index}") for index in range(8)]
-    chapter = profile_chapter(cells_of(runs))
-    assert chapter is not None
+    chapter = sure(profile_chapter(cells_of(runs)))
     sections = [block for block in chapter.blocks if isinstance(block, Section)]
     assert [section.title for section in sections] == [f"rank{index}" for index in (0, 1, 3, 4, 6, 7)]
 

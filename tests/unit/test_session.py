@@ -10,6 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tests.runs import make_run
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -115,8 +116,7 @@ def test_a_pass_has_its_phases_and_a_sample_a_step(pass_name: str) -> None:
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_step_is_the_sum_of_its_phases(warmup: int) -> None:
-    timing = succeeded(measured(warmup=warmup)).timing
-    assert timing is not None
+    timing = sure(succeeded(measured(warmup=warmup)).timing)
     *parts, step = timing.back_to_back
     for of_parts, whole in zip(zip(*(part.best_s for part in parts), strict=True), step.best_s, strict=True):
         # Each figure is a whole number of nanoseconds, divided: one rounding each, and one an addition.
@@ -181,8 +181,7 @@ def test_the_gradients_are_those_of_the_model_by_itself(watch: list[Watched]) ->
     succeeded(measured(**{"pass": "forward_backward"}, warmup=0, steps=1, seed=5))
     workload = build_workload(resolve_step(TINY | {"seed": 5}), torch.device("cpu"))
     assert workload.module is not None
-    assert workload.make_batch is not None
-    workload.module(*workload.make_batch()).backward()
+    workload.module(*sure(workload.make_batch)()).backward()
     for name, parameter in workload.module.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(watch[0].gradients[name][0], parameter.grad)
@@ -615,8 +614,7 @@ def exiting() -> None:
 
 
 def test_code_of_the_model_that_exits_is_a_failure_that_says_where_and_why() -> None:
-    failure = of_this_file(exiting).failure
-    assert failure is not None
+    failure = sure(of_this_file(exiting).failure)
     line = exiting.__code__.co_firstlineno + 1
     assert failure.message == f"SystemExit: no --data was given (test_session.py:{line})"
 
@@ -666,10 +664,8 @@ def test_a_factory_that_gives_a_batch_in_place_of_what_makes_one_is_told_what_it
 
 def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
     run = succeeded(of_this_file(exploding_after_the_measured_steps))
-    assert run.timing is not None
-    assert len(curve(run.timing)) == 5
-    assert run.model is not None
-    assert run.model.counted_flops is None
+    assert len(curve(sure(run.timing))) == 5
+    assert sure(run.model).counted_flops is None
     assert any(note.startswith("MFU and HFU: ") for note in run.notes)
 
 
@@ -830,12 +826,9 @@ def test_of_a_compiled_model_of_ones_own_what_it_needs_is_counted_and_not_what_i
 @pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
 def test_a_utilization_is_its_flops_over_the_median_time_and_the_peak(pass_name: str, attention: str) -> None:
     run = make_run({"model": "small", "context": 256, "pass": pass_name, "attention": attention, "precision": "bf16"})
-    assert run.spec is not None
-    assert run.spec.model.shape is not None
+    assert sure(run.spec).model.shape is not None
     assert run.model is not None
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     found = {u.convention: u for u in utilizations(run, PeakFigure(flops_per_s=9e14, source="a data sheet"))}
 
     N, E = run.model.num_parameters, run.model.num_embedding_parameters or 0
@@ -864,9 +857,7 @@ def test_without_a_peak_the_flops_are_kept_and_the_reason_given() -> None:
 
 def test_the_flops_of_a_model_of_ones_own_are_those_that_were_counted() -> None:
     run = succeeded(of_this_file(linear))
-    assert run.timing is not None
-    step = run.timing.phase("step")
-    assert step is not None
+    step = sure(sure(run.timing).phase("step"))
     _, found = utilizations(run, PeakFigure(flops_per_s=1e9, source="doctor"))
     assert (found.kind, found.convention, found.flops) == ("hfu", "as_executed", 2 * 2 * 5 * 8 * 4)
     assert found.value == found.flops / statistics.median(step.best_s) / 1e9
@@ -892,14 +883,12 @@ def test_a_step_larger_than_the_host_is_not_built(
     fields: dict[str, Any], each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = resolve_step({"model": "tiny", "context": 8, "steps": 1, "warmup": 0, "device": "cpu"} | fields)
-    assert spec.model.shape is not None
-    state = each * num_parameters(spec.model.shape)
+    state = each * num_parameters(sure(spec.model.shape))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=0))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=state))
     assert measure_here(spec, Observer()).failure is None
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=state - 1))
     monkeypatch.setattr(session, "build_workload", None)
-    failure = measure_here(spec, Observer()).failure
-    assert failure is not None
+    failure = sure(measure_here(spec, Observer()).failure)
     assert failure.kind == "out_of_memory"
     assert "choose a smaller --model" in failure.message

@@ -26,7 +26,7 @@ from steplab.lab.machine import device_kind_here
 from steplab.lab.measuring import asked_step
 from steplab.lab.planning import plan_time
 from steplab.ops.attention.api import IMPLEMENTATIONS
-from steplab.records.ddp import ddp_row
+from steplab.records.registry import summary_row
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
@@ -491,7 +491,7 @@ def test_data_parallel_studies_of_different_steps_are_told_apart(field: StepFiel
         dataclasses.replace(made, id=str(number), study=dataclasses.replace(made.study, step=spec))
         for number, spec in enumerate(specs(field))
     ]
-    assert len(read_at_80_columns([ddp_row(study) for study in studies])) == 2
+    assert len(read_at_80_columns([summary_row(study) for study in studies])) == 2
 
 
 @each_field

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.stored_lines import import_lines
+from tests.stored_lines import fill, import_lines
 
 from steplab.errors import SteplabError, UserError
 from steplab.records.ceilings import Ceiling, Ceilings
@@ -329,8 +329,7 @@ def test_an_empty_file_is_no_store_to_a_reader_and_a_new_one_to_a_writer(path: P
     with pytest.raises(SteplabError, match="steplab run"):
         Store.open(path, write=False)
     assert path.stat().st_size == 0
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
 
 
 @pytest.mark.parametrize("write", [True, False])
@@ -416,8 +415,7 @@ def test_a_closed_store_raises_an_error_of_ours(path: Path) -> None:
 
 
 def test_reading_leaves_no_trace(path: Path) -> None:
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
     before = digests(path.parent)
     assert list(before) == [path.name]
     with Store.open(path, write=False) as store:
@@ -505,8 +503,7 @@ OPEN_BOTH_WAYS = """
 
 @pytest.mark.parametrize("read_only", ["file", "folder", "both"])
 def test_a_read_only_store_can_be_read_and_is_refused_for_writing(path: Path, read_only: str) -> None:
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
     before = digests(path.parent)
     with without_write_permission(*{"file": [path], "folder": [path.parent]}.get(read_only, [path, path.parent])):
         output = python(OPEN_BOTH_WAYS, path, prefix=unprivileged()).communicate()[0]
@@ -549,8 +546,7 @@ def test_a_killed_writers_log_is_read_in_a_read_only_folder_or_refused_in_words(
 
 def test_a_disk_that_refuses_a_write_ends_in_an_error_of_ours(path: Path) -> None:
     pytest.importorskip("resource", reason="needs limits on file sizes, which Windows lacks")
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
     output = python(
         """
         import resource
@@ -636,8 +632,7 @@ def test_killing_a_busy_writer_loses_nothing_that_was_committed(path: Path) -> N
 
 
 def test_killing_a_writer_within_a_transaction_leaves_the_state_before(path: Path) -> None:
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
     writer = python(
         """
         from steplab.records.codec import encode
@@ -714,8 +709,7 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
 )
 def test_a_store_that_computes_is_refused(path: Path, statements: list[str], what: str) -> None:
     """Views may be endless, and triggers may fake imports."""
-    with Store.open(path, write=True) as store:
-        store.add(make_run("a"))
+    fill(path, make_run("a"))
     with sqlite3.connect(path) as sqlite:
         for statement in statements:
             sqlite.execute(statement)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.runs import make_run
+from tests.sure import sure
 
 from steplab.comparison.comparing import compare
 from steplab.comparison.turns import step_ratio
@@ -203,8 +204,7 @@ def test_sides_wait_again_once_the_one_that_did_not_fit_has_left(device: Device)
         assert run.timing is not None
         assert run.turns.alternating is None
         assert sum(turn.steps for turn in run.turns.turns) == len(run.timing.back_to_back[0].best_s) == 20
-    ratio = step_ratio(*runs)
-    assert ratio is not None
+    ratio = sure(step_ratio(*runs))
     assert (ratio.num_a, ratio.num_b, ratio.decision) == (20, 20, "higher")
 
 
@@ -224,8 +224,7 @@ def test_a_side_that_is_killed_is_named_and_the_other_is_kept(device: Device, tm
     lost, kept = found.runs[dies - 1], found.runs[2 - dies]
     assert lost.failure == KILLED
     assert kept.failure is None
-    assert kept.timing is not None
-    assert len(kept.timing.back_to_back[0].best_s) in (9, 12)
+    assert len(sure(kept.timing).back_to_back[0].best_s) in (9, 12)
     assert found.ratios == (None,)
     assert device.present == []
     with Store.open(tmp_path / "store.db", write=False) as opened:
@@ -271,8 +270,7 @@ def test_sides_start_three_times_where_that_is_soon_and_the_spread_of_starts_is_
     (ratio,) = found.ratios
     assert ratio is not None
     assert math.log(ratio.ratio) == pytest.approx(fmean(logs))
-    assert ratio.low is not None
-    assert math.log(ratio.ratio / ratio.low) == pytest.approx(4.303 * stdev(logs) / math.sqrt(3))
+    assert math.log(ratio.ratio / sure(ratio.low)) == pytest.approx(4.303 * stdev(logs) / math.sqrt(3))
     assert ratio.decision == "undecided", "1.03 ± 0.1"
     text = render(turns_document(found.starts, found.each, ["1", "2"]), "table", width=200)
     assert "The sides started 3 times." in text
@@ -366,11 +364,9 @@ def test_only_turns_beside_each_other_count() -> None:
     """The first side ran next to another one when the machine was slower."""
     a = in_turns("A", {0: 0.9, 3: 0.9, 4: 0.1, 7: 0.1, 8: 0.1})
     b = in_turns("B", {5: 0.2, 6: 0.2, 9: 0.2})
-    ratio = step_ratio(a, b)
-    assert ratio is not None
+    ratio = sure(step_ratio(a, b))
     assert (ratio.a, ratio.b, ratio.num_a) == (0.1, 0.2, 9)
-    per_token = step_ratio(a, b, tokens_ratio=4)
-    assert per_token is not None
+    per_token = sure(step_ratio(a, b, tokens_ratio=4))
     assert per_token.ratio == pytest.approx(0.5)
 
 

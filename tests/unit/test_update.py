@@ -1,9 +1,7 @@
 import dataclasses
 import gc
-import gzip
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -12,6 +10,8 @@ import pytest
 import torch
 from benchmarks.fit_rates import fit_hidden_update
 from tests.runs import make_run
+from tests.stored_records import stored
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,6 @@ from steplab.ops.errors import Unsupported, UserError
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples
 from steplab.records.turns import Turns
@@ -31,7 +30,6 @@ from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 H200 = gpu_named("H200 SXM")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = {
     "model": "tiny",
     "model.num_layers": 2,
@@ -51,9 +49,8 @@ def trained(fields: dict[str, Any], update: str) -> tuple[list[str], list[Tensor
     step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
     for _ in range(3):
         step.run()
-    assert step.optimizer is not None
     assert all(parameter.grad is None for parameter in step.module.parameters())
-    return [phase.name for phase in step.phases], list(step.module.parameters()), step.optimizer.state_dict()
+    return [phase.name for phase in step.phases], list(step.module.parameters()), sure(step.optimizer).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -309,8 +306,7 @@ def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone()
         phases = {"step": step_s} | ({"optimizer": 0.02} if update == "after" else {})
         samples = tuple(PhaseSamples(phase=name, device_s=(seconds,) * 3) for name, seconds in phases.items())
         made = make_run({"update": update, **fields})
-        assert made.timing is not None
-        timing = dataclasses.replace(made.timing, back_to_back=samples)
+        timing = dataclasses.replace(sure(made.timing), back_to_back=samples)
         return dataclasses.replace(made, timing=timing, turns=Turns(session=session, label=update))
 
     pair = [run(0.1, "after"), run(0.094, "overlapped")]
@@ -324,9 +320,8 @@ def test_the_share_in_the_table_is_what_steps_in_turns_show() -> None:
     """Records of xl on an H200 of two days, outside the fit: single sizes hid 7 to 24 %, so xl's step is true to
     1.5 %.
     """
-    files = (RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("overlapped_update", "walk"))
-    records = (decode(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines())
-    recorded = [run for run in records if isinstance(run, Run) and run.spec and run.spec.model.name == "xl"]
+    records = (*stored("overlapped_update_h200", Run), *stored("walk_h200", Run))
+    recorded = [run for run in records if run.spec and run.spec.model.name == "xl"]
     hidden = fit_hidden_update(recorded)
     assert 0.07 < hidden < 0.24
     for run in recorded:

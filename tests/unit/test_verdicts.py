@@ -1,17 +1,14 @@
-import gzip
-import lzma
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tests.ddp_records import make_ddp_run
 from tests.profiles import launch_bound_run, profiled_run
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+from tests.stored_records import stored
 
 from steplab.explain.api import explain
-from steplab.records.codec import decode
 from steplab.records.ddp import DdpRun
 from steplab.records.failure import Failure
 from steplab.records.finding import Findings
@@ -33,14 +30,7 @@ from steplab.report.run.effects import effects_of
 from steplab.report.run.verdict import gain_of
 from steplab.specs.resolve import resolve_step
 
-ROOT = Path(__file__).parents[2]
 NOTHING_MORE = Context()
-
-
-def records(path: str) -> list[Record]:
-    raw = (ROOT / path).read_bytes()
-    lines = gzip.decompress(raw) if path.endswith("gz") else lzma.decompress(raw)
-    return [decode(line) for line in lines.splitlines()]
 
 
 def answer(found: Sequence[Record], context: Context = NOTHING_MORE, *, kind: str = "run") -> Verdict:
@@ -234,8 +224,7 @@ def test_own_loops_are_not_compared() -> None:
 
 @pytest.fixture(scope="module")
 def memories() -> dict[str, Run]:
-    found = records("tests/golden/memory_h200_202611.jsonl.xz")
-    return {run.name: run for run in found if isinstance(run, Run)}
+    return {run.name: run for run in stored("memory_h200", Run)}
 
 
 @pytest.mark.parametrize(
@@ -260,8 +249,7 @@ def test_one_variant_alone_has_no_shortest_step() -> None:
 
 
 def test_communication_that_is_not_hidden_is_called_exposed() -> None:
-    hidden, *_ = [run for run in records("benchmarks/results/ddp_h200_202611.jsonl.gz") if run.name == "compiled-2"]
-    assert isinstance(hidden, DdpRun)
+    hidden = next(run for run in stored("ddp_h200", DdpRun) if run.name == "compiled-2")
     first, second = ddp_verdict(hidden).sentences
     assert first.startswith(
         "bucketed 100 MB, peer_copy has the shortest step and adds 5.01 ms (4.92 ms to 5.20 ms) of exposed"
@@ -272,8 +260,8 @@ def test_communication_that_is_not_hidden_is_called_exposed() -> None:
 
 
 def test_a_sharded_optimizer_that_saves_more_than_it_sends_is_said_to_save() -> None:
-    runs = [run for run in records("benchmarks/results/ddp_h200_202611.jsonl.gz") if isinstance(run, DdpRun)]
-    first, second, _ = ddp_verdict(next(run for run in runs if run.id == "9a19004587b5")).sentences
+    saving = next(run for run in stored("ddp_h200", DdpRun) if run.id == "9a19004587b5")
+    first, second, _ = ddp_verdict(saving).sentences
     assert first == (
         "A step with sharded 100 MB, peer_copy takes 81.1 ms, 3.09 ms less than one without communication, "
         "because each rank updates only a part of the parameters."
@@ -286,7 +274,7 @@ def test_a_sharded_optimizer_that_saves_more_than_it_sends_is_said_to_save() -> 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("fp16", True), ("bf16", False)])
 def test_the_loss_is_scaled_where_gradients_underflow(precision: str, scaled: bool) -> None:
-    audits = [r for r in records("tests/golden/precision_h200_202611.jsonl.xz") if isinstance(r, Numerics)]
+    audits = stored("precision_h200", Numerics)
     audit = next(r for r in audits if r.spec and (r.spec.precision, r.spec.model.name) == (precision, "small"))
     _, second, *_ = answer([audit], kind="numerics").sentences
     assert second.startswith("Scale the loss by 131072" if scaled else "The loss needs no scale")

@@ -1,18 +1,12 @@
-import gzip
-from pathlib import Path
-
 from tests.documents import chapter_says
+from tests.stored_records import stored
 
 from steplab import units
 from steplab.records.advice import Advice
-from steplab.records.codec import decode
-
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "walk_h200_202611.jsonl.gz"
 
 
 def test_the_chapter_tells_the_newest_walk_of_2_7b() -> None:
-    records = map(decode, gzip.decompress(RECORDS.read_bytes()).splitlines())
-    walks = [each for each in records if isinstance(each, Advice) and each.spec]
+    walks = stored("walk_h200", Advice)
     own = [each for each in walks if each.spec and (each.spec.model.label, each.spec.context) == ("2.7b", 512)]
     walk = max(own, key=lambda each: each.created_utc)
     rows = []

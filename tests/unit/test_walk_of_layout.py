@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.runs import make_run
+from tests.sure import sure
 from tests.unit.taking import Told
 
 from steplab.costs.rates import gpu_named
@@ -95,8 +96,7 @@ def test_what_pays_beyond_what_processes_differ_by_is_kept(walk: Any) -> None:
     assert [each.words for each in advice.kept] == ["attention auto", "checkpointing none"]
     assert list(tried)[:2] == ["attention auto", "checkpointing none"]  # which may fit with that attention alone
     assert (advice.start_s, advice.best_s) == (pytest.approx(0.2), pytest.approx(0.2 * 0.2 * 0.8))
-    assert advice.overall is not None
-    assert advice.overall.ratio == pytest.approx(0.16)
+    assert sure(advice.overall).ratio == pytest.approx(0.16)
     assert not tried["compile block"].kept  # 3 per cent
     assert "checkpointing selective" not in tried  # recomputing nothing does the same and more
     assert advice.alternating == "a step of several processes cannot wait for its turn"
@@ -148,8 +148,7 @@ def test_a_layout_is_predicted_by_its_plan_and_what_that_does_not_know_is_not(wa
     first, *others = advice.tried
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(hardware_named("H200 SXM"), None))
     start = resolve_step(FSDP)
-    assert start.model.shape is not None
-    auto = chosen_by_auto(start, start.model.shape, "NVIDIA H200").implementation
+    auto = chosen_by_auto(start, sure(start.model.shape), "NVIDIA H200").implementation
     before, after = clock.time(start), clock.time(with_fields(start, {"attention": auto}))
     assert before is not None
     assert after is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.advice_records import ratio
+from tests.sure import sure
 from tests.unit.taking import FakeSession
 
 from steplab.comparison.turns import chained
@@ -76,11 +77,10 @@ class HostSession(FakeSession):
     def _turn(self, side: Side, steps: int) -> None:
         super()._turn(side, steps)
         assert side.run is not None
-        assert side.run.turns is not None
         assert side.run.timing is not None
         phases = self.phases(side.spec)
         waits = not all(lead for _, lead in phases.values())
-        before = side.run.turns.num_steps - steps
+        before = sure(side.run.turns).num_steps - steps
         known = {phase.phase: phase.best_s for phase in getattr(side, "timed", ())}
         noise = [1 + self._random.gauss(0.0, self.waiting_noise if waits else self._noise) for _ in range(steps)]
         phases["step"] = sum(s for s, _ in phases.values()), min(lead for _, lead in phases.values())
@@ -149,8 +149,7 @@ def fastest_attention(spec: StepSpec) -> str:
 def test_a_host_bound_step_gets_its_cuda_graph_before_anything_small(behind_a_slow_host: Advice) -> None:
     words = [tried.words for tried in behind_a_slow_host.tried]
     assert words[0] == "cuda_graph step"
-    best = behind_a_slow_host.best
-    assert best is not None
+    best = sure(behind_a_slow_host.best)
     assert (best.block_ops, best.cuda_graph) == ("triton", "step")
     assert best.attention == fastest_attention(best)
     fastest_s = predict_step_time(dataclasses.replace(best, optimizer="adamw_triton"), H200).step.device_s
@@ -164,8 +163,7 @@ def test_waits_of_the_host_are_in_the_prediction(tmp_path: Path) -> None:
     slow = {"model": "large", "eager_s": 20e-6, "compiled_s": 33e-6, "budget_s": 60.0}
     graph = walk(tmp_path / "store.db", of=SteadySession, **slow).tried[0]  # type: ignore[arg-type]
     assert graph.words == "cuda_graph step"
-    assert graph.ratio is not None
-    assert graph.predicted_share == pytest.approx(1 - graph.ratio.ratio, abs=0.004)
+    assert graph.predicted_share == pytest.approx(1 - sure(graph.ratio).ratio, abs=0.004)
     assert graph.predicted_share is not None
     assert graph.predicted_share > 0.2
 
@@ -180,18 +178,15 @@ def test_what_cannot_be_seen_in_the_noise_comes_last_and_what_is_the_same_step_n
     assert seen == sorted(seen, reverse=True)
     words = {tried.words for tried in advice.tried} | set(advice.untried)
     assert "attention auto" in words
-    best = advice.best
-    assert best is not None
-    assert best.model.shape is not None
-    assert f"attention {chosen_by_auto(best, best.model.shape, 'NVIDIA H200').implementation}" not in words
+    best = sure(advice.best)
+    assert f"attention {chosen_by_auto(best, sure(best.model.shape), 'NVIDIA H200').implementation}" not in words
     assert "loss fused" in words
     assert "loss chunked" not in words
 
 
 def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice) -> None:
     words = [tried.words for tried in behind_a_quick_host.tried]
-    best = behind_a_quick_host.best
-    assert best is not None
+    best = sure(behind_a_quick_host.best)
     assert f"attention {fastest_attention(best)}" in words[:3]
     masters = next(place for place, each in enumerate(words) if each.startswith("precision bf16_master"))
     assert words.index("cuda_graph step") > masters
@@ -242,14 +237,12 @@ def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path
     late, together = (tried for tried in advice.tried if tried.field == "block_ops")
     assert not late.kept
     assert late.waits_for_host
-    assert late.ratio is not None
-    assert late.ratio.ratio > 1.5
+    assert sure(late.ratio).ratio > 1.5
     assert together.along == ("projections merged", "cuda_graph step", "update overlapped")
     assert together.kept
     assert is_the_recipe(advice.best)
     assert together.predicted_share is not None
-    assert together.ratio is not None
-    assert together.predicted_share == pytest.approx(1 - together.ratio.ratio, abs=0.01)
+    assert together.predicted_share == pytest.approx(1 - sure(together.ratio).ratio, abs=0.01)
 
 
 def test_what_is_predicted_not_to_fit_comes_last_and_each_step_is_predicted_once(
@@ -278,8 +271,7 @@ def test_what_is_predicted_not_to_fit_comes_last_and_each_step_is_predicted_once
 
 
 def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:
-    overall = behind_a_slow_host.overall
-    assert overall is not None
+    overall = sure(behind_a_slow_host.overall)
     assert overall.ratio == pytest.approx(
         math.prod(tried.ratio.ratio for tried in behind_a_slow_host.kept if tried.ratio), rel=1e-9
     )
@@ -290,8 +282,7 @@ def test_errors_of_chained_ratios_add_up_as_squares() -> None:
     found = chained([ratio(4.0, 2.0, "lower"), ratio(3.0, 2.7, "lower")])  # the machine was slower meanwhile
     assert (found.a, found.b, found.decision) == (4.0, 2.7, "lower")
     assert found.ratio == pytest.approx(0.45)
-    assert found.high is not None
-    assert math.log(found.high / 0.45) == pytest.approx(math.hypot(math.log(0.51 / 0.5), math.log(0.91 / 0.9)))
+    assert math.log(sure(found.high) / 0.45) == pytest.approx(math.hypot(math.log(0.51 / 0.5), math.log(0.91 / 0.9)))
     without = dataclasses.replace(ratio(2.0, 1.8, "undecided"), low=None, high=None)
     assert chained([ratio(4.0, 2.0, "lower"), without]).decision == "undecided"
 

@@ -1,7 +1,6 @@
 """Data goes to stdout or a file, remarks go to stderr."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -85,10 +84,6 @@ def _print(text: str) -> None:
         raise
     except OSError as error:
         raise SteplabError(f"cannot write to stdout: {error.strerror}") from error
-
-
-def at(path: Path, out: FileOptions) -> FileOptions:
-    return dataclasses.replace(out, output=path)
 
 
 def _destination(path: Path, out: FileOptions) -> Destination:

@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from steplab.cli.options import MeasurementOptions, StoreOptions
 from steplab.cli.output import say
-from steplab.lab.benchmark import Measuring
-from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
 from steplab.printing import plain
 from steplab.records.record import Benchmark
@@ -20,6 +18,10 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 from steplab.units import counted, counted_results, format_bytes, format_clock, format_time, parse_duration
+
+if TYPE_CHECKING:
+    from steplab.lab.benchmark import Measuring
+    from steplab.lab.sweeping import SweepProgress
 
 _LONG_S = 10.0
 """From this time, long stages report again, and the time left is estimated."""
@@ -94,19 +96,19 @@ def say_failed(record: Run) -> None:
 @contextmanager
 def measuring(
     num_cells: int, line_of: Callable[[Any], str], name: str, timeout: str, out: StoreOptions
-) -> Iterator[Measuring]:
+) -> Iterator["Measuring"]:
     """How to measure the cells of a benchmark, with a line for each when it ends.
 
     Raises UserError for an invalid timeout.
     """
     with ProgressLine() as line:
-        yield Measuring(
-            name=name,
-            store=out.store,
-            timeout_s=parse_duration(timeout),
-            on_progress=line.alive,
-            on_cell=lambda number, cell: line.done(number + 1, num_cells, line_of(cell)),
-        )
+        yield {
+            "name": name,
+            "store": out.store,
+            "timeout_s": parse_duration(timeout),
+            "on_progress": line.alive,
+            "on_cell": lambda number, cell: line.done(number + 1, num_cells, line_of(cell)),
+        }
 
 
 class ProgressLine:
@@ -190,7 +192,7 @@ class ProgressLine:
         elapsed = "" if self._bar else f"  ({format_clock(time.monotonic() - self._started_s)} elapsed)"
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
-    def sweep(self, progress: SweepProgress) -> None:
+    def sweep(self, progress: "SweepProgress") -> None:
         """Show a cell of a sweep that runs or has ended."""
         if self._resume and not self._stage:
             self._stage = "resumed"
@@ -217,7 +219,7 @@ class ProgressLine:
             elapsed = f"  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})"
             self._line(line if self._bar else line + elapsed)
 
-    def _left(self, progress: SweepProgress, before: str = "") -> str:
+    def _left(self, progress: "SweepProgress", before: str = "") -> str:
         """The mean time of the finished cells, times the cells left."""
         done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
@@ -226,7 +228,7 @@ class ProgressLine:
         return f"{before}about {format_clock(per_cell_s * (progress.to_run - done))} left"
 
 
-def _result(progress: SweepProgress) -> str:
+def _result(progress: "SweepProgress") -> str:
     record = progress.record
     if record is None:
         return f"not measured: {progress.refusal}"

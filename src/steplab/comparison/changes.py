@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from steplab.records.history import ChangePoint
+from steplab.records.comparison import ChangePoint
 
 SIGNIFICANT = 0.01
 SHORTEST = 3

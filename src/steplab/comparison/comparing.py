@@ -15,7 +15,7 @@ from steplab.comparison.turns import of_starts, ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
 from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side
 from steplab.records.disturbances import disturbances
-from steplab.records.measured import MeasuredCell, MeasuredFigure
+from steplab.records.figure import MeasuredCell, MeasuredFigure
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar

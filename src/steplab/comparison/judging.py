@@ -35,14 +35,14 @@ def start_margin(runs: Sequence[Run]) -> float:
     return max((_margin(run) for run in runs), default=0.0)
 
 
-def judged(a: Run, b: Run, *, threshold: float | None = None) -> Ratio | None:
+def judged(a: Run, b: Run) -> Ratio | None:
     """Step time of `b` over `a`, with the decision; None if one has no steps."""
-    if took_turns(a, b) and (ratio := step_ratio(a, b, threshold=threshold)):
+    if took_turns(a, b) and (ratio := step_ratio(a, b)):
         return ratio
     if not a.samples_s or not b.samples_s:
         return None
     sides = ([run.samples_s] for run in (a, b))
-    return compare_samples(*sides, in_turns=False, threshold=threshold, margin=start_margin((a, b)))
+    return compare_samples(*sides, in_turns=False, margin=start_margin((a, b)))
 
 
 def _margin(run: Run) -> float:

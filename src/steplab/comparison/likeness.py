@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from steplab.records.comparison import Unlike
 from steplab.records.environment import Environment
-from steplab.records.measured import MeasuredCell
+from steplab.records.figure import MeasuredCell
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar

@@ -50,12 +50,6 @@ class Line:
     """The relative difference of largest magnitude, with its sign."""
 
 
-def predicted_s(
-    alpha_s: float, beta_s_per_byte: float, wire_bytes: float, *, gamma_s_per_rank: float | None = None, ranks: int = 0
-) -> float:
-    return alpha_s + beta_s_per_byte * wire_bytes + (gamma_s_per_rank or 0.0) * ranks
-
-
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
     """The model that fits the points best, `by_rank` with a term for the number of ranks. None for too few points:
     FEWEST_SIZES sizes are needed, and `by_rank` two world sizes and a fourth point."""

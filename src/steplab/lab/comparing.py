@@ -11,8 +11,7 @@ from steplab.comparison.samples import IN_TURNS
 from steplab.errors import UserError
 from steplab.lab.choosing import find_records
 from steplab.lab.keeping import open_store
-from steplab.records.comparison import Comparison
-from steplab.records.history import Point, Series
+from steplab.records.comparison import Comparison, Point, Series
 from steplab.records.record import Record
 from steplab.records.rows import Row
 from steplab.records.run_figures import RUN_FIGURES

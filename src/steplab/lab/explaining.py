@@ -1,15 +1,20 @@
-"""Explain a stored run."""
+"""Explain a stored run: the findings on it, and the runs and predictions that its memory is compared with."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import UserError
-from steplab.explain.api import explain as diagnose
-from steplab.explain.api import not_looked_at
+from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import open_store
 from steplab.records.codec import now_utc
 from steplab.records.finding import Findings
+from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
+from steplab.specs.step import AUTOCAST, StepSpec
+from steplab.store.database import Store
+
+_LOW_PRECISION = (*AUTOCAST, "bf16_pure")
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
@@ -20,6 +25,8 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
     run.
     """
     from steplab import __version__
+    from steplab.explain.api import explain as diagnose
+    from steplab.explain.api import not_looked_at
 
     found = run if isinstance(run, Run) else run_to_explain(run, store=store)
     with open_store(store, write=False) as opened:
@@ -58,3 +65,72 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
             f"no run in {opened.path} has a profile; `steplab profile` makes one, `steplab import-trace` imports one, "
             "and `steplab explain ID` explains a run without a profile"
         )
+
+
+def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> MemoryReferences:
+    """For every watched run, the newest stored runs of the same step in fp32 and without checkpointing, on the same
+    device and with the same torch; for a step in low precision without a run in fp32, predictions of both.
+
+    The predictions for a run take up to a second.
+    """
+    watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
+    if not watched:
+        return MemoryReferences()
+    others: dict[str, Run] = {}
+    forecasts: dict[str, Fp32Forecast] = {}
+    with open_store(store, write=False) as opened:
+        for run in watched:
+            found = [*_counterparts(run, opened)]
+            others |= {other.id: other for other in found}
+            in_fp32 = any(_differs_by(run, other, "precision", "fp32") for other in found)
+            forecast = None if in_fp32 else fp32_forecast(run)
+            if forecast:
+                forecasts[run.id] = forecast
+    return MemoryReferences(others=tuple(others.values()), forecasts=forecasts)
+
+
+def fp32_forecast(run: Run) -> Fp32Forecast | None:
+    """Predictions for a run in low precision on a CUDA device, and for the same step in fp32; None if a dry run does
+    not support one of them or gives only a lower bound."""
+    spec, profile = run.spec, run.memory_profile
+    if spec is None or profile is None or profile.source != "cuda allocator" or spec.precision not in _LOW_PRECISION:
+        return None
+    from steplab.lab.memory import predicted_memory
+
+    with suppress(Unsupported):
+        own = predicted_memory(spec, device=run.device_name)
+        fp32 = predicted_memory(dataclasses.replace(spec, precision="fp32"), device=run.device_name)
+        if "at_least" not in (own.kind, fp32.kind):
+            return Fp32Forecast(own=own, fp32=fp32)
+    return None
+
+
+def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
+    assert run.spec is not None  # watched, and no snapshot of unknown origin
+    for field, value in (("precision", "fp32"), ("checkpointing", "none")):
+        asked = {name: getattr(run.spec, name) for name in ("context", "precision")} | {"model": run.spec.model.label}
+        asked |= {field: value} if field in asked else {}
+        if getattr(run.spec, field) == value:
+            continue
+        for row in opened.rows(status="ok"):  # the newest first
+            if all(row.get(name) == wanted for name, wanted in asked.items()):
+                other = opened.find(str(row["id"]))
+                if isinstance(other, Run) and other.memory_profile and _differs_by(run, other, field, value):
+                    yield other
+                    break
+
+
+def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
+    """True if the other run is the same step on the same machine, except that `field` has this value."""
+    assert run.spec is not None
+    wanted = _memory_fields(dataclasses.replace(run.spec, **{field: value}))  # type: ignore[arg-type]  # a field of it
+    return other.spec is not None and _memory_fields(other.spec) == wanted and _machine(other) == _machine(run)
+
+
+def _memory_fields(spec: StepSpec) -> StepSpec:
+    """The spec without the fields that have no effect on its memory; the device is the machine's."""
+    return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
+
+
+def _machine(run: Run) -> tuple[str | None, str | None]:
+    return run.device_name, run.environment.torch if run.environment else None

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.records.comparison import Ratio
+from steplab.records.figure import Figure
 from steplab.records.finding import Finding
 from steplab.records.problems import Problem
 from steplab.records.record import StepRecord
-from steplab.records.rows import Row, head, software, step_columns
 from steplab.specs.changes import words_with
 from steplab.specs.step import StepSpec
 
@@ -110,14 +110,10 @@ class Advice(StepRecord):
             yield ".best", "is missing, although changes were kept"
 
 
-def advice_row(advice: Advice) -> Row:
-    row = head(advice, "advise") | {"status": advice.status} | step_columns(advice.best or advice.spec)
-    return row | {
-        "device": advice.device_name,
-        **software(advice),
-        "step_time_s": advice.best_s,
-        "start_s": advice.start_s,
-        "num_tried": len(advice.tried),
-        "num_kept": len(advice.kept),
-        "failure": advice.failure.message if advice.failure else None,
-    }
+ADVICE_ROW: tuple[Figure[Advice], ...] = (
+    Figure(key="step_time_s", find=lambda advice: advice.best_s),
+    Figure(key="start_s", find=lambda advice: advice.start_s),
+    Figure(key="num_tried", find=lambda advice: len(advice.tried)),
+    Figure(key="num_kept", find=lambda advice: len(advice.kept)),
+)
+"""Figures of a walk in lists."""

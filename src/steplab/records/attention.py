@@ -5,13 +5,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from steplab.records.failure import Failure, Outcome
-from steplab.records.figure import Figure, measured_cell
-from steplab.records.measured import MeasuredCell
+from steplab.records.figure import Figure, MeasuredCell, measured_cell
 from steplab.records.problems import Problem, known
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, Scalar, head, tail
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
+from steplab.specs.step_fields import Scalar
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
 """The tensors whose errors are measured, and their names in tables."""
@@ -167,10 +166,6 @@ class AttentionAccount:
     def total_bytes(self) -> int:
         """Peak in bytes: the sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
-
-
-def attention_row(run: AttentionRun) -> Row:
-    return head(run, "attention") | {"description": run.study.name} | tail(run)
 
 
 def _time(name: str) -> Figure[AttentionCell]:

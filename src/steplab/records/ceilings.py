@@ -6,7 +6,7 @@ from statistics import median
 
 from steplab.records.disturbances import busy_machine
 from steplab.records.environment import DeviceInfo, Environment
-from steplab.records.measured import MeasuredCell, MeasuredFigure
+from steplab.records.figure import MeasuredCell, MeasuredFigure
 from steplab.records.problems import Problem, known
 from steplab.records.record import MachineRecord
 from steplab.records.rows import Row, head, software
@@ -73,9 +73,9 @@ class Ceilings(MachineRecord):
         return f"Repeats of one product or copy took 1.5 times as long as others ({', '.join(wide)})." if wide else None
 
 
-def ceilings_row(record: Ceilings) -> Row:
+def ceilings_row(record: Ceilings, kind: str, figures: object = ()) -> Row:
     """One column per rate."""
-    row = head(record, "doctor") | {"device": record.device_name, "status": record.status} | software(record)
+    row = head(record, kind) | {"device": record.device_name, "status": record.status} | software(record)
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
         row["_".join(filter(None, (ceiling.name, ceiling.dtype, unit)))] = ceiling.best_per_s

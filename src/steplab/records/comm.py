@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from steplab.records.failure import Outcome
-from steplab.records.figure import Figure, measured_cell
-from steplab.records.measured import MeasuredCell
+from steplab.records.figure import Figure, MeasuredCell, measured_cell
 from steplab.records.problems import Problem, known, numbered
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, Scalar, head, tail
+from steplab.records.rows import DESCRIPTION, Scalar
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds, percentile
 
@@ -189,18 +188,34 @@ class CommRun(Benchmark[CommCell]):
         yield from numbered(".ranks", [rank.rank for rank in self.ranks], self.study.num_processes)
 
 
-def comm_row(run: CommRun) -> Row:
-    collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
-    return (
-        head(run, "comm")
-        | {
-            "description": run.study.name,
-            "num_ranks": run.study.num_processes,
-            "backend": ", ".join(dict.fromkeys(cell.transport for cell in run.study.cells)),
-            "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
-        }
-        | tail(run)
-    )
+def _num_ranks(run: CommRun) -> int:
+    return run.study.num_processes
+
+
+def _transports(run: CommRun) -> str:
+    return ", ".join(dict.fromkeys(cell.transport for cell in run.study.cells))
+
+
+def _collectives(run: CommRun) -> str:
+    found = dict.fromkeys(cell.collective for cell in run.study.cells)
+    return "all" if set(found) == set(COLLECTIVES) else ", ".join(found)
+
+
+COMM_ROW: tuple[Figure[CommRun], ...] = (
+    DESCRIPTION,
+    Figure(key="num_ranks", header="ranks", unit="label", find=_num_ranks, shared="{} rank{s}", folds=True),
+    Figure(key="backend", header="backend", find=_transports, shared="{}", rank=1, folds=True),
+    Figure(
+        key="collectives",
+        header="collectives",
+        find=_collectives,
+        shared="collectives: {}",
+        rank=1,
+        wraps_from=16,
+        folds=True,
+    ),
+)
+"""Figures of a benchmark in lists."""
 
 
 def _slowest(read: Callable[[RankTimes], Scalar]) -> Callable[[CommCell], Scalar]:

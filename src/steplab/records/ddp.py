@@ -1,16 +1,17 @@
 """The record of a data-parallel study: samples, messages, memory and traced steps of every rank and variant."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from steplab.records.failure import Outcome
-from steplab.records.measured import MeasuredCell, MeasuredFigure, of_phase
+from steplab.records.figure import Figure, Group, MeasuredCell, measured_cell
 from steplab.records.memory import PeakMemory
 from steplab.records.problems import Problem, known, numbered
-from steplab.records.profile import Timeline
+from steplab.records.profile import PHASES, Timeline
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, head, step_columns, step_key, tail
+from steplab.records.rows import step_key
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES
 from steplab.specs.ddp import DdpStudy, Variant
@@ -292,40 +293,49 @@ class DdpRun(Benchmark[DdpCell]):
             yield from numbered(".facts.places", [place.rank for place in self.facts.places], self.study.processes)
 
 
-def ddp_row(run: DdpRun) -> Row:
-    return (
-        head(run, "ddp")
-        | step_columns(run.study.step)
-        | {
-            "num_ranks": run.study.processes,
-            "backend": run.facts.backend if run.facts else None,
-            "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
-        }
-        | tail(run)
-    )
+def _families(run: DdpRun) -> str:
+    return "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none"))
+
+
+DDP_ROW: tuple[Figure[DdpRun], ...] = (
+    Figure(key="num_ranks", find=lambda run: run.study.processes),
+    Figure(key="backend", find=lambda run: run.facts.backend if run.facts else None),
+    Figure(
+        key="contenders", header="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True
+    ),
+)
+"""Figures of a study in lists, after the fields of its step."""
+
+
+def _time(
+    name: str, group: Group, read: Callable[[DdpRank], tuple[float, ...]], *, decides: bool = False
+) -> Figure[DdpCell]:
+    """A time on the rank with the longest median step; None for one of its samples that is zero."""
+
+    def samples(cell: DdpCell) -> tuple[float, ...]:
+        timed = [rank for rank in cell.ranks if rank.samples("step")]
+        return read(max(timed, key=lambda rank: median(rank.samples("step")))) if timed else ()
+
+    def find(cell: DdpCell) -> float | None:
+        found = samples(cell)
+        return median(found) if found and all(found) else None
+
+    return Figure(key=f"{name}_s", name=name, group=group, find=find, samples=samples, decides=decides)
+
+
+COMPARED: tuple[Figure[DdpCell], ...] = (
+    *(_time(name, "phase", partial(DdpRank.samples, phase=name)) for name in PHASES),
+    _time("step time", "time", partial(DdpRank.samples, phase="step"), decides=True),
+    _time("communication by itself", "communication", lambda rank: rank.alone_s),
+)
+"""The figures that are compared."""
 
 
 def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:
-    """Variants for comparison: step and phases of the slowest rank, and its communication alone."""
+    """Variants for comparison."""
     shared = step_key(run.study.step) | {"num_ranks": run.study.processes}
+    labels = [cell.contender.label for cell in run.cells]
     return tuple(
-        MeasuredCell(
-            key=shared | {"variant": cell.contender.label},
-            label=cell.contender.label,
-            figures=tuple(_figures(cell)),
-            failure=cell.failure.message if cell.failure else None,
-        )
-        for cell in run.cells
+        measured_cell(cell, shared | {"variant": label}, label, COMPARED)
+        for cell, label in zip(run.cells, labels, strict=True)
     )
-
-
-def _figures(cell: DdpCell) -> Iterator[MeasuredFigure]:
-    timed = [rank for rank in cell.ranks if rank.samples("step")]
-    if not timed:
-        return
-    slowest = max(timed, key=lambda rank: median(rank.samples("step")))
-    for phase in slowest.phases:
-        if phase.best_s and all(phase.best_s):
-            yield of_phase(phase)
-    if slowest.alone_s and all(slowest.alone_s):
-        yield MeasuredFigure(name="communication by itself", group="communication", unit="s", samples=slowest.alone_s)

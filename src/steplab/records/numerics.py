@@ -10,7 +10,6 @@ from typing import Literal
 
 from steplab.records.problems import Problem, known
 from steplab.records.record import StepRecord
-from steplab.records.rows import Row, head, software, step_columns
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
 """Autocast's treatment of an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to their
@@ -234,12 +233,3 @@ class Numerics(StepRecord):
     """Sums of the accumulation study."""
     schema: str = "steplab.numerics/1"
     """Format of this record."""
-
-
-def numerics_row(numerics: Numerics) -> Row:
-    row = head(numerics, "precision") | {"status": numerics.status} | step_columns(numerics.spec)
-    return row | {
-        "device": numerics.device_name,
-        **software(numerics),
-        "failure": numerics.failure.message if numerics.failure else None,
-    }

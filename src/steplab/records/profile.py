@@ -252,10 +252,9 @@ class Profile:
         """None if absent."""
         return next((phase for phase in self.phases if phase.phase == name), None)
 
-    def category_s(self, category: str, phases: tuple[str, ...] | None = None) -> float:
-        """Seconds of a category in the given phases, by default all."""
-        chosen = (p for p in self.phases if phases is None or p.phase in phases)
-        return sum(phase.categories.get(category, 0.0) for phase in chosen)
+    def category_s(self, category: str) -> float:
+        """Seconds of a category."""
+        return sum(phase.categories.get(category, 0.0) for phase in self.phases)
 
     def problems(self) -> Iterator[Problem]:
         phases = (*PHASES, OUTSIDE)

@@ -6,19 +6,19 @@ type. A new kind is one entry here, and its report in `report.report`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
-from steplab.records.advice import Advice, advice_row
-from steplab.records.attention import AttentionRun, attention_cells, attention_row
+from steplab.records.advice import ADVICE_ROW, Advice
+from steplab.records.attention import AttentionRun, attention_cells
 from steplab.records.ceilings import Ceilings, ceilings_cells, ceilings_row
-from steplab.records.comm import CommRun, comm_cells, comm_row
-from steplab.records.ddp import DdpRun, ddp_cells, ddp_row
-from steplab.records.measured import MeasuredCell
-from steplab.records.numerics import Numerics, numerics_row
+from steplab.records.comm import COMM_ROW, CommRun, comm_cells
+from steplab.records.ddp import DDP_ROW, DdpRun, ddp_cells
+from steplab.records.figure import MeasuredCell
+from steplab.records.numerics import Numerics
 from steplab.records.record import Record
-from steplab.records.rows import KINDS_OF_RUNS, Row, run_row
+from steplab.records.rows import DESCRIPTION, KINDS_OF_RUNS, Figures, Row, benchmark_row, run_cells, run_row, step_row
 from steplab.records.run import Run
-from steplab.records.run_cells import run_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +27,6 @@ class Kind:
 
     type: type[Record]
     """Class of the records."""
-    row: Callable[[Any], Row]
-    """Function for the flat row in listings, CSV and the store's summary."""
-    cells: Callable[[Any], tuple[MeasuredCell, ...]] | None
-    """Function for the compared cells; None: not comparable."""
     title: str
     """Heading of a report of only this kind."""
     noun: str
@@ -39,8 +35,18 @@ class Kind:
     """Plural of `noun`."""
     verb: str
     """Command that makes the records."""
-    stands_alone: bool = False
+    listed: Figures = ()
+    """Own figures of a row in lists."""
+    make_row: Callable[[Any, str, Figures], Row] = benchmark_row
+    """Function from a record, `verb` and `listed` to its row."""
+    cells: Callable[[Any], tuple[MeasuredCell, ...]] | None = None
+    """Function for the compared cells; None: not comparable."""
+    stands_alone: bool = True
     """True if each record is reported alone, as benchmarks are."""
+
+    def row(self, record: Any) -> Row:
+        """The flat row in lists, CSV and the store's summary."""
+        return self.make_row(record, self.verb, self.listed)
 
     @property
     def schema(self) -> str:
@@ -62,71 +68,68 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(
             type=Run,
-            row=run_row,
+            make_row=lambda run, verb, listed: run_row(run),
             cells=run_cells,
             title="Measured steps",
             noun="run",
             plural="runs",
             verb="run",
+            stands_alone=False,
         ),
         Kind(
             type=Advice,
-            row=advice_row,
-            cells=None,
+            listed=ADVICE_ROW,
+            make_row=partial(step_row, step=lambda advice: advice.best or advice.spec),
             title="Advice",
             noun="walk to a faster step",
             plural="walks to a faster step",
             verb="advise",
-            stands_alone=True,
         ),
         Kind(
             type=Numerics,
-            row=numerics_row,
-            cells=None,
+            make_row=step_row,
             title="Precision",
             noun="precision audit",
             plural="precision audits",
             verb="precision",
+            stands_alone=False,
         ),
         Kind(
             type=AttentionRun,
-            row=attention_row,
+            listed=(DESCRIPTION,),
             cells=attention_cells,
             title="Attention",
             noun="attention benchmark",
             plural="attention benchmarks",
             verb="attention",
-            stands_alone=True,
         ),
         Kind(
             type=CommRun,
-            row=comm_row,
+            listed=COMM_ROW,
             cells=comm_cells,
             title="Collectives",
             noun="benchmark of collectives",
             plural="benchmarks of collectives",
             verb="comm",
-            stands_alone=True,
         ),
         Kind(
             type=DdpRun,
-            row=ddp_row,
+            listed=DDP_ROW,
+            make_row=partial(benchmark_row, step=lambda run: run.study.step),
             cells=ddp_cells,
             title="Data parallelism",
             noun="data-parallel study",
             plural="data-parallel studies",
             verb="ddp",
-            stands_alone=True,
         ),
         Kind(
             type=Ceilings,
-            row=ceilings_row,
+            make_row=ceilings_row,
             cells=ceilings_cells,
             title="Ceilings",
             noun="set of ceilings",
             plural="sets of ceilings",
             verb="doctor",
-            stands_alone=True,
         ),
     )
 }

@@ -1,24 +1,56 @@
-"""Flat rows of records, for tables, listings and CSV. Names end in the unit; None is a missing value."""
+"""Flat rows of records, for tables, listings and CSV, and the compared cells of runs. Names end in the unit; None is a
+missing value.
+"""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from steplab.records.figure import values
-from steplab.records.record import Benchmark, Record
+from steplab.records.figure import Figure, Group, MeasuredCell, MeasuredFigure, of_phase, values
+from steplab.records.profile import CATEGORIES
+from steplab.records.record import Benchmark, Record, StepRecord
 from steplab.records.run import Run
 from steplab.records.run_figures import RUN_FIGURES
-from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step import FIELDS, StepSpec, describe
 from steplab.specs.step_fields import Scalar as Scalar
 
 Row = dict[str, Scalar]
+Figures = tuple[Figure[Any], ...]
+Step = Callable[[Any], StepSpec | None]
 
 
 def run_row(run: Run) -> Row:
     """Fields of the step, then figures."""
-    spec = run.spec
-    row = head(run, _kind_of_run(run)) | {"status": run.status} | step_columns(spec)
-    row |= {"processes": spec.layout.world_size if spec else None, "device": run.device_name}
-    row |= software(run) | values(RUN_FIGURES, run)
-    return row | {"failure": run.failure.message if run.failure else None}
+    return step_row(run, _kind_of_run(run), RUN_FIGURES)
+
+
+def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambda record: record.spec) -> Row:
+    """Fields of a record's step, then its figures."""
+    spec = step(record)
+    row = head(record, kind) | {"status": record.status} | step_columns(spec)
+    row |= {"processes": spec.layout.world_size if spec else None} if isinstance(record, Run) else {}
+    row |= {"device": record.device_name} | software(record) | values(figures, record)
+    return row | {"failure": record.failure.message if record.failure else None}
+
+
+def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step | None = None) -> Row:
+    """Fields of its cells' common step, if they have one, its figures, then the outcome of its cells."""
+    row = head(run, kind) | (step_columns(step(run)) if step else {}) | values(figures, run)
+    num_ok = sum(cell.failure is None for cell in run.cells)
+    return row | {
+        "num_cells": run.num_requested,
+        "num_ok": num_ok,
+        "num_failed": len(run.cells) - num_ok,
+        "warnings": "interrupted" if run.is_interrupted else None,
+        "device": run.device_name,
+        **software(run),
+        "status": run.status,
+    }
+
+
+DESCRIPTION: Figure[Any] = Figure(
+    key="description", header="description", shared="{}", rank=3, folds=True, find=lambda run: run.study.name
+)
+"""Name of a benchmark's study."""
 
 
 def head(record: Record, kind: str) -> Row:
@@ -63,15 +95,65 @@ def _kind_of_run(run: Run) -> str:
     return "memory" if run.memory_profile else "profile" if run.profile else "run"
 
 
-def tail(run: Benchmark[Any]) -> Row:
-    """The last fields of a benchmark's row."""
-    num_ok = sum(cell.failure is None for cell in run.cells)
-    return {
-        "num_cells": run.num_requested,
-        "num_ok": num_ok,
-        "num_failed": len(run.cells) - num_ok,
-        "warnings": "interrupted" if run.is_interrupted else None,
-        "device": run.device_name,
-        **software(run),
-        "status": run.status,
-    }
+def run_cells(run: Run) -> tuple[MeasuredCell, ...]:
+    """The run as its single cell."""
+    spec = run.spec
+    cell = MeasuredCell(
+        key=step_key(spec) if spec else {"tokens_per_step": run.tokens_per_step},
+        label=describe(spec) if spec else run.name,
+        figures=() if run.failure else tuple(_figures(run)),
+        failure=run.failure.message if run.failure else None,
+    )
+    return (cell,)
+
+
+def _figures(run: Run) -> Iterator[MeasuredFigure]:
+    row = run_row(run)
+    yield from _times(run, row)
+    for name, key in (("peak allocated", "peak_allocated_bytes"), ("peak reserved", "peak_reserved_bytes")):
+        if value := row[key]:
+            decides = key == "peak_allocated_bytes" and run.memory is not None
+            yield _single(name, "memory", "bytes", float(value), decides=decides)
+    if run.memory_profile:
+        for category, held in run.memory_profile.at_peak.items():
+            yield _single(category.replace("_", " "), "category", "bytes", float(held))
+    yield from _profiled(run)
+
+
+def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
+    """Step time, rates from it, phases, and compile time."""
+    if not run.timing:
+        return
+    for phase in run.timing.back_to_back:
+        if not phase.best_s or not all(phase.best_s):
+            continue
+        yield of_phase(phase)
+        whole = phase.phase == "step"
+        if whole and run.tokens_per_step:
+            rates = tuple(run.tokens_per_step / step_s for step_s in phase.best_s)
+            yield MeasuredFigure(name="tokens per second", group="speed", unit="tokens/s", samples=rates)
+        for used in run.utilizations if whole else ():
+            if used.peak_flops_per_s:
+                peak = used.peak_flops_per_s * used.num_devices
+                shares = tuple(used.flops / (step_s * peak) for step_s in phase.best_s)
+                yield MeasuredFigure(name=used.label, group="speed", unit="share", samples=shares)
+    if isinstance(compile_s := row["compile_s"], float) and compile_s > 0:
+        yield _single("compile time", "time", "s", compile_s)
+
+
+def _profiled(run: Run) -> Iterator[MeasuredFigure]:
+    """Device time per profiled step by kernel category, and communication."""
+    profile = run.profile
+    if profile is None:
+        return
+    steps = profile.num_steps
+    for category in CATEGORIES:
+        if total_s := profile.category_s(category):
+            yield _single(category, "kernels", "s", total_s / steps)
+    if sent := profile.communication:
+        yield _single("communication", "communication", "s", sent.total_s / steps)
+        yield _single("exposed communication", "communication", "s", sent.exposed_s / steps)
+
+
+def _single(name: str, group: Group, unit: str, value: float, *, decides: bool = False) -> MeasuredFigure:
+    return MeasuredFigure(name=name, group=group, unit=unit, samples=(value,), decides=decides)

@@ -137,11 +137,11 @@ def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
     return tuple(of_phase(parts) for parts in zip(*turns, strict=True))
 
 
-def part(phases: Sequence[PhaseSamples], first: int, end: int | None = None) -> tuple[PhaseSamples, ...]:
-    """Samples of the steps [first, end), for every phase."""
+def part(phases: Sequence[PhaseSamples], first: int) -> tuple[PhaseSamples, ...]:
+    """Samples of the steps from `first` on, for every phase."""
 
     def cut(column: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        return None if column is None else column[first:end]
+        return None if column is None else column[first:]
 
     return tuple(
         PhaseSamples(phase=p.phase, device_s=cut(p.device_s), host_s=cut(p.host_s), lead_s=cut(p.lead_s))

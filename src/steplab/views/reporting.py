@@ -6,24 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.attention import account_for_memory
 from steplab.lab.choosing import ReportedRecords, records_that_answer, records_to_report
-from steplab.lab.explaining import findings_of
-from steplab.lab.memory import predictions_of
-from steplab.lab.memory_references import memory_references
-from steplab.lab.planning import plan_accounting, plans_of
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
-from steplab.report.attention.document import account_document
 from steplab.report.kit.document import Document, Verdict
-from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
-from steplab.report.memory.document import watched_in_full
-from steplab.report.page import page_verdict, render_page
-from steplab.report.questions.answers import questions_document
 from steplab.report.report import Context, Report
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
@@ -68,6 +58,8 @@ def report_of(
     """`named`: the records themselves were given."""
 
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
+        from steplab.report.kit.html import to_fragment, to_html
+
         pages = {"html": to_html, "notebook": to_fragment}
         if beside or format in pages:
             printed = pages.get(format, lambda made, _: render(made, format, beside=beside))
@@ -81,6 +73,8 @@ def answers_of(
     questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
 ) -> View:
     """Records as answers to questions, of a preset or a file."""
+    from steplab.report.questions.answers import questions_document
+
     document = questions_document(load_questions(questions), records, partial(_derived, store), title)
 
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
@@ -90,7 +84,12 @@ def answers_of(
 
 
 def _derived(store: Path | str | None, asked: Derivation) -> Document:
+    from steplab.lab.planning import plan_accounting
+
     if not asked.model:
+        from steplab.lab.attention import account_for_memory
+        from steplab.report.attention.document import account_document
+
         return account_document(account_for_memory((), None, store=store))
     found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
     answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
@@ -103,6 +102,8 @@ def _derived(store: Path | str | None, asked: Derivation) -> Document:
 
 def answer_of(found: ReportedRecords) -> str:
     """The verdict of a page, as terminal text."""
+    from steplab.report.page import page_verdict
+
     document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))
     return render(document, "table").lstrip("\n")
 
@@ -114,6 +115,12 @@ def _page(
     on_progress: OnProgress,
     write: Callable[[Document, Mapping[str, str]], str],
 ) -> str:
+    from steplab.lab.explaining import findings_of, memory_references
+    from steplab.lab.memory import predictions_of
+    from steplab.lab.planning import plans_of
+    from steplab.report.memory.document import watched_in_full
+    from steplab.report.page import render_page
+
     attempts = Attempts()
     runs = found.of("run")
     watched = attempts.draw("memory", runs, lambda some: [cell.run for cell in watched_in_full(cells_of(some))])

@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 
 from steplab.errors import UserError
-from steplab.lab.explaining import findings_of, run_to_explain
+from steplab.lab.explaining import findings_of, memory_references, run_to_explain
 from steplab.lab.keeping import has_store, load
-from steplab.lab.memory_references import memory_references
 from steplab.records.codec import encode_with_summary
-from steplab.records.comparison import Comparison
+from steplab.records.comparison import Comparison, Series
 from steplab.records.finding import Findings
-from steplab.records.history import Series
 from steplab.records.layout_plan import LayoutPlan
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record

@@ -37,9 +37,9 @@ def memory(
 ) -> int:
     from steplab.cli.output import chosen_format, say, say_stored
     from steplab.cli.progress import measuring_step, say_failed, shown
+    from steplab.lab.explaining import memory_references
     from steplab.lab.memory import marks_beside
     from steplab.lab.memory import memory as measure_and_watch
-    from steplab.lab.memory_references import memory_references
     from steplab.lab.predicting import memory_of
     from steplab.specs.model import refuse_planning_only
 

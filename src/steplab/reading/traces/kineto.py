@@ -64,7 +64,6 @@ _CATEGORIES = (
 """Categories of device work, host calls, operators and ranges, from Kineto's ActivityType.h (AMD's are named cuda too),
 also capitalised as before torch 1.12.
 """
-_WANTED = frozenset(category for names in _CATEGORIES for category in names)
 _OF_THE_DEVICE = "gpu_user_annotation"
 _PASSED_OVER = frozenset(
     (

@@ -1,7 +1,7 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.history import ChangePoint, Series
+from steplab.records.comparison import ChangePoint, Series
 from steplab.report.kit.charts import DOTTED, MUTED, SERIES, drawing
 from steplab.report.kit.document import Chart, Column, Document, Row, Section, Table, Verdict, later
 from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of

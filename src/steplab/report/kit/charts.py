@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from steplab import units
@@ -189,13 +189,11 @@ class Scale:
     ticks: tuple[float, ...]
     show: Callable[[float], str]
 
-    def put_on(self, axes: "Axes", *, along: Literal["x", "y"] = "y") -> None:
-        """Give axes this scale along x or y, with its limits and the names of its ticks."""
-        axis = axes.yaxis if along == "y" else axes.xaxis
-        limits = {f"{along}lim": (self.low, self.high or 1)}  # all zeros still need a height
-        axes.set(**limits, **({f"{along}scale": "log"} if self.log else {}))
+    def put_on(self, axes: "Axes") -> None:
+        """Give axes this scale along y, with its limits and the names of its ticks."""
+        axes.set(ylim=(self.low, self.high or 1), **({"yscale": "log"} if self.log else {}))  # zeros need a height too
         axes.minorticks_off()
-        axis.set_ticks(self.ticks, [tidy(self.show(tick)) for tick in self.ticks], fontsize=11)
+        axes.yaxis.set_ticks(self.ticks, [tidy(self.show(tick)) for tick in self.ticks], fontsize=11)
 
 
 def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:

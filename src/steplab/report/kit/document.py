@@ -61,7 +61,8 @@ class Column:
                 shared=figure.shared,
                 note=figure.note,
                 rank=figure.rank,
-                wraps_from=12 if figure.is_words else None,
+                wraps_from=figure.wraps_from or (12 if figure.is_words else None),
+                folds=figure.folds,
             )
             for figure in figures
             if figure.header is not None
@@ -70,6 +71,10 @@ class Column:
     @property
     def heading(self) -> str:
         return self.key.replace("_", " ") if self.header is None else self.header
+
+    def of_item(self, item: Any) -> Scalar:
+        """The value of an item."""
+        return self.value(item) if self.value else getattr(item, self.key)
 
     def said(self, value: Scalar) -> str:
         """A value in the words of `shared`."""
@@ -104,7 +109,7 @@ class Table:
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
         """One row per item, with a field per column; `more` are further fields of the table."""
-        rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
+        rows = ({column.key: column.of_item(item) for column in columns} for item in items)
         return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
 

@@ -253,25 +253,36 @@ def allocation_table(
     run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
 ) -> Table:
     """Allocations, those together that look alike, most bytes first; `remark` ends the caption."""
-    groups = _alike(allocations, lambda made: _allocation_look(made, run), allocated_bytes)
+    looks = (
+        Column(key="requested_bytes", header="size"),
+        Column(key="category", value=lambda made: category_word(made.category)),
+        Column(
+            key="what",
+            header="tensor",
+            rank=2,
+            wraps_from=20,
+            value=lambda made: (what_it_is(made, run.spec) or "").removeprefix("a tensor of the "),
+        ),
+        Column(key="module", rank=3),
+        Column(key="line", rank=1, value=lambda made: _place(made)[1]),
+        Column(key="function", rank=5, value=lambda made: _place(made)[2]),
+        Column(key="phase", rank=4),
+        Column(key="shape", rank=6, value=lambda made: None if made.shape is None else shape_text(made.shape)),
+        Column(key="dtype", rank=7),
+        Column(key="op", header="operator", rank=8),
+        Column(key="folder", rank=9, wraps_from=24, value=lambda made: _place(made)[0]),
+    )
+    groups = _alike(allocations, looks, allocated_bytes)
     rest = [made for _, group in groups[_MOST_ROWS:] for made in group]
     left_out = _left_out(len(groups) - _MOST_ROWS, allocated_bytes(rest))
+    size, *others = looks
     return Table(
         name="allocations",
         columns=(
-            Column(key="requested_bytes", header="size"),
+            size,
             Column(key="count", quantity=NUMBER, rank=1),
             Column(key="together_bytes", header="total"),
-            Column(key="category"),
-            Column(key="what", header="tensor", rank=2, wraps_from=20),
-            Column(key="module", rank=3),
-            Column(key="line", rank=1),
-            Column(key="function", rank=5),
-            Column(key="phase", rank=4),
-            Column(key="shape", rank=6),
-            Column(key="dtype", rank=7),
-            Column(key="op", header="operator", rank=8),
-            Column(key="folder", rank=9, wraps_from=24),
+            *others,
         ),
         rows=tuple(
             {**look, "count": sum(made.count for made in group), "together_bytes": allocated_bytes(group)}
@@ -283,44 +294,39 @@ def allocation_table(
     )
 
 
-def _allocation_look(made: Allocation, run: Run) -> Row:
-    """Fields of an allocation; 'a/model.py:81 in forward' gives line, function and folder."""
+def _place(made: Allocation) -> tuple[str, str, str]:
+    """Folder, line and function of 'a/model.py:81 in forward'."""
     place, _, function = (made.source or "").partition(" in ")
     folder, _, line = place.rpartition("/")
-    return {
-        "requested_bytes": made.requested_bytes,
-        "category": category_word(made.category),
-        "what": (what_it_is(made, run.spec) or "").removeprefix("a tensor of the "),
-        "line": line,
-        "function": function,
-        "phase": made.phase,
-        "module": made.module,
-        "shape": None if made.shape is None else shape_text(made.shape),
-        "dtype": made.dtype,
-        "op": made.op,
-        "folder": folder,
-    }
+    return folder, line, function
+
+
+_LOOKS = (
+    Column(key="module", rank=1),
+    Column(key="saved_by", value=lambda tensors: node_name(tensors.op)),
+    Column(key="shape", value=lambda tensors: shape_text(tensors.shape)),
+    Column(key="dtype", rank=4),
+    Column(key="category", rank=5, value=lambda tensors: category_word(tensors.category)),
+)
 
 
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
     """Saved tensors, those together that look alike, most bytes first; `left_out` are kinds that the record had no room
     for, which count in the total."""
-    groups = _alike(saved, _saved_look, saved_bytes)
+    groups = _alike(saved, _LOOKS, saved_bytes)
     rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
     beyond = left_out or LeftOut(count=0, num_bytes=0)
     total = saved_bytes(saved) + beyond.num_bytes
     num_left = max(len(groups) - _MOST_ROWS, 0) + beyond.count
+    *before, category = _LOOKS
     return Table(
         name="saved",
         columns=(
-            Column(key="module", rank=1),
-            Column(key="saved_by"),
-            Column(key="shape"),
-            Column(key="dtype", rank=4),
+            *before,
             Column(key="count", quantity=NUMBER, rank=3),
             Column(key="stored_bytes", header="memory"),
             Column(key="share", quantity=SHARE, rank=2),
-            Column(key="category", rank=5),
+            category,
         ),
         rows=tuple(
             {
@@ -336,23 +342,13 @@ def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) 
     )
 
 
-def _saved_look(tensors: SavedTensors) -> Row:
-    return {
-        "module": tensors.module,
-        "saved_by": node_name(tensors.op),
-        "shape": shape_text(tensors.shape),
-        "dtype": tensors.dtype,
-        "category": category_word(tensors.category),
-    }
-
-
 def _alike(
-    items: Iterable[_Item], look: Callable[[_Item], Row], size: Callable[[list[_Item]], int]
+    items: Iterable[_Item], looks: Sequence[Column], size: Callable[[list[_Item]], int]
 ) -> list[tuple[Row, list[_Item]]]:
-    """The items that look alike together, with their look, most bytes first."""
+    """The items with equal values in these columns together, with their values, most bytes first."""
     found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
     for item in items:
-        seen = look(item)
+        seen = {column.key: column.of_item(item) for column in looks}
         found.setdefault(tuple(seen.values()), (seen, []))[1].append(item)
     return sorted(found.values(), key=lambda group: -size(group[1]))
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
+from steplab.records.registry import KINDS
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.run_figures import RUN_FIGURES
@@ -35,11 +36,7 @@ def _field_column(field: StepField) -> Column:
 COLUMNS: tuple[Column, ...] = (
     Column(key="id"),
     Column(key="name", shared="{}", rank=1, folds=True),
-    Column(key="description", shared="{}", rank=3, folds=True),
-    Column(key="num_ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", folds=True),
-    Column(key="backend", shared="{}", rank=1, folds=True),
-    Column(key="collectives", shared="collectives: {}", rank=1, wraps_from=16, folds=True),
-    Column(key="contenders", header="variants", shared="variants: {}", rank=1, wraps_from=20, folds=True),
+    *{column.key: column for kind in KINDS.values() for column in Column.of(kind.listed)}.values(),
     Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
     Column(key="num_failed", header="failed", quantity=LABEL, shared="{} failed", quiet="0", folds=True),

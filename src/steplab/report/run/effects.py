@@ -178,10 +178,6 @@ def speed_words(ratio: float) -> str:
     return f"{times_words(ratio)} as fast" if ratio >= 1 else f"slower, {times_words(1 / ratio)} the time"
 
 
-_RUN = Column(key="run", wraps_from=16)
-_RECORD = Column(key="id", header="record", rank=3)
-
-
 def passes_table(cells: Sequence[RunCell]) -> Table:
     fields = varying(cells)
     rows: list[Row] = []
@@ -199,14 +195,14 @@ def passes_table(cells: Sequence[RunCell]) -> Table:
     return Table(
         name="passes",
         columns=(
-            _RUN,
+            Column(key="run", wraps_from=16),
             Column(key="part", header="pass"),
             Column(key="median_s", header="median"),
             Column(key="mean_s", header="mean"),
             Column(key="stdev_s", header="sd"),
             Column(key="count", header="steps", quantity=LABEL, shared="{} measured steps"),
             Column(key="warnings", header="warning", rank=1, wraps_from=12),
-            _RECORD,
+            Column(key="id", header="record", rank=3),
         ),
         rows=tuple(rows),
         caption="Steps back to back; sd is the standard deviation over steps (n − 1).",
@@ -229,61 +225,54 @@ def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
     pairs = sorted(effect.pairs, key=lambda pair: order[pair.before.id])
     fields = [field for field in varying([pair.before for pair in pairs]) if field != effect.field]
     base, value = (said(effect.field, cell.values[effect.field]) for cell in (pairs[0].before, pairs[0].after))
-    rows = [{"run": label(pair.before, fields), **_pair_row(pair)} for pair in pairs]
-    return _pairs_table(f"{effect.field} {effect.choice}", (_RUN, *_pair_columns(base, value)), rows)
+    return _pairs_table(f"{effect.field} {effect.choice}", pairs, fields, (base, value))
 
 
 def _single(effects: Sequence[Effect]) -> Table:
-    fields = varying([effect.pairs[0].before for effect in effects])
-    rows = [
-        {"choice": effect.choice, "run": label(effect.pairs[0].before, fields), **_pair_row(effect.pairs[0])}
-        for effect in effects
-    ]
-    columns = (Column(key="choice", wraps_from=20), _RUN, *_pair_columns("before", "after"))
-    return _pairs_table("choices with one pair", columns, rows)
+    pairs = [effect.pairs[0] for effect in effects]
+    choices = {id(effect.pairs[0]): effect.choice for effect in effects}
+    choice = Column(key="choice", wraps_from=20, value=lambda pair: choices[id(pair)])
+    fields = varying([pair.before for pair in pairs])
+    return _pairs_table("choices with one pair", pairs, fields, ("before", "after"), choice)
 
 
-def _pair_row(pair: Pair) -> dict[str, Scalar]:
-    before_bytes, after_bytes = (
-        cell.run.peak.peak_allocated_bytes if cell.run.peak else None for cell in (pair.before, pair.after)
-    )
-    return {
-        "before_s": pair.before_s,
-        "after_s": pair.after_s,
-        "ratio": pair.ratio,
-        "low": pair.interval[0] if pair.interval else None,
-        "high": pair.interval[1] if pair.interval else None,
-        "certain": VERBS.get(pair.decision, ""),
-        "before_bytes": before_bytes,
-        "after_bytes": after_bytes,
-        "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
-        "ids": " ".join(cell.id for start in pair.starts for cell in start),
-    }
+def _peak_bytes(cell: RunCell) -> int | None:
+    return cell.run.peak.peak_allocated_bytes if cell.run.peak else None
 
 
-def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
-    return (
-        Column(key="before_s", header=before),
-        Column(key="after_s", header=after),
-        Column(key="ratio", header="speed-up", quantity=TIMES),
-        Column(key="low", header="from", quantity=TIMES, rank=2),
-        Column(key="high", header="to", quantity=TIMES, rank=2),
-        Column(key="certain", header="doubt", rank=1),
-        Column(key="before_bytes", header=f"peak, {before}", rank=2),
-        Column(key="after_bytes", header=f"peak, {after}", rank=2),
-        Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2),
-        Column(key="ids", header="records", rank=3, wraps_from=12),
-    )
+def _bytes_ratio(pair: Pair) -> float | None:
+    before, after = _peak_bytes(pair.before), _peak_bytes(pair.after)
+    return after / before if before and after else None
 
 
-def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) -> Table:
+def _ids(pair: Pair) -> str:
+    return " ".join(cell.id for start in pair.starts for cell in start)
+
+
+def _pairs_table(
+    name: str, pairs: Sequence[Pair], fields: Sequence[str], called: tuple[str, str], *first: Column
+) -> Table:
     caption = (
         "Median step times of runs that differ in nothing else; the speed-up is the first over the second, with its "
         "95 % interval."
     )
-    if any(row["certain"] for row in rows):
+    if any(pair.decision in VERBS for pair in pairs):
         caption += (
             " Undecided: the times differ by no more than starts of one step on such machines may. No difference: by "
             "less than 5 %, or in turns less than 1 %."
         )
-    return Table(name=name, columns=columns, rows=tuple(rows), caption=caption, first=MOST_ROWS)
+    columns = (
+        *first,
+        Column(key="run", wraps_from=16, value=lambda pair: label(pair.before, fields)),
+        Column(key="before_s", header=called[0]),
+        Column(key="after_s", header=called[1]),
+        Column(key="ratio", header="speed-up", quantity=TIMES),
+        Column(key="low", header="from", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
+        Column(key="high", header="to", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
+        Column(key="certain", header="doubt", rank=1, value=lambda pair: VERBS.get(pair.decision, "")),
+        Column(key="before_bytes", header=f"peak, {called[0]}", rank=2, value=lambda pair: _peak_bytes(pair.before)),
+        Column(key="after_bytes", header=f"peak, {called[1]}", rank=2, value=lambda pair: _peak_bytes(pair.after)),
+        Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2, value=_bytes_ratio),
+        Column(key="ids", header="records", rank=3, wraps_from=12, value=_ids),
+    )
+    return Table.of(name, pairs, columns, caption, first=MOST_ROWS)
