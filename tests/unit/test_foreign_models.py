@@ -19,7 +19,7 @@ from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.step import ModelStep
-from steplab.measurement.step_job import _facts
+from steplab.measurement.step_job import facts_of
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
 from steplab.records.codec import decode
@@ -73,7 +73,7 @@ def test_a_configuration_builds_what_it_is_a_configuration_of(config: dict[str, 
 def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_are_counted() -> None:
     conventions = {}
     for config in (LLAMA, BERT, T5):
-        facts = _facts(build_workload(of_config(config), CPU))
+        facts = facts_of(build_workload(of_config(config), CPU))
         assert facts is not None
         run = dataclasses.replace(make_run(), spec=of_config(config), model=facts)
         conventions[config["model_type"]] = {
@@ -88,7 +88,7 @@ def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_ar
 def test_experts_count_by_the_rows_that_they_execute(experts: int) -> None:
     spec = of_config(mixtral(experts), attention="plain")
     workload = build_workload(spec, CPU)
-    facts = _facts(workload)
+    facts = facts_of(workload)
     assert facts is not None
     assert facts.num_active_parameters is not None
     of_an_expert = 3 * 64 * 128

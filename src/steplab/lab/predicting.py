@@ -20,9 +20,10 @@ from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import ForeignModel, Spread, SpreadModel
+from steplab.plan.layout.model import ForeignModel, Known, SpreadModel, own_facts
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import ModelFacts
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import SINGLE
@@ -181,6 +182,17 @@ def memory_of(
 
     gpu: the GPU whose cuBLAS workspace is counted; None: a Hopper.
     """
+    found = _memory_of(spec, variant, gpu, sequence_parallel, operators)
+    return replace(found, model=facts_of(spec))
+
+
+def _memory_of(
+    spec: StepSpec,
+    variant: Variant | None,
+    gpu: HardwareSpec | None,
+    sequence_parallel: bool,
+    operators: list[Operator] | None,
+) -> MemoryPrediction:
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
         return predict_memory(spec, device=device, variant=variant, model=spread_model(spec))
@@ -275,14 +287,28 @@ def spread_model(spec: StepSpec) -> SpreadModel | None:
     """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
+    known = _known(spec)
+    if known.spread is None:
+        instead = "measure it with `steplab run`, or plan one process"
+        raise Unsupported(f"planning layouts of {spec.model.label}", known.why_not, instead)
+    return ForeignModel(facts=known.facts, spread=known.spread, trace=_trace_two_blocks)
+
+
+def facts_of(spec: StepSpec) -> ModelFacts | None:
+    """The sizes of the model; None: it is known by a trace alone, which needs what is not installed."""
+    if spec.model.shape is not None:
+        return own_facts(spec.model.shape)
+    return _known(spec).facts if is_traced(spec) else None
+
+
+def _known(spec: StepSpec) -> Known:
+    def find() -> Known:
+        from steplab.fake_step.spread import known_of
+
+        return known_of(spec)
+
     alone = replace(spec, layout=SINGLE, compile="off", checkpointing="none", update=AFTER, data_parallel="bucketed")
-    return ForeignModel(spread=kept_facts(alone, "spread", Spread, partial(_spread, spec)), trace=_trace_two_blocks)
-
-
-def _spread(spec: StepSpec) -> Spread:
-    from steplab.fake_step.spread import spread
-
-    return spread(spec)
+    return kept_facts(alone, "known", Known, find)
 
 
 def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:

@@ -90,7 +90,7 @@ class ModelStep:
         instead of by the spec's layout."""
         assert workload.module is not None
         assert workload.make_batch is not None
-        module = workload.module
+        self.workload, module = workload, workload.module
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = _to_bf16(parameter.data)

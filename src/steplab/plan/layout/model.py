@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.weights import Weight, weights_of
+from steplab.records.run import ModelFacts
 from steplab.specs.layout import SINGLE
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
@@ -31,6 +33,10 @@ class SpreadModel(Protocol):
     @property
     def is_own(self) -> bool:
         """True for steplab's Transformer."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Its sizes."""
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
         """The weights of a part on a rank; `block`: of one block."""
@@ -53,6 +59,10 @@ class OwnModel:
     @property
     def num_layers(self) -> int:
         return self.shape.num_layers
+
+    @property
+    def facts(self) -> ModelFacts:
+        return own_facts(self.shape)
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
         return weights_of(self.shape, part, tp)
@@ -82,8 +92,19 @@ class Spread:
     batch: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """All that is known of a traced model without its parts."""
+
+    facts: ModelFacts
+    spread: Spread | None
+    why_not: str = ""
+    """Why layouts cannot spread it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForeignModel:
+    facts: ModelFacts
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
@@ -129,6 +150,15 @@ class Trace(Protocol):
     """Runs a step and reports its events, without operators if compiled."""
 
     def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
+
+
+def own_facts(shape: TransformerShape) -> ModelFacts:
+    return ModelFacts(
+        num_parameters=num_parameters(shape),
+        num_embedding_parameters=num_embedding_parameters(shape),
+        num_layers=shape.num_layers,
+        attention_width=shape.num_heads * shape.head_dim if shape.num_heads else None,
+    )
 
 
 def own_model(spec: StepSpec) -> SpreadModel:
