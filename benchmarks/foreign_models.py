@@ -105,16 +105,16 @@ def held_out(path: Path) -> None:
         told = [f"{spec.model.label:22}{spec.compile:8}{spec.precision:10}"]
         family, _, size = spec.model.label.removeprefix("hf:").rpartition("-")
         for left_out in (f"hf:{family}-", f"-{size}"):
-            found = predict_step_time(spec, without(left_out), operators[spec.as_predicted])
+            time = predict_step_time(spec, without(left_out), operators[spec.as_predicted])
             measured_s = run.median_s or 1.0
-            error, inside = found.central_s / measured_s - 1, found.low_s <= measured_s <= found.high_s
+            error, inside = time.central_s / measured_s - 1, time.low_s <= measured_s <= time.high_s
             errors["eager" if spec.compile == "off" else "compiled"].append((error, inside))
             told.append(f"without {left_out:10}{error:+7.1%}{' ' if inside else '*'}")
         print(*told, flush=True)
-    for name, each in errors.items():
-        sizes = [abs(error) for error, _ in each]
-        inside = sum(known for _, known in each) / len(each)
-        print(f"{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}, {inside:.0%} inside (* outside)")
+    for name, found in errors.items():
+        sizes = [abs(error) for error, _ in found]
+        share = sum(known for _, known in found) / len(found)
+        print(f"{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}, {share:.0%} inside (* outside)")
 
 
 TRACED = ("elementwise", "sum", "zeros", "native_", "added rows")

@@ -44,6 +44,8 @@ def known_of(spec: StepSpec) -> Known:
             buffer_bytes=sum(buffer.nbytes for buffer in step.module.buffers()),
             batch_bytes=_bytes_of(step.batches[0]),
             batch=spec.batch,
+            is_tied=len(list(step.module.named_parameters(remove_duplicate=False)))
+            > len(list(step.module.parameters())),
         )
         return Known(facts=facts, spread=spread)
 

@@ -83,9 +83,11 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
     """
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
-    alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER)
+    alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)
     model = spread_model(alone)
     refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
+    if model is not None:
+        model.refuse_unplanned(chosen.spec)
     job = LayoutJob(
         spec=alone,
         update=spec.update,

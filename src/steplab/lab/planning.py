@@ -87,7 +87,7 @@ def plan_memory(
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     if asked.checkpointing == AUTO and gpu is None:
         raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
-    wanted = hardware_named(gpu) if isinstance(gpu, str) else gpu and gpu.hardware
+    wanted = hardware_named(gpu) if isinstance(gpu, str) else gpu.hardware if gpu else None
     chosen = choose_checkpointing(asked, wanted)
     found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted, sequence_parallel=sequence_parallel)
     found = with_notes(found, chosen.notes)

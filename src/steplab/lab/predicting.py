@@ -20,7 +20,7 @@ from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import ForeignModel, Known, SpreadModel, own_facts
+from steplab.plan.layout.model import ForeignModel, Known, own_facts
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import ModelFacts
@@ -195,7 +195,10 @@ def _memory_of(
 ) -> MemoryPrediction:
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
-        return predict_memory(spec, device=device, variant=variant, model=spread_model(spec))
+        model = spread_model(spec)
+        if model is not None:
+            model.refuse_unplanned(spec)
+        return predict_memory(spec, device=device, variant=variant, model=model)
     if is_traced(spec) and (deep := _deep_model(spec)):
         if operators is not None and spec.compile == "off":
             operators.extend(operators_of(spec))
@@ -238,7 +241,7 @@ _DEEP = 12
 """From this many blocks on, two are traced for all."""
 
 
-def _deep_model(spec: StepSpec) -> SpreadModel | None:
+def _deep_model(spec: StepSpec) -> ForeignModel | None:
     """A two-block configuration that stands for many equal blocks; None: trace the whole model. Optimizers that hold
     memory of their own while they update are followed there alone.
     """
@@ -283,7 +286,7 @@ def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
         return tuple(event for event in found if isinstance(event, Operator))
 
 
-def spread_model(spec: StepSpec) -> SpreadModel | None:
+def spread_model(spec: StepSpec) -> ForeignModel | None:
     """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
@@ -307,7 +310,17 @@ def _known(spec: StepSpec) -> Known:
 
         return known_of(spec)
 
-    alone = replace(spec, layout=SINGLE, compile="off", checkpointing="none", update=AFTER, data_parallel="bucketed")
+    alone = replace(
+        spec,
+        layout=SINGLE,
+        compile="off",
+        checkpointing="none",
+        update=AFTER,
+        data_parallel="bucketed",
+        microbatches=None,
+        pipeline_schedule="1f1b",
+        reshard_after_forward="auto",
+    )
     return kept_facts(alone, "known", Known, find)
 
 

@@ -410,6 +410,7 @@ def step_spread(spec: StepSpec, gpu: Gpu) -> float:
     """Half of the 90 % interval of a step's time, as a share of it."""
     known = gpu.rates.step.spread
     own = known["eager" if spec.compile == "off" else "compiled"]
+    own = max(own, known.get("traced", own)) if spec.model.shape is None else own
     if has_own_rates(spec.precision, gpu):
         return own
     tried = gpu.rates.borrowers.get(gpu.name)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
@@ -17,7 +18,7 @@ from steplab.plan.layout.weights import Weight, weights_of
 from steplab.records.run import ModelFacts
 from steplab.specs.layout import SINGLE
 from steplab.specs.model import TransformerShape
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, refuse_stages_without_blocks
 from steplab.specs.step_choices import AFTER
 
 _FP32_BYTES = 4
@@ -50,6 +51,10 @@ class SpreadModel(Protocol):
     def input_bytes(self, spec: StepSpec) -> int:
         """Bytes of one batch."""
 
+    @property
+    def width(self) -> int:
+        """Elements of a token in the residual stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
@@ -76,6 +81,10 @@ class OwnModel:
     def input_bytes(self, spec: StepSpec) -> int:
         return 2 * 8 * spec.tokens
 
+    @property
+    def width(self) -> int:
+        return self.shape.d_model
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
@@ -90,6 +99,8 @@ class Spread:
     batch_bytes: int
     """Bytes of a batch of the traced step."""
     batch: int
+    is_tied: bool
+    """True if two of its parts share a weight, such as embedding and head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +142,9 @@ class ForeignModel:
                 checkpointing=recomputed,
                 update=AFTER,
                 data_parallel="bucketed",
+                microbatches=None,
+                pipeline_schedule="1f1b",
+                reshard_after_forward="auto",
             )
             found = parts_of_run(partial(self.trace, of_two, compiled=False))
             if spec.compile != "off":  # the memory of compiled code; its operators are the eager step's
@@ -144,6 +158,21 @@ class ForeignModel:
 
     def input_bytes(self, spec: StepSpec) -> int:
         return self.spread.batch_bytes * spec.batch // self.spread.batch
+
+    @property
+    def width(self) -> int:
+        return self.spread.embedding[0].row_elements
+
+    def refuse_unplanned(self, spec: StepSpec) -> None:
+        """Raise Unsupported or UserError for a pipeline whose stages cannot be told."""
+        layout, spread = spec.layout, self.spread
+        if layout.pp == 1:
+            return
+        refuse_stages_without_blocks(layout.pp, spec.pipeline_schedule, self.num_layers)
+        if spread.is_tied or not spread.embedding:
+            why = "its embedding and head share a weight" if spread.is_tied else "nothing comes before its blocks"
+            what = f"layout {layout} for {spec.model.label}"
+            raise Unsupported(what, f"{why}, and stages are cut between blocks", f"use fsdp={layout.world_size}")
 
 
 class Trace(Protocol):

@@ -16,7 +16,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_of
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
-from steplab.plan.layout.model import SpreadModel, own_model
+from steplab.plan.layout.model import ForeignModel, own_model
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import sharing_of
@@ -52,7 +52,7 @@ class LayoutJob:
     """Sequences in a step of all ranks together."""
     gpu: Gpu
     machine: Cluster
-    model: SpreadModel | None = None
+    model: ForeignModel | None = None
     """The model, unless it is steplab's own."""
 
     def __post_init__(self) -> None:
@@ -88,6 +88,8 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
     notes, facts = [*said, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
+    if job.model is not None and any(each.spec and each.spec.layout.pp > 1 for each in found):
+        notes.append("pipelines of this model are planned, not run: steplab cuts only its own Transformer into stages")
     if job.update == OVERLAPPED:
         notes.append("times assume the update after the backward pass: its overlap across ranks is not predicted")
     reached, stated = job.machine.network_bytes_per_s, job.machine.network_stated_bytes_per_s
@@ -179,7 +181,7 @@ class _Search:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
             return LayoutCandidate(layout=str(layout), options="", reason=why)
         per_rank = job.global_batch // layout.data_ranks
-        known = _CHECKPOINTING if job.model is None or job.model.is_own else ("none", "full")
+        known = _CHECKPOINTING if job.model is None else ("none", "full")
         choices = known if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
         best = self._best(layout, per_rank, choices[0])
         for choice in choices[1:]:
@@ -221,6 +223,8 @@ class _Search:
     ) -> LayoutCandidate:
         try:
             spec = dataclasses.replace(self._spec(layout, per_rank, batch, schedule), checkpointing=checkpointing)
+            if self._job.model is not None:
+                self._job.model.refuse_unplanned(spec)
         except SteplabError as error:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
         return self.judged(spec)

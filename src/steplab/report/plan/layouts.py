@@ -51,8 +51,9 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         return
     best, time = fitting[0], fitting[0].time
     if number == 1:
-        fits = {"fits": "fits", "does not fit": f"does not fit: {best.reason}; the time is for enough memory"}
-        yield f"A step takes about {time_words(time)}; {best.options} {fits.get(best.verdict, 'is too tight to promise')}."
+        known = {"fits": "fits", "does not fit": f"does not fit: {best.reason}; the time is for enough memory"}
+        fits = known.get(best.verdict, "is too tight to promise")
+        yield f"A step takes about {time_words(time)}; {best.options} {fits}."
     else:
         yield f"{_how_many_fit(fitting, number)} Fastest: {best.options}, about {time_words(time)} a step."
     tokens = plan.tokens_per_step / time.seconds
