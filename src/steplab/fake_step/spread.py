@@ -28,6 +28,7 @@ def known_of(spec: StepSpec) -> Known:
         blocks = blocks_of(step.module)
         if why := _why_not(blocks):
             return Known(facts=facts, spread=None, why_not=why)
+        work = step.workload
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         ends: tuple[list[Weight], list[Weight]] = ([], [])
         first = next(iter(blocks[0].parameters()))
@@ -47,7 +48,7 @@ def known_of(spec: StepSpec) -> Known:
             is_tied=len(list(step.module.named_parameters(remove_duplicate=False)))
             > len(list(step.module.parameters())),
         )
-        return Known(facts=facts, spread=spread)
+        return Known(facts=facts, spread=spread, inner_width=work.inner_width, key_width=work.key_width)
 
 
 def with_blocks(

@@ -12,7 +12,7 @@ from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.keeping import open_store
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
-from steplab.lab.predicting import facts_of, is_traced, memory_of, operators_of
+from steplab.lab.predicting import facts_of, is_traced, memory_of, operators_of, sizes_for_accounting
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.accounting import account, device_of, mesh_of
 from steplab.plan.cards import fit_of
@@ -27,7 +27,6 @@ from steplab.records.time_check import TimeCheck
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import HardwareSpec, accelerator_named, find_hardware, hardware_named
-from steplab.specs.hf_shape import shape_of
 from steplab.specs.layout import parse_layout
 from steplab.specs.step import StepSpec
 from steplab.units import parse_bytes
@@ -238,10 +237,9 @@ def plan_accounting(
     known.
     """
     asked = asked_step("plan_accounting", spec, fields)
-    shape = shape_of(asked.model, f"an accounting for {asked.model.label}")
     device = device_of(accelerator_named(gpu), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
     return account(
-        shape,
+        sizes_for_accounting(asked),
         model=asked.model.label,
         tokens=asked.tokens,
         mesh=mesh_of(device, parse_layout(mesh), None if axes is None else parse_layout(axes)),

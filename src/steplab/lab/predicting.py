@@ -16,11 +16,13 @@ from typing import TypeVar
 import msgspec
 
 from steplab.errors import Unsupported
+from steplab.plan.accounting import Sizes, sizes_of
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, own_facts
+from steplab.plan.layout.weights import elements
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import ModelFacts
@@ -29,6 +31,7 @@ from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
+from steplab.units import format_count
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
 """A context that builds a step, and a function that runs it; both emit events."""
@@ -302,6 +305,34 @@ def facts_of(spec: StepSpec) -> ModelFacts | None:
     if spec.model.shape is not None:
         return own_facts(spec.model.shape)
     return _known(spec).facts if is_traced(spec) else None
+
+
+def sizes_for_accounting(spec: StepSpec) -> Sizes:
+    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike,
+    and for a mixture of experts."""
+    if spec.model.shape is not None:
+        return sizes_of(spec.model.shape)
+    what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"
+    if spec.model.kind != "hf" or not is_traced(spec):
+        why = "its sizes are known only by building it"
+        raise Unsupported(what, why, "install torch and transformers, or replace the sizes of a built-in model")
+    known = _known(spec)
+    facts, spread = known.facts, known.spread
+    if facts.num_active_parameters:
+        told = f"{format_count(facts.num_parameters)} parameters, {format_count(facts.num_active_parameters)} active"
+        raise Unsupported(what, f"it is a mixture of experts ({told}), which gathers more than it multiplies", instead)
+    if spread is None or not (known.inner_width and known.key_width):
+        raise Unsupported(what, known.why_not or "its widths are not known", instead)
+    matrices = [each for each in spread.block if min(each.rows, each.row_elements) > 1]
+    return Sizes(
+        width=spread.embedding[0].row_elements,
+        inner=known.inner_width,
+        num_layers=spread.num_layers,
+        num_parameters=facts.num_parameters,
+        matrices=elements(matrices),
+        kinds=f"{len(matrices)} of them",
+        key_width=known.key_width,
+    )
 
 
 def _known(spec: StepSpec) -> Known:

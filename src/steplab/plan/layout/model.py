@@ -111,6 +111,8 @@ class Known:
     spread: Spread | None
     why_not: str = ""
     """Why layouts cannot spread it."""
+    inner_width: int | None = None
+    key_width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
