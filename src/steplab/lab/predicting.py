@@ -186,7 +186,7 @@ def memory_of(
     gpu: the GPU whose cuBLAS workspace is counted; None: a Hopper.
     """
     found = _memory_of(spec, variant, gpu, sequence_parallel, operators)
-    return replace(found, model=facts_of(spec))
+    return found if found.model else replace(found, model=facts_of(spec))
 
 
 def _memory_of(
