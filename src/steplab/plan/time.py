@@ -44,7 +44,8 @@ def predict_step_time(
     Raises Unsupported for a step with unknown operators, off CUDA or of several processes, and for a number format
     without a peak on this GPU.
     """
-    asked, spec = spec, _known_step(spec, gpu, operators)
+    asked = spec
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     parts = throttled(_parts(spec, gpu, operators), gpu)
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
@@ -92,11 +93,6 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
-def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
-    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
-    return spec
-
-
 def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
     """Device time at the full clock, without overlap of the update."""
     if operators is None:
@@ -116,7 +112,8 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
     """The shares of the eager step of `spec` that remain after compiling; arguments and errors as in
     `predict_step_time`."""
-    known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # not compiled whole if overlapped
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
+    known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
     updates = _num_kernels([part for part in eager if part.phase == "optimizer"])
     eager_host_s, compiled_host_s = (
