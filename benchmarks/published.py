@@ -9,7 +9,7 @@ and weights in bf16. The update is divided by the ranks that share its state; th
 
 A few factors per source and GPU describe its software, attention and network (StackRates). With enough rows of a source
 on a GPU, they are fitted to rows with other model sizes, or with one model, other numbers of GPUs. Other rows use
-kernel rates alone.
+kernel rates alone, and a first table all rows.
 
 Other programs keep other state: 16-bit weights with partly shared fp32 copies, or fp32 shards of weights used in 16
 bits. They pad the vocabulary for tp, and before 2022 did not split tokens between tensor-parallel products. Memory of
@@ -373,10 +373,11 @@ def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
         yield row, load, measured
 
 
-def check_rows(rows: Sequence[PublicRow]) -> list[RowCheck]:
+def check_rows(rows: Sequence[PublicRow], *, fitted: bool = True) -> list[RowCheck]:
+    """fitted: with factors of a source, from its other rows; False: kernel rates alone, which is what a user gets."""
     scored = [row for row in rows if counts(row)]
     loaded = list(loaded_rows(scored))
-    stacks, constants = unseen_stacks(loaded), _constants(scored)
+    stacks, constants = unseen_stacks(loaded) if fitted else {}, _constants(scored)
     loads = {row.id: load for row, load, _ in loaded}
     return [_check_row(row, loads.get(row.id), stacks.get(row.id), constants.get(row.id)) for row in scored]
 
@@ -497,12 +498,15 @@ def ranking(checks: Sequence[RowCheck]) -> dict[str, list[bool]]:
 
 
 def times(rows: Sequence[PublicRow]) -> None:
-    checks = check_rows(rows)
-    print("| source | steps | median | p90 | worst | in the interval | best constant: median | p90 |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, group in groups_of(checks).items():
-        print(f"| {' | '.join((name, *summary(group)))} |")
-    print("\n| source | pairs of one job | in the measured order |\n|---|---|---|")
+    for fitted in (False, True):
+        checks = check_rows(rows, fitted=fitted)
+        factors = "with factors from other rows" if fitted else "without any factor"
+        print(f"| source, {factors} | steps | median | p90 | worst | in the interval | best constant: median | p90 |")
+        print("|---|---|---|---|---|---|---|---|")
+        for name, group in {"all": [check for check in checks if check.error is not None], **groups_of(checks)}.items():
+            print(f"| {' | '.join((name, *summary(group)))} |")
+        print()
+    print("| source | pairs of one job | in the measured order |\n|---|---|---|")
     for name, pairs in ranking(checks).items():
         print(f"| {name} | {len(pairs)} | {mean(pairs):.0%} |")
     print("\n| row | not predicted |\n|---|---|")

@@ -32,8 +32,9 @@ from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
+_TOGETHER |= {"nll_loss_backward": "fill", "zero": "fill"}
 """Operators with indistinguishable kernels in a trace: out-of-place masking copies first, the softmax's backward
-multiplies first.
+multiplies first. Gradients of losses are filled with zeros first.
 """
 _LARGEST_SHARE = 1.5
 """Largest fitted share of the bandwidth: the cache is faster than memory."""

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -5,8 +6,8 @@ import pytest
 from tests.cli.program import REPOSITORY, Program, finish, tiny
 from tests.cli.test_bad_input import TINY_LLAMA
 
-from steplab.costs.parameters import num_parameters
-from steplab.specs.hf_shape import shape_of
+from steplab.lab.predicting import facts_of, sizes_for_accounting
+from steplab.plan.accounting import sizes_of
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
 
@@ -66,15 +67,18 @@ def test_a_transformers_configuration_is_measured_with_its_own_sizes(steplab: Pr
     [("llama2-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
 )
 def test_configurations_of_published_models_have_their_parameters(name: str, parameters: int) -> None:
-    model = resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/{name}.json"}).model
-    assert num_parameters(shape_of(model, "")) == parameters
+    facts = facts_of(resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/{name}.json"}))
+    assert facts is not None
+    assert facts.num_parameters == parameters
 
 
 @pytest.mark.parametrize("size", ["small", "2.7b"])
 def test_the_configurations_that_come_along_have_the_sizes_of_the_built_in_models(size: str) -> None:
-    model = resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/llama-{size}.json"}).model
+    spec = resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/llama-{size}.json"})
+    model = spec.model
     assert model.label == f"hf:llama-{size}"
-    assert shape_of(model, "") == MODEL_SIZES[size]
+    own, built = sizes_of(MODEL_SIZES[size]), sizes_for_accounting(spec)
+    assert dataclasses.replace(built, kinds=own.kinds) == own
     config = dict(model.hf_config or {})
     read = pytest.importorskip("transformers").AutoConfig.for_model(config.pop("model_type"), **config)
     assert (read.num_hidden_layers, read.head_dim) == (MODEL_SIZES[size].num_layers, MODEL_SIZES[size].head_dim)

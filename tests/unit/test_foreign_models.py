@@ -14,15 +14,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.cli.app import main
-from steplab.errors import Unsupported
+from steplab.errors import Unsupported, UserError
 from steplab.fake_step.step import operators_of_fake
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.step import ModelStep
-from steplab.measurement.step_job import _facts
+from steplab.measurement.step_job import facts_of
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
+from steplab.plan.dry_run.events import READS_A_VALUE
 from steplab.records.run import Run
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
@@ -72,7 +73,7 @@ def test_a_configuration_builds_what_it_is_a_configuration_of(config: dict[str, 
 def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_are_counted() -> None:
     conventions = {}
     for config in (LLAMA, BERT, T5):
-        facts = sure(_facts(build_workload(of_config(config), CPU)))
+        facts = sure(facts_of(build_workload(of_config(config), CPU)))
         run = dataclasses.replace(make_run(), spec=of_config(config), model=facts)
         conventions[config["model_type"]] = {
             u.convention for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))
@@ -86,7 +87,7 @@ def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_ar
 def test_experts_count_by_the_rows_that_they_execute(experts: int) -> None:
     spec = of_config(mixtral(experts), attention="plain")
     workload = build_workload(spec, CPU)
-    facts = sure(_facts(workload))
+    facts = sure(facts_of(workload))
     of_an_expert = 3 * 64 * 128
     assert facts.num_parameters - sure(facts.num_active_parameters) == 2 * (experts - 2) * of_an_expert
     rows = 2 * 64
@@ -215,6 +216,60 @@ def test_every_command_has_one_answer(name: str, precision: str) -> None:
     assert copies.peak_bytes >= one.peak_bytes
     for category in ("parameters", "optimizer_state"):
         assert shards.at_peak.get(category, 0) <= one.at_peak.get(category, 0)
+
+
+def test_a_pipeline_of_a_configuration_has_all_of_it_once_and_sends_the_residual_stream() -> None:
+    spec = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa", layout="pp=2")
+    alone = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa")
+    piped, whole = plan_memory(spec, gpu="H200 SXM"), plan_memory(alone, gpu="H200 SXM")
+    first, last = piped.ranks
+    assert (first.has, last.has) == ("embedding, blocks 0 to 2", "blocks 3 to 4, head")
+    assert whole.model is not None
+    held = [whole.model.num_parameters * width for width in (4, 4, 8)]
+    for size, key in zip(held, ("parameters_bytes", "gradients_bytes", "optimizer_bytes"), strict=True):
+        assert sum(getattr(rank, key) for rank in piped.ranks) == pytest.approx(size, rel=1e-3)
+    (planned,) = plan_steps([spec])
+    assert planned.layout is not None
+    (candidate,) = planned.layout.candidates
+    assert candidate.time is not None
+    (sent,) = candidate.time.traffic
+    assert (sent.axis, sent.messages, sent.total_bytes) == ("pp", 4, 4 * 64 * 64 * 4)
+    assert candidate.time.seconds < 2 * predicted(alone, "H200 SXM")[0].central_s
+    with pytest.raises(Unsupported, match="share a weight"):
+        plan_memory(of_config(QWEN2, batch=4, layout="pp=2"))
+    with pytest.raises(UserError, match="the model has 2 blocks; valid for pp: 1 to 2"):
+        plan_memory(of_config(LLAMA, batch=4, layout="pp=4"))
+
+
+@pytest.mark.parametrize("config", [LLAMA, mixtral(4), QWEN2], ids=lambda config: config["model_type"])
+def test_every_answer_has_the_parameters_that_transformers_counts(config: dict[str, Any]) -> None:
+    built = build_workload(of_config(config), CPU)
+    assert built.module is not None
+    number = sum(parameter.numel() for parameter in built.module.parameters())
+    planned = plan_steps([of_config(config), of_config(config, layout="dp=2")])
+    answers = [each.memory for each in planned] + [planned[0].time, planned[1].layout]
+    for answer in answers:
+        assert answer is not None
+        assert answer.model is not None
+        assert answer.model.num_parameters == number
+        assert answer.model.num_active_parameters == built.num_active_parameters
+    assert planned[0].time is not None
+    causal = next(used for used in planned[0].time.utilizations if used.convention == "causal")
+    run = dataclasses.replace(make_run(), spec=of_config(config), model=facts_of(built))
+    assert causal.flops in [used.flops for used in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))]
+
+
+def test_grouped_products_in_fp32_wait_for_the_device_and_indices_are_priced_by_what_they_move() -> None:
+    config = mixtral(4) | {"hidden_size": 128}
+    mixed, pure = (operators_of_fake(of_config(config, precision=p)) for p in ("bf16", "bf16_pure"))
+    products = sum(op.name == "_grouped_mm" for op in mixed)
+    assert sum(op.name == READS_A_VALUE for op in mixed) == products > 0
+    assert not any(op.name == READS_A_VALUE for op in pure)
+    indexed = [op for op in pure if op.name == "index"]
+    assert indexed
+    for op in indexed:  # elements that are read, and their numbers
+        assert op.read_bytes <= op.written_bytes + 8 * op.written_bytes
+    assert any(op.rate == "added rows" for op in pure)
 
 
 @cache

@@ -5,8 +5,9 @@ import pytest
 from tests.documents import chapter_says
 from tests.stored_records import stored
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported
-from steplab.lab.layout_planning import plan_layout
+from steplab.lab.layout_planning import plan_given_layout, plan_layout
 from steplab.lab.planning import plan_memory, plan_time
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES, RESERVED_MARGIN, fits_of
 from steplab.plan.memory import predict_memory
@@ -122,3 +123,16 @@ def test_between_the_two_figures_nothing_is_promised() -> None:
         assert found.peak_bytes < found.least_device_bytes < found.safe_device_bytes
         verdicts.append(next(card.verdict for card in found.cards if card.gpu == "H200 SXM"))
     assert verdicts == ["fits", "too tight to promise", "does not fit"]
+
+
+def test_a_given_memory_decides_on_the_fit_in_every_plan_and_the_time_stays() -> None:
+    small, large = (gpu_named("H100 SXM", memory_bytes=size * GIB) for size in (40, 96))
+    step: dict[str, Any] = {"context": 512, "precision": "bf16"}
+    for gpu, fits in ((small, "does not fit"), (large, "fits")):
+        memory, time = plan_memory("2.7b", gpu=gpu, **step), plan_time("2.7b", gpu=gpu, **step)
+        assert time.fit is not None
+        assert {card.verdict for card in memory.cards} == {time.fit.verdict} == {fits}
+        assert time.central_s == plan_time("2.7b", gpu="H100 SXM", **step).central_s
+        on_two = plan_given_layout(resolve_step({"model": "2.7b", "layout": "dp=2", **step}), gpu).candidates[0]
+        assert on_two.verdict == fits
+        assert on_two.time is not None

@@ -386,7 +386,7 @@ def test_the_table_of_rates_says_what_it_was_fitted_to() -> None:
     for rates in fitted_rates():
         assert rates.source
         assert rates.until_utc
-        assert set(rates.step.spread) == {"eager", "compiled", "elsewhere"}
+        assert set(rates.step.spread) == {"eager", "compiled", "elsewhere", "traced"}
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.specs.hardware import HardwareSpec, hardware_named
+from steplab.units import format_bytes
 
 
 class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,8 +102,9 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_update: float = 0.0
     """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
-    """Half of the 90 % interval around the central value, as a share of it, by kind of fit: eager, compiled, and
-    'elsewhere' for number formats without a fit, and for GPUs without a fit or a measured step."""
+    """Half of the 90 % interval around the central value, as a share of it, by kind of fit: eager, compiled, 'traced'
+    for other models than steplab's (held out by family and by size, benchmarks/foreign_models.py), and 'elsewhere' for
+    number formats without a fit, and for GPUs without a fit or a measured step."""
 
     def gap(self, replayed: bool) -> float:
         """Seconds between a kernel and the next."""
@@ -159,6 +161,8 @@ class Gpu:
     """torch's names of it."""
     platform: str = "cuda"
     """Target of its kernels: cuda or rocm."""
+    hardware: HardwareSpec | None = None
+    """The known GPU, with the memory that was given; None: its figures were measured."""
 
 
 @functools.cache
@@ -172,10 +176,20 @@ LEAST_PER_S = 1e9
 """A given figure below it was meant in TFLOP/s or TB/s: every GPU has more FLOPs and bytes per second."""
 
 
-def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
-    """A known GPU with the committed rates, its figures replaced by given ones; peak: FLOP/s by number format. Raises
-    UserError for an unknown GPU, and for a figure that is not positive."""
+def gpu_named(
+    name: str,
+    *,
+    peak: Mapping[str, float] | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+    memory_bytes: int | None = None,
+) -> Gpu:
+    """A known GPU with the committed rates, its figures replaced by given ones; peak: FLOP/s by number format,
+    memory_bytes: stated capacity. Raises UserError for an unknown GPU, and for a figure that is not positive."""
     gpu = gpu_of(hardware_named(name))
+    if memory_bytes is not None and gpu.hardware is not None:
+        named = f"{gpu.name} with {format_bytes(memory_bytes)}"
+        card = dataclasses.replace(gpu.hardware, name=named, memory_bytes=memory_bytes, usable_bytes=None)
+        gpu = dataclasses.replace(gpu, hardware=card)
     given = {f"peak {dtype}": value for dtype, value in (peak or {}).items()}
     given |= {} if bandwidth_bytes_per_s is None else {"bandwidth": bandwidth_bytes_per_s}
     for what, value in given.items():
@@ -215,6 +229,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
         multiprocessors=hardware.multiprocessors,
         device_names=tuple(hardware.device_names),
         platform=hardware.platform,
+        hardware=hardware,
         rates=rates,
         is_fitted=own,
         sources=(

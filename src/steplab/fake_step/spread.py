@@ -7,25 +7,28 @@ from functools import partial
 import torch
 from torch import nn
 
-from steplab.errors import Unsupported
 from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import facts_of
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.sizes import Count
-from steplab.plan.layout.model import Spread
+from steplab.plan.layout.model import Known, Spread
 from steplab.plan.layout.weights import Weight
 from steplab.specs.step import StepSpec
 
 _BLOCKS = 2
 
 
-def spread(spec: StepSpec) -> Spread:
-    """The model of a spec; the layout is ignored. Raises Unsupported as `fake_step` does, and for a model without
-    identical blocks."""
-    doing = f"planning layouts of {spec.model.label}"
+def known_of(spec: StepSpec) -> Known:
+    """The model of a spec; the layout is ignored. Raises Unsupported as `fake_step` does."""
     with built_on_fakes(spec) as step:
-        blocks = _alike(step.module, doing)
+        facts = facts_of(step.workload)
+        assert facts is not None
+        blocks = blocks_of(step.module)
+        if why := _why_not(blocks):
+            return Known(facts=facts, spread=None, why_not=why)
+        work = step.workload
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         ends: tuple[list[Weight], list[Weight]] = ([], [])
         first = next(iter(blocks[0].parameters()))
@@ -34,7 +37,7 @@ def spread(spec: StepSpec) -> Spread:
             behind |= parameter is first
             if id(parameter) not in inside:
                 ends[behind].append(_weight(name, parameter))
-        return Spread(
+        spread = Spread(
             num_layers=len(blocks),
             embedding=tuple(ends[0]),
             block=tuple(_weight(name, parameter) for name, parameter in blocks[0].named_parameters()),
@@ -42,7 +45,10 @@ def spread(spec: StepSpec) -> Spread:
             buffer_bytes=sum(buffer.nbytes for buffer in step.module.buffers()),
             batch_bytes=_bytes_of(step.batches[0]),
             batch=spec.batch,
+            is_tied=len(list(step.module.named_parameters(remove_duplicate=False)))
+            > len(list(step.module.parameters())),
         )
+        return Known(facts=facts, spread=spread, inner_width=work.inner_width, key_width=work.key_width)
 
 
 def with_blocks(
@@ -61,14 +67,12 @@ def _cut(step: ModelStep, number: int) -> None:
                 return
 
 
-def _alike(module: nn.Module, doing: str) -> list[nn.Module]:
-    blocks = blocks_of(module)
+def _why_not(blocks: list[nn.Module]) -> str:
     if len(blocks) < _BLOCKS:
-        why = f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
-        raise Unsupported(doing, why, "measure it with `steplab run --layout dp=2`, or plan one process")
+        return f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
     if len({tuple(map(repr, _kind(block))) for block in blocks}) > 1:
-        raise Unsupported(doing, "its blocks are of several kinds, and are planned as alike", "plan one process")
-    return blocks
+        return "its blocks are of several kinds, and are planned as alike"
+    return ""
 
 
 def _kind(block: nn.Module) -> list[object]:

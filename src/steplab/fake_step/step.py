@@ -159,7 +159,12 @@ def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
         yield found[0]
 
 
-_ALONE: dict[str, Any] = {"layout": SINGLE, "pass_name": "forward_backward", "data_parallel": "bucketed"}
+_ALONE: dict[str, Any] = {
+    "layout": SINGLE,
+    "pass_name": "forward_backward",
+    "data_parallel": "bucketed",
+    "microbatches": None,
+}
 
 
 def _built(

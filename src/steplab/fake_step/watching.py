@@ -238,6 +238,11 @@ class Watcher(TorchDispatchMode):
         if writes and name not in _NO_KERNEL and self._phase != "build":
             if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
+            if name == "_grouped_mm" and reads[0].dtype == torch.float32:
+                self._tell(READS_A_VALUE, reads[2:3], reads[2:3], None, (), _GROUPS_IN_FP32)
+                self._calls += 3 * (product.batch if product else 1)
+            if name == "embedding_dense_backward":
+                self._tell("zeros", [], writes, None, (), place)
             pointwise = torch.Tag.pointwise in func.tags
             self._tell(name, reads, writes, product, args, place, pointwise=pointwise)
         return made
@@ -283,7 +288,7 @@ class Watcher(TorchDispatchMode):
             self._storages.free(number)
         if name in _NOT_WRITTEN:
             writes = [each for each in writes if not any(each is other for other in args[_NOT_WRITTEN[name]])]
-        reads, part_bytes = _read(name, reads)
+        reads, part_bytes = _read(name, reads, writes)
         fused = fused_attention(name, args)
         kind: Kind
         if fused is not None:
@@ -294,7 +299,7 @@ class Watcher(TorchDispatchMode):
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
         read_bytes, written_bytes = sum(map(_bytes_of, reads)) + part_bytes, sum(map(_bytes_of, writes))
-        if name in _COPIES:  # existing elements are written over filled ones
+        if name in _COPIES or name == "embedding_dense_backward":  # into filled elements
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
         if fused is not None and self._takes_cudnn(fused, reads[0]):
@@ -357,7 +362,7 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
 
 
-def _read(name: str, reads: list[Tensor]) -> tuple[list[Tensor], int]:
+def _read(name: str, reads: list[Tensor], writes: list[Tensor]) -> tuple[list[Tensor], int]:
     """Tensors that are read whole, and bytes of those read in part."""
     if _PLAIN_NAMES.get(name) == "fill":
         return [], 0
@@ -366,8 +371,8 @@ def _read(name: str, reads: list[Tensor]) -> tuple[list[Tensor], int]:
     if name not in _READ_IN_PART or len(reads) < 2:
         return reads, 0
     table, *indices = reads
-    rows = indices[0].numel() * (table.shape[-1] if name in ("embedding", "index", "index_select") else 1)
-    return indices, rows * table.element_size()
+    elements = writes[0].numel() if name in ("embedding", "index", "index_select") else indices[0].numel()
+    return indices, elements * table.element_size()
 
 
 def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
@@ -393,8 +398,12 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
-    if name in ("embedding_dense_backward", "nll_loss_backward"):
+    if name == "nll_loss_backward":
         return "zeros"  # few are overwritten
+    if name == "embedding_dense_backward" or (name.startswith("index_put") and len(args) > 3 and args[3]):
+        return "added rows"  # both sort the rows' numbers, then add row by row (Embedding.cu, Indexing.cu)
+    if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+        return "elementwise strided"  # an index is computed for each element (IndexKernel.cu)
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
         return f"{name} long"  # rows that exceed a multiprocessor's memory are read again
     if _PLAIN_NAMES.get(name) == "fill":
@@ -415,6 +424,8 @@ def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
 
 
 _WIDEST_OF_CUDNN = 128
+_GROUPS_IN_FP32 = "torch's grouped products in fp32"
+"""They read the sizes of the groups, and multiply one after the other (GroupedMMUtils.h)."""
 _LONGEST_ROW = 224 * 1024
 """Shared memory of a block on a Hopper, in bytes."""
 _COPIES = frozenset({"slice_backward", "select_backward"})

@@ -30,7 +30,7 @@ def plan_layout(
     *,
     gpus: int,
     global_batch: int,
-    gpu: str = "H200 SXM",
+    gpu: Gpu | str = "H200 SXM",
     gpus_per_node: int | None = None,
     links: Sequence[str] = (),
     profile: str | None = None,
@@ -56,12 +56,12 @@ def plan_layout(
         raise UserError("the layouts are what is searched for; leave --layout out")
     # Some fields are for several processes alone, and some steps are refused for one process alone.
     spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
-    given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
+    given, chosen = asked_step("plan_layout", spec, fields | spread), gpu_named(gpu) if isinstance(gpu, str) else gpu
     refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
     asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
     model = spread_model(asked)
     refuse_unknown_step(asked, chosen, operators_are_known=model is not None)
-    machine = _machine(hardware, gpus_per_node, links, profile, store)
+    machine = _machine(hardware_named(chosen.name), gpus_per_node, links, profile, store)
     found = plan_of_layouts(
         LayoutJob(
             spec=asked,
@@ -81,19 +81,20 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
 
     Raises Unsupported for a step of unpredictable time or memory on several GPUs.
     """
-    hardware = hardware_named(gpu.name)
-    chosen = choose_checkpointing(spec, hardware)
+    chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
-    alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER)
+    alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)
     model = spread_model(alone)
     refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
+    if model is not None:
+        model.refuse_unplanned(chosen.spec)
     job = LayoutJob(
         spec=alone,
         update=spec.update,
         gpus=spec.layout.world_size,
         global_batch=spec.tokens_of_all // spec.context,
         gpu=gpu,
-        machine=machine_of(hardware, None),
+        machine=machine_of(hardware_named(gpu.name), None),
         model=model,
     )
     found = plan_of_given(job, chosen.spec)
@@ -105,7 +106,7 @@ def plan_layouts(
     *,
     gpus: Sequence[int],
     global_batches: Sequence[int],
-    gpu_names: Sequence[str],
+    gpu_names: Sequence[Gpu | str],
     links: Sequence[str] = (),
     **given: Any,
 ) -> tuple[LayoutPlan, ...]:

@@ -12,23 +12,24 @@ from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.keeping import open_store
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
-from steplab.lab.predicting import is_traced, memory_of, operators_of
+from steplab.lab.predicting import facts_of, is_traced, memory_of, operators_of, sizes_for_accounting
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.accounting import account, device_of, mesh_of
+from steplab.plan.cards import fit_of
 from steplab.plan.check import Predicted, check_runs
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.accounting import Accounting
-from steplab.records.prediction import MemoryPrediction
+from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep, StepTimePrediction
 from steplab.records.time_check import TimeCheck
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
-from steplab.specs.hardware import accelerator_named, find_hardware, hardware_named
-from steplab.specs.hf_shape import shape_of
+from steplab.specs.hardware import HardwareSpec, accelerator_named, find_hardware, hardware_named
 from steplab.specs.layout import parse_layout
 from steplab.specs.step import StepSpec
+from steplab.units import parse_bytes
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
     `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of the commands of their names.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    found = choose_checkpointing(asked_step("plan", spec, fields, on_cuda), hardware_named(chosen.name))
+    found = choose_checkpointing(asked_step("plan", spec, fields, on_cuda), chosen.hardware)
     planned = plan_steps([found.spec], gpu=chosen)[0]
     return replace(planned, memory=planned.memory and with_notes(planned.memory, found.notes))
 
@@ -61,7 +62,7 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
 def plan_memory(
     spec: StepSpec | str | None = None,
     *,
-    gpu: str | None = None,
+    gpu: Gpu | str | None = None,
     variant: str | None = None,
     sequence_parallel: bool = True,
     **fields: object,
@@ -72,7 +73,8 @@ def plan_memory(
 
         steplab.plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
-    `gpu` is the one of the catalogue that is judged, by default each of them.
+    `gpu` is the one of the catalogue that is judged, or one with other figures (costs.rates.gpu_named), by default each
+    of them.
     `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
     `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
     which steplab plans and does not run.
@@ -84,12 +86,16 @@ def plan_memory(
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     if asked.checkpointing == AUTO and gpu is None:
         raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
-    wanted = None if gpu is None else hardware_named(gpu)
+    wanted = hardware_named(gpu) if isinstance(gpu, str) else gpu.hardware if gpu else None
     chosen = choose_checkpointing(asked, wanted)
     found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted, sequence_parallel=sequence_parallel)
     found = with_notes(found, chosen.notes)
-    cards = tuple(card for card in found.cards if wanted is None or wanted.name == card.gpu)
-    return replace(found, cards=cards)
+    return found if wanted is None else replace(found, cards=(_fit_on(wanted, found),))
+
+
+def _fit_on(card: HardwareSpec, found: MemoryPrediction) -> CardFit:
+    assert found.least_device_bytes is not None
+    return fit_of(card, found.kind, found.least_device_bytes, found.safe_device_bytes)
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
@@ -118,32 +124,34 @@ def plan_time(
     UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), hardware_named(chosen.name))
+    found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), chosen.hardware)
     operators: list[Operator] = []
     if is_traced(found.spec):  # which takes seconds, once for memory and time
         refuse_unknown_step(found.spec, chosen, operators_are_known=True)
     memory = _tried(partial(_memory_on, found.spec, chosen, operators), "memory", [])
-    return with_notes(_with_fit(_time_of(found.spec, chosen, operators), memory), found.notes)
+    return with_notes(_with_fit(_time_of(found.spec, chosen, operators, memory), memory, chosen), found.notes)
 
 
 def _memory_on(spec: StepSpec, gpu: Gpu, operators: list[Operator]) -> MemoryPrediction:
-    return memory_of(spec, gpu=hardware_named(gpu.name), operators=operators)
+    return memory_of(spec, gpu=gpu.hardware, operators=operators)
 
 
-def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None) -> StepTimePrediction:
+def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None, gpu: Gpu) -> StepTimePrediction:
     """The time with what the step's memory is on the GPU that it is predicted for."""
-    if memory is None:
+    if memory is None or gpu.hardware is None:
         return time
-    fit = next((card for card in memory.cards if card.gpu == time.gpu), None)
-    return replace(time, fit=fit, least_device_bytes=memory.least_device_bytes)
+    return replace(time, fit=_fit_on(gpu.hardware, memory), least_device_bytes=memory.least_device_bytes)
 
 
-def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> StepTimePrediction:
-    """operators: those of a traced step, where they are known already."""
+def _time_of(
+    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator], memory: MemoryPrediction | None
+) -> StepTimePrediction:
+    """operators: those of a traced step, where they are known already, as is its memory."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    found = predict_step_time(spec, gpu, operators or operators_of(spec))
+    facts = memory.model if memory else facts_of(spec)
+    found = predict_step_time(spec, gpu, operators or operators_of(spec), facts)
     tokens = spec.tokens_of_all if spec.model.kind == "hf" else _tokens_of_batches(spec)
     unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
     return with_notes(replace(found, tokens_per_step=tokens), unknown)
@@ -169,8 +177,8 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
                 why_not.append(f"time: {layout.candidates[0].reason}")
             found.append(PlannedStep(spec=spec, memory=memory, time=None, layout=layout, why_not=tuple(why_not)))
             continue
-        time = _tried(partial(_time_of, spec, chosen, operators), "time", why_not)
-        time = time and _with_fit(time, memory)
+        time = _tried(partial(_time_of, spec, chosen, operators, memory), "time", why_not)
+        time = time and _with_fit(time, memory, chosen)
         found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
     return tuple(found)
 
@@ -229,10 +237,9 @@ def plan_accounting(
     known.
     """
     asked = asked_step("plan_accounting", spec, fields)
-    shape = shape_of(asked.model, f"an accounting for {asked.model.label}")
     device = device_of(accelerator_named(gpu), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
     return account(
-        shape,
+        sizes_for_accounting(asked),
         model=asked.model.label,
         tokens=asked.tokens,
         mesh=mesh_of(device, parse_layout(mesh), None if axes is None else parse_layout(axes)),
@@ -245,8 +252,11 @@ _MOST_PLANNED = 12
 """Steps that a report predicts."""
 
 
-def chosen_gpu(name: str, peaks: tuple[str, ...], bandwidth_bytes_per_s: float | None) -> Gpu:
-    """The GPU of the command line's options; peaks: texts such as bf16=989e12. Raises UserError for another text."""
+def chosen_gpu(
+    name: str, peaks: tuple[str, ...] = (), bandwidth: float | None = None, memory: str | None = None
+) -> Gpu:
+    """The GPU of the command line's options; peaks: texts such as bf16=989e12, memory: 96GiB. Raises UserError for
+    another text."""
     found: dict[str, float] = {}
     for text in peaks:
         dtype, _, value = text.partition("=")
@@ -256,7 +266,8 @@ def chosen_gpu(name: str, peaks: tuple[str, ...], bandwidth_bytes_per_s: float |
             raise UserError(f"--peak takes a number format and FLOP/s, as bf16=989e12, not '{text}'") from None
         if dtype not in _FORMATS:
             raise UserError(f"--peak takes one of {', '.join(_FORMATS)}, as bf16=989e12, not '{text}'")
-    return gpu_named(name, peak=found, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    return gpu_named(name, peak=found, bandwidth_bytes_per_s=bandwidth, memory_bytes=memory_bytes)
 
 
 _FORMATS = ("fp32", "tf32", "bf16", "fp16")

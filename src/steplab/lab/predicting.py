@@ -16,18 +16,22 @@ from typing import TypeVar
 import msgspec
 
 from steplab.errors import Unsupported
+from steplab.plan.accounting import Sizes, sizes_of
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import ForeignModel, Spread, SpreadModel
+from steplab.plan.layout.model import ForeignModel, Known, own_facts
+from steplab.plan.layout.weights import elements
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import ModelFacts
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
+from steplab.units import format_count
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
 """A context that builds a step and yields a function that runs it; both emit events."""
@@ -178,9 +182,23 @@ def memory_of(
 
     gpu: decides cuBLAS's workspace; None: a Hopper.
     """
+    found = _memory_of(spec, variant, gpu, sequence_parallel, operators)
+    return found if found.model else replace(found, model=facts_of(spec))
+
+
+def _memory_of(
+    spec: StepSpec,
+    variant: Variant | None,
+    gpu: HardwareSpec | None,
+    sequence_parallel: bool,
+    operators: list[Operator] | None,
+) -> MemoryPrediction:
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
-        return predict_memory(spec, device=device, variant=variant, model=spread_model(spec))
+        model = spread_model(spec)
+        if model is not None:
+            model.refuse_unplanned(spec)
+        return predict_memory(spec, device=device, variant=variant, model=model)
     if is_traced(spec) and (deep := _deep_model(spec)):
         if operators is not None and spec.compile == "off":
             operators.extend(operators_of(spec))
@@ -223,7 +241,7 @@ _DEEP = 12
 """From this many blocks on, two are traced for all."""
 
 
-def _deep_model(spec: StepSpec) -> SpreadModel | None:
+def _deep_model(spec: StepSpec) -> ForeignModel | None:
     """A two-block configuration that stands for many equal blocks; None: trace the whole model. Optimizers that hold
     memory of their own while they update are followed there alone.
     """
@@ -266,18 +284,70 @@ def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
         return tuple(event for event in found if isinstance(event, Operator))
 
 
-def spread_model(spec: StepSpec) -> SpreadModel | None:
+def spread_model(spec: StepSpec) -> ForeignModel | None:
     """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
-    alone = replace(spec, layout=SINGLE, compile="off", checkpointing="none", update=AFTER, data_parallel="bucketed")
-    return ForeignModel(spread=kept_facts(alone, "spread", Spread, partial(_spread, spec)), trace=_trace_two_blocks)
+    known = _known(spec)
+    if known.spread is None:
+        instead = "measure it with `steplab run`, or plan one process"
+        raise Unsupported(f"planning layouts of {spec.model.label}", known.why_not, instead)
+    return ForeignModel(facts=known.facts, spread=known.spread, trace=_trace_two_blocks)
 
 
-def _spread(spec: StepSpec) -> Spread:
-    from steplab.fake_step.spread import spread
+def facts_of(spec: StepSpec) -> ModelFacts | None:
+    """The sizes of the model; None: it is known by a trace alone, which needs what is not installed."""
+    if spec.model.shape is not None:
+        return own_facts(spec.model.shape)
+    return _known(spec).facts if is_traced(spec) else None
 
-    return spread(spec)
+
+def sizes_for_accounting(spec: StepSpec) -> Sizes:
+    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike,
+    and for a mixture of experts."""
+    if spec.model.shape is not None:
+        return sizes_of(spec.model.shape)
+    what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"
+    if spec.model.kind != "hf" or not is_traced(spec):
+        why = "its sizes are known only by building it"
+        raise Unsupported(what, why, "install torch and transformers, or replace the sizes of a built-in model")
+    known = _known(spec)
+    facts, spread = known.facts, known.spread
+    if facts.num_active_parameters:
+        told = f"{format_count(facts.num_parameters)} parameters, {format_count(facts.num_active_parameters)} active"
+        raise Unsupported(what, f"it is a mixture of experts ({told}), which gathers more than it multiplies", instead)
+    if spread is None or not (known.inner_width and known.key_width):
+        raise Unsupported(what, known.why_not or "its widths are not known", instead)
+    matrices = [each for each in spread.block if min(each.rows, each.row_elements) > 1]
+    return Sizes(
+        width=spread.embedding[0].row_elements,
+        inner=known.inner_width,
+        num_layers=spread.num_layers,
+        num_parameters=facts.num_parameters,
+        matrices=elements(matrices),
+        kinds=f"{len(matrices)} of them",
+        key_width=known.key_width,
+    )
+
+
+def _known(spec: StepSpec) -> Known:
+    def find() -> Known:
+        from steplab.fake_step.spread import known_of
+
+        return known_of(spec)
+
+    alone = replace(
+        spec,
+        layout=SINGLE,
+        compile="off",
+        checkpointing="none",
+        update=AFTER,
+        data_parallel="bucketed",
+        microbatches=None,
+        pipeline_schedule="1f1b",
+        reshard_after_forward="auto",
+    )
+    return kept_facts(alone, "known", Known, find)
 
 
 def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:

@@ -186,7 +186,7 @@ class _Cell:
         self.runner.begin("build", 0)
         marked = {"span": watcher.span} if watcher else {}
         workload = build_workload(spec, device.torch_device, **marked)
-        self.model = _facts(workload)
+        self.model = facts_of(workload)
         self.notes += workload.notes
         if not workload.knows_tokens:
             self.tokens_per_step = None
@@ -413,7 +413,7 @@ def _run(phases: Sequence[Phase]) -> None:
         phase.run()
 
 
-def _facts(workload: Workload) -> ModelFacts | None:
+def facts_of(workload: Workload) -> ModelFacts | None:
     if workload.module is None:
         return None
     return ModelFacts(

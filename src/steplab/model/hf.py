@@ -21,6 +21,8 @@ from steplab.specs.step import StepSpec
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 """Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
+_INNER = ("intermediate_size", "n_inner", "ffn_dim")
+"""Names of the inner width of feed-forward blocks, in configurations."""
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all known types."""
 
@@ -59,13 +61,19 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         _checkpoint(model, spec)
     backend = spec.attention.removeprefix("sdpa_")
     module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
-    num_layers, attention_width = _sizes(config.get_text_config()) if task in ("causal", "masked") else (None, None)
+    text = config.get_text_config()
+    num_layers, attention_width = _sizes(text) if task in ("causal", "masked") else (None, None)
+    heads = getattr(text, "num_attention_heads", None)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner = next((n for key in _INNER if (n := getattr(text, key, None))), None)
     return Workload(
         module=module,
         make_batch=partial(_batch, task, config, spec, device),
         knows_tokens=task != "image",
         num_layers=num_layers,
         attention_width=attention_width,
+        key_width=attention_width * key_heads // heads if attention_width and heads and key_heads else None,
+        inner_width=inner or 4 * text.hidden_size if attention_width else None,
         is_causal=task == "causal",
         num_active_parameters=_num_active(model, config),
     )

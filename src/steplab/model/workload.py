@@ -24,6 +24,10 @@ class Workload:
     """Number of attention layers, for the FLOP count; None: unknown."""
     attention_width: int | None = None
     """Query heads x head dimension; None: unknown."""
+    key_width: int | None = None
+    """Heads of keys x head dimension; None: unknown."""
+    inner_width: int | None = None
+    """Inner width of feed-forward blocks; None: unknown."""
     is_causal: bool = True
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""

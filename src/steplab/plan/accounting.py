@@ -100,18 +100,50 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
     )
 
 
-def account(
-    shape: TransformerShape, *, model: str, tokens: int, mesh: Mesh, device: Device, counted: Device
-) -> Accounting:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """A model's sizes, as the derivations use them."""
+
+    width: int
+    inner: int
+    """Inner width of the feed-forward blocks."""
+    num_layers: int
+    num_parameters: int
+    matrices: int
+    """Elements of a block's matrices."""
+    kinds: str
+    """Number of these matrices, in words."""
+    key_width: int
+    """Width of keys; 0: no attention."""
+    plain_layers: int = 0
+    """Matrices of a block that is only a feed-forward block."""
+
+
+def sizes_of(shape: TransformerShape) -> Sizes:
+    """The sizes of steplab's Transformer."""
+    number = len(shape.feed_forward_layers)
+    return Sizes(
+        width=shape.d_model,
+        inner=shape.d_ff,
+        num_layers=shape.num_layers,
+        num_parameters=num_parameters(shape),
+        matrices=num_attention_weights(shape) + num_feed_forward_weights(shape),
+        kinds=f"{number} of its feed-forward part" + (", 4 of its attention" if shape.num_heads else ""),
+        key_width=shape.kv_width if shape.num_heads else 0,
+        plain_layers=0 if shape.num_heads else number,
+    )
+
+
+def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device, counted: Device) -> Accounting:
     """All derivations for a model.
 
     Args:
-        shape: sizes of the model; `model` is its name.
+        sizes: of the model; `model` is its name.
         tokens: size of the batch for which activations are counted.
         device: the kind of device in `mesh`.
         counted: the card whose memory is compared with the fp32 state.
     """
-    facts = _Facts(shape, tokens, mesh, device, counted)
+    facts = _Facts(sizes, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
 
 
@@ -131,13 +163,12 @@ def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
 
 
 class _Facts:
-    def __init__(self, shape: TransformerShape, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
-        self.shape, self.mesh, self.device, self.counted = shape, mesh, device, counted
-        self.num_parts = 2 if shape.num_heads else 1
-        matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
-        self.D, self.F = symbol("D", shape.d_model), symbol("F", shape.d_ff)
-        self.L, self.P = symbol("L", shape.num_layers), symbol("P", num_parameters(shape))
-        self.E = symbol("E", matrices)
+    def __init__(self, sizes: Sizes, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
+        self.sizes, self.mesh, self.device, self.counted = sizes, mesh, device, counted
+        self.num_parts = 2 if sizes.key_width else 1
+        self.D, self.F = symbol("D", sizes.width), symbol("F", sizes.inner)
+        self.L, self.P = symbol("L", sizes.num_layers), symbol("P", sizes.num_parameters)
+        self.E = symbol("E", sizes.matrices)
         self.tokens = symbol("B", tokens)
         self.X, self.Y = symbol("X", mesh.fsdp), symbol("Y", mesh.tp)
         self.MX, self.MY = symbol("M_X", mesh.fsdp_axes), symbol("M_Y", mesh.tp_axes)
@@ -145,17 +176,15 @@ class _Facts:
         self.C, self.W = symbol("C", device.flops_per_s), symbol("W", device.axis_bytes_per_s)
         self.alpha = symbol("α", device.flops_per_s / device.axis_bytes_per_s)
         # The book's F, for blocks of other matrices than two of D x F.
-        self.is_plain = matrices == 2 * self.num_parts * shape.d_model * shape.d_ff
-        self.Fe = self.F if self.is_plain else symbol("F_e", matrices / (2 * self.num_parts * shape.d_model))
+        self.is_plain = sizes.matrices == 2 * self.num_parts * sizes.width * sizes.inner
+        self.Fe = self.F if self.is_plain else symbol("F_e", sizes.matrices / (2 * self.num_parts * sizes.width))
 
     def given(self) -> Iterator[Figure]:
-        device, shape = self.device, self.shape
+        device = self.device
         yield _given(self.D, "", "width of the residual stream")
         yield _given(self.F, "", "inner width of the feed-forward blocks")
         yield _given(self.L, "", "blocks")
-        kinds = f"{len(shape.feed_forward_layers)} of its feed-forward part"
-        kinds += ", 4 of its attention" if shape.num_heads else ""
-        yield _given(self.E, "", f"elements of a block's matrices: {kinds}")
+        yield _given(self.E, "", f"elements of a block's matrices: {self.sizes.kinds}")
         yield _given(self.P, "", "parameters, all of them")
         yield _given(self.X, "devices", "that shard the weights and split the batch (FSDP)")
         yield _given(self.Y, "devices", "that split each matrix (tensor parallelism)")
@@ -192,10 +221,9 @@ class _Facts:
     # --- memory ---------------------------------------------------------------------------------------------
 
     def _state(self) -> Question:
-        P, shape = self.P, self.shape
-        lines: list[Line] = []
-        if not shape.num_heads:
-            lines.append(_line("P", len(shape.feed_forward_layers) * self.L * self.D * self.F, "", "parameters"))
+        P, lines = self.P, list[Line]()
+        if self.sizes.plain_layers:
+            lines.append(_line("P", self.sizes.plain_layers * self.L * self.D * self.F, "", "parameters"))
         weights = _line("S_w", 4 * P, "bytes", "master weights, fp32")
         gradients = _line("S_g", 4 * P, "bytes", "accumulated gradients, fp32")
         moments = _line("S_o", 8 * P, "bytes", "both moments of AdamW, fp32")
@@ -217,15 +245,15 @@ class _Facts:
         """Bytes for a token and for the batch: the inputs of matrix products and fused attention, once each, in
         bf16."""
         per_block: Formula = self.D + self.F
-        if self.shape.num_heads:
-            per_block = 4 * self.D + 2 * symbol("K", self.shape.kv_width) + self.F
+        if self.sizes.key_width:
+            per_block = 4 * self.D + 2 * symbol("K", self.sizes.key_width) + self.F
         per_token = _line("a", 2 * self.L * per_block, "bytes", "saved for a token")
         return per_token, _line("A", self.tokens * per_token.symbol, "bytes", "saved for the batch")
 
     def _activations(self) -> Question:
         per_token, whole = self._saved()
         rule = "each linear layer saves its input in bf16, once where several layers read it"
-        if self.shape.num_heads:
+        if self.sizes.key_width:
             rule += "; fused attention saves queries, keys (K wide), values and its output"
         return Question(
             title="How much is saved for the backward pass?",

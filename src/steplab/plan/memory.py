@@ -18,7 +18,7 @@ from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import SpreadModel
+from steplab.plan.layout.model import SpreadModel, own_facts
 from steplab.plan.layout.prediction import predict_layout_memory
 from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
@@ -108,6 +108,7 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
         least_device_bytes=least,
         safe_device_bytes=safe,
         cards=fits_of(spec, kind, least, safe),
+        model=own_facts(spec.model.shape) if spec.model.shape else None,
         spec=spec,
     )
 
@@ -240,6 +241,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         kind="at_least",
         least_device_bytes=least,
         cards=fits_of(spec, "at_least", least, None),
+        model=own_facts(shape),
         spec=spec,
     )
 

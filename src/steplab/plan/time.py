@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
 from steplab.costs.kernel_time import has_own_rates
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
 from steplab.plan.called import Host, hosts_of
@@ -21,9 +20,10 @@ from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.layout.model import own_facts
 from steplab.plan.memory import refuse_unknown_formats
 from steplab.records.profile import CompiledShares
-from steplab.records.run import Utilization
+from steplab.records.run import ModelFacts, Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
@@ -34,15 +34,18 @@ from steplab.units import counted, listed
 _PHASES = ("forward", "backward", "optimizer")
 
 
-def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> StepTimePrediction:
+def predict_step_time(
+    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None, facts: ModelFacts | None = None
+) -> StepTimePrediction:
     """The time of a step of `spec` by one process on one `gpu`, with a 90 % interval, by phase and by kind of kernel.
 
-    operators: the eager step's, from another source than the dry run (fake_step).
+    operators: the eager step's, from another source than the dry run (fake_step); facts: sizes of such a model.
 
     Raises Unsupported for a step with unknown operators, off CUDA or of several processes, and for a number format
     without a peak on this GPU.
     """
-    asked, spec = spec, _known_step(spec, gpu, operators)
+    asked = spec
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     parts = throttled(_parts(spec, gpu, operators), gpu)
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
@@ -69,7 +72,8 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
         tokens_per_step=None if asked.model.kind == "factory" else asked.tokens_of_all,
-        utilizations=_utilizations(spec, gpu, parts, step.seconds),
+        utilizations=_utilizations(spec, gpu, parts, step.seconds, facts),
+        model=facts or (own_facts(spec.model.shape) if spec.model.shape else None),
         sources=gpu.sources,
         notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
         spec=asked,
@@ -87,11 +91,6 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
         return part
     left = 1 - hidden
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
-
-
-def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
-    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
-    return spec
 
 
 def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
@@ -113,7 +112,8 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
     """The shares of the eager step of `spec` that remain after compiling; arguments and errors as in
     `predict_step_time`."""
-    known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # not compiled whole if overlapped
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
+    known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
     updates = _num_kernels([part for part in eager if part.phase == "optimizer"])
     eager_host_s, compiled_host_s = (
@@ -147,28 +147,35 @@ def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
     return sum(part.seconds for part in model) - _num_kernels(model) * gpu.rates.step.gap(replayed=False)
 
 
-def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:
+def _utilizations(
+    spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float, facts: ModelFacts | None
+) -> tuple[Utilization, ...]:
     """MFU under every convention if the model's sizes are known, and HFU from the executed kernels."""
     executed = sum(part.flops for part in parts if part.kind != "streaming")
-    return (*model_utilizations(spec, gpu, step_s), _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
+    used = model_utilizations(spec, gpu, step_s, facts)
+    return (*used, _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
 
 
-def model_utilizations(spec: StepSpec, gpu: Gpu, step_s: float) -> tuple[Utilization, ...]:
+def model_utilizations(
+    spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
+) -> tuple[Utilization, ...]:
     """MFU under every convention, for a step of `step_s` seconds on as many GPUs as its layout has ranks. Empty for a
-    model of unknown sizes."""
-    shape, flops = spec.model.shape, dict[str, float]()
-    if shape is not None:
+    model of unknown sizes. facts: of a traced model."""
+    if facts is None and spec.model.shape is not None:
+        facts = own_facts(spec.model.shape)
+    flops = dict[str, float]()
+    if facts is not None and not facts.is_counted:
         for convention in get_args(Convention):
             needed = model_flops_per_token(
                 convention,
-                num_parameters=num_parameters(shape),
-                num_embedding_parameters=num_embedding_parameters(shape),
-                num_layers=shape.num_layers,
-                attention_width=shape.num_heads * shape.head_dim,
+                num_parameters=facts.num_active_parameters or facts.num_parameters,
+                num_embedding_parameters=facts.num_embedding_parameters,
+                num_layers=facts.num_layers,
+                attention_width=facts.attention_width,
                 context=spec.context,
                 backward=spec.pass_name != "forward",
             )
-            if needed is not None:
+            if needed is not None and (facts.is_causal or convention != "causal"):
                 flops[convention] = needed * spec.tokens_of_all
     return tuple(_utilization("mfu", convention, each, spec, gpu, step_s) for convention, each in flops.items())
 
@@ -400,6 +407,7 @@ def step_spread(spec: StepSpec, gpu: Gpu) -> float:
     """Half of the 90 % interval of a step's time, as a share of it."""
     known = gpu.rates.step.spread
     own = known["eager" if spec.compile == "off" else "compiled"]
+    own = max(own, known.get("traced", own)) if spec.model.shape is None else own
     if has_own_rates(spec.precision, gpu):
         return own
     tried = gpu.rates.borrowers.get(gpu.name)

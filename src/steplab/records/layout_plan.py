@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from steplab.records.prediction import FitVerdict
-from steplab.records.run import Utilization
+from steplab.records.run import ModelFacts, Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import counted
 
@@ -92,7 +92,7 @@ class LayoutCandidate:
     worst_rank: str = ""
     """Ranks that need most memory."""
     time: LayoutTime | None = None
-    """Predicted time; None: it does not fit, or a link is unknown."""
+    """Predicted time; None: a link is unknown, or it does not fit. A layout that you gave has a time all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -125,6 +125,8 @@ class LayoutPlan:
     """Tokens of the whole training; None: not given."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU of the fastest at its central time, by convention."""
+    model: ModelFacts | None = None
+    """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
     """Sources of GPU and link figures."""
     notes: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from steplab.records.run import ModelFacts
 from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes
 
@@ -112,6 +113,8 @@ class MemoryPrediction:
     """Ranks that need most, described by the other figures, such as 'ranks 0 to 3'; empty: one process."""
     ranks: tuple[RankMemory, ...] = ()
     """Peak per group of equal ranks, in pipeline order; empty: one process."""
+    model: ModelFacts | None = None
+    """Sizes of the model; None: not known."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
     schema: str = "steplab.memory_prediction/1"

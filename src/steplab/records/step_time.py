@@ -5,7 +5,7 @@ from typing import Literal
 
 from steplab.records.layout_plan import LayoutPlan
 from steplab.records.prediction import CardFit, MemoryPrediction
-from steplab.records.run import Utilization
+from steplab.records.run import ModelFacts, Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes, format_time
 
@@ -81,6 +81,8 @@ class StepTimePrediction:
     """Fit of the predicted memory on the GPU; None: not predicted."""
     least_device_bytes: int | None = None
     """Predicted least memory of the GPU."""
+    model: ModelFacts | None = None
+    """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
     """Sources of GPU figures and rates."""
     notes: tuple[str, ...] = ()

@@ -33,15 +33,15 @@ _PLAIN = "or --block-ops plain"
 
 
 def refuse_unserved_layout(spec: StepChoices) -> None:
-    """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp."""
+    """Raise Unsupported for a step that cannot be planned along fsdp, tp or pp; every step can run along dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
     if layout.world_size == layout.dp:
         return
     if model.kind != "transformer":
-        if layout.tp > 1 or layout.pp > 1:
-            why = "only steplab's own Transformer can be split along tp and pp"
-            fix = f"{only_dp} or fsdp={layout.world_size}"
+        if layout.tp > 1:
+            why = "only steplab's own Transformer can be split along tp"
+            fix = f"{only_dp} or fsdp={layout.world_size}; pp=2 can be planned"
             raise Unsupported(f"{what} for {model.name}", why, fix)
         if spec.compile not in ("off", "block"):
             why = "its parameters are gathered and freed block by block"
@@ -100,17 +100,12 @@ def refuse_uneven_split(spec: StepChoices) -> None:
 
 def refuse_uneven_pipeline(spec: StepChoices) -> None:
     """Raise UserError for more stages than blocks, and for a number of microbatches that does not fit the batch."""
-    pp, shape = spec.layout.pp, spec.model.shape
-    if pp == 1 or shape is None:
+    pp, schedule, shape = spec.layout.pp, spec.pipeline_schedule, spec.model.shape
+    if pp == 1:
         return
-    schedule, batch, microbatches = spec.pipeline_schedule, spec.batch, spec.num_microbatches
-    stages = pp * STAGES_A_RANK[schedule]
-    if stages > shape.num_layers:
-        most = shape.num_layers // STAGES_A_RANK[schedule]
-        raise UserError(
-            f"pp={pp} makes {stages} stages (schedule {schedule}), but the model has {shape.num_layers} "
-            f"blocks; valid for pp: 1 to {max(most, 1)}"
-        )
+    batch, microbatches = spec.batch, spec.num_microbatches
+    if shape is not None:
+        refuse_stages_without_blocks(pp, schedule, shape.num_layers)
 
     def fits(count: int) -> bool:
         in_rounds = schedule != "interleaved" or count % max(1, count // pp) == 0
@@ -122,6 +117,17 @@ def refuse_uneven_pipeline(spec: StepChoices) -> None:
         raise UserError(
             f"a batch of {batch} sequences cannot be split into {microbatches} microbatches for a pipeline of pp={pp}: "
             f"their number must be at least pp and divide the batch; {fitting}"
+        )
+
+
+def refuse_stages_without_blocks(pp: int, schedule: str, num_layers: int) -> None:
+    """Raise UserError for a pipeline with more stages than the model has blocks."""
+    stages = pp * STAGES_A_RANK[schedule]
+    if stages > num_layers:
+        most = num_layers // STAGES_A_RANK[schedule]
+        raise UserError(
+            f"pp={pp} makes {stages} stages (schedule {schedule}), but the model has {num_layers} "
+            f"blocks; valid for pp: 1 to {max(most, 1)}"
         )
 
 

@@ -44,10 +44,23 @@ def _write(document: "Document", chosen: str, out: PageOptions, record: object =
         emit_document(document, chosen, out)
 
 
+_Peaks = Annotated[
+    tuple[str, ...],
+    Parameter(
+        help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]",
+        negative="",
+        show_default=False,
+    ),
+]
+_Bandwidth = Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")]
+_Memory = Annotated[str | None, Parameter(name="--memory", help="Memory of the GPU: 96GiB")]
+
+
 @plan.command
 def memory(
     *,
     gpu: Annotated[str | None, Parameter(help="GPU to fit [default: every known GPU]")] = None,
+    of_gpu: _Memory = None,
     step: PlannedStepOptions = PlannedStepOptions(),
     recipe: Recipe = None,
     variant: Annotated[
@@ -76,13 +89,14 @@ def memory(
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
     from steplab.cli.progress import shown
-    from steplab.lab.planning import on_cuda, plan_memory
+    from steplab.lab.planning import DEFAULT_GPU, chosen_gpu, on_cuda, plan_memory
     from steplab.report.plan.document import plan_document
     from steplab.specs.changes import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
+    card = chosen_gpu(gpu or DEFAULT_GPU, memory=of_gpu) if gpu or of_gpu else None
     with shown("predicting"):
-        prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
+        prediction = plan_memory(spec, gpu=card, variant=variant, sequence_parallel=sequence_parallel)
     _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 
@@ -90,15 +104,9 @@ def memory(
 def time(
     *,
     gpu: Annotated[str, Parameter(help="GPU, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
-    peak: Annotated[
-        tuple[str, ...],
-        Parameter(
-            help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]",
-            negative="",
-            show_default=False,
-        ),
-    ] = (),
-    bandwidth: Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")] = None,
+    peak: _Peaks = (),
+    bandwidth: _Bandwidth = None,
+    of_gpu: _Memory = None,
     step: PlannedStepOptions = PlannedStepOptions(),
     recipe: Recipe = None,
     out: PageOptions = PageOptions(),
@@ -120,7 +128,7 @@ def time(
     from steplab.specs.changes import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
-    card = chosen_gpu(gpu, peak, bandwidth)
+    card = chosen_gpu(gpu, peak, bandwidth, of_gpu)
     if spec.layout.world_size > 1:
         with shown("predicting"):
             found = plan_given_layout(spec, card)
@@ -150,6 +158,9 @@ def layout(
     gpus: Annotated[str, Parameter(help="Number of GPUs: 64, or 64,512")],
     global_batch: Annotated[str, Parameter(help="Sequences per step, over all GPUs")],
     gpu: Annotated[str, Parameter(help="GPU, or several: 'H100 SXM,H200 SXM'")] = "H200 SXM",
+    peak: _Peaks = (),
+    bandwidth: _Bandwidth = None,
+    of_gpu: _Memory = None,
     gpus_per_node: Annotated[int | None, Parameter(help="GPUs per node [default: the vendor's, else 8]")] = None,
     link: Annotated[
         tuple[str, ...],
@@ -181,6 +192,7 @@ def layout(
     """
     from steplab.cli.progress import shown
     from steplab.lab.layout_planning import plan_layouts
+    from steplab.lab.planning import chosen_gpu
     from steplab.report.plan.compared_layouts import compared_layouts_document
     from steplab.report.plan.layouts import layouts_document
     from steplab.units import parse_count
@@ -191,7 +203,7 @@ def layout(
             step.grid(),
             gpus=_numbers("--gpus", gpus),
             global_batches=_numbers("--global-batch", global_batch),
-            gpu_names=_parts(gpu),
+            gpu_names=[chosen_gpu(each, peak, bandwidth, of_gpu) for each in _parts(gpu)],
             links=link,
             gpus_per_node=gpus_per_node,
             profile=profile,

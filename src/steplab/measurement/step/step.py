@@ -86,7 +86,7 @@ class ModelStep:
         """In a world a collective call. A `variant`, not the spec's layout, decides how ranks are data parallel."""
         assert workload.module is not None
         assert workload.make_batch is not None
-        module = workload.module
+        self.workload, module = workload, workload.module
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = _to_bf16(parameter.data)

@@ -37,6 +37,8 @@ class Cluster:
     network_stated_bytes_per_s: float | None
     """Stated bandwidth of an adapter; None: not known, or the reached bandwidth was given."""
     sources: tuple[str, ...]
+    node_is_stated: bool = True
+    """True if the node's bandwidth is a share of the stated one, not given or measured."""
     calls_s: Mapping[str, float] = field(default_factory=dict)
     """Measured alpha by collective, within a node; missing ones follow NCCL's model."""
 
@@ -102,6 +104,7 @@ def machine_of(
         network=network.name if network else "network" if between else "",
         network_bytes_per_s=between,
         network_stated_bytes_per_s=stated,
+        node_is_stated="node" not in given,
         sources=tuple(sources),
     )
 
@@ -119,6 +122,7 @@ def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Clus
     return dataclasses.replace(
         machine,
         node_bytes_per_s={name: 1 / chosen[name].beta_s_per_byte for name in REACHED},
+        node_is_stated=False,
         calls_s={name: chosen[name].alpha_s for name in REACHED},
         sources=(*machine.sources[1:], source),
     )

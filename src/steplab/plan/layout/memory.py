@@ -343,9 +343,9 @@ class _Rank:
             what, formula = ("rotary table", "4 T d / h") if model.is_own else ("buffers", "as they are")
             held[Held("parameters", what, formula, table, 0)] = 1
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
-        if num_messages and (shape := spec.model.shape):
+        if num_messages:
             element = weight_bytes(spec)
-            size = element * self._batch * spec.context * shape.d_model
+            size = element * self._batch * spec.context * model.width
             size //= spec.layout.tp if self._sharing.splits_tokens else 1
             what = "residual stream and its gradient, from neighbours"
             held[Held("communication", what, f"{element} B T d / n", size, -size % 512)] = num_messages

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.weights import Weight, weights_of
+from steplab.records.run import ModelFacts
 from steplab.specs.layout import SINGLE
 from steplab.specs.model import TransformerShape
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, refuse_stages_without_blocks
 from steplab.specs.step_choices import AFTER
 
 _FP32_BYTES = 4
@@ -32,6 +35,10 @@ class SpreadModel(Protocol):
     def is_own(self) -> bool:
         """True for steplab's Transformer."""
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Its sizes."""
+
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
         """The weights of a part on a rank; `block`: of one block."""
 
@@ -44,6 +51,10 @@ class SpreadModel(Protocol):
     def input_bytes(self, spec: StepSpec) -> int:
         """Bytes of one batch."""
 
+    @property
+    def width(self) -> int:
+        """Elements of a token in the residual stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
@@ -53,6 +64,10 @@ class OwnModel:
     @property
     def num_layers(self) -> int:
         return self.shape.num_layers
+
+    @property
+    def facts(self) -> ModelFacts:
+        return own_facts(self.shape)
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
         return weights_of(self.shape, part, tp)
@@ -65,6 +80,10 @@ class OwnModel:
 
     def input_bytes(self, spec: StepSpec) -> int:
         return 2 * 8 * spec.tokens
+
+    @property
+    def width(self) -> int:
+        return self.shape.d_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +99,25 @@ class Spread:
     batch_bytes: int
     """Bytes of a batch of the traced step."""
     batch: int
+    is_tied: bool
+    """True if two of its parts share a weight, such as embedding and head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """All that is known of a traced model without its parts."""
+
+    facts: ModelFacts
+    spread: Spread | None
+    why_not: str = ""
+    """Why layouts cannot spread it."""
+    inner_width: int | None = None
+    key_width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForeignModel:
+    facts: ModelFacts
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
@@ -110,6 +144,9 @@ class ForeignModel:
                 checkpointing=recomputed,
                 update=AFTER,
                 data_parallel="bucketed",
+                microbatches=None,
+                pipeline_schedule="1f1b",
+                reshard_after_forward="auto",
             )
             found = parts_of_run(partial(self.trace, of_two, compiled=False))
             if spec.compile != "off":  # the memory of compiled code; its operators are the eager step's
@@ -124,11 +161,35 @@ class ForeignModel:
     def input_bytes(self, spec: StepSpec) -> int:
         return self.spread.batch_bytes * spec.batch // self.spread.batch
 
+    @property
+    def width(self) -> int:
+        return self.spread.embedding[0].row_elements
+
+    def refuse_unplanned(self, spec: StepSpec) -> None:
+        """Raise Unsupported or UserError for a pipeline whose stages cannot be told."""
+        layout, spread = spec.layout, self.spread
+        if layout.pp == 1:
+            return
+        refuse_stages_without_blocks(layout.pp, spec.pipeline_schedule, self.num_layers)
+        if spread.is_tied or not spread.embedding:
+            why = "its embedding and head share a weight" if spread.is_tied else "nothing comes before its blocks"
+            what = f"layout {layout} for {spec.model.label}"
+            raise Unsupported(what, f"{why}, and stages are cut between blocks", f"use fsdp={layout.world_size}")
+
 
 class Trace(Protocol):
     """Runs a step and reports its events, without operators if compiled."""
 
     def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
+
+
+def own_facts(shape: TransformerShape) -> ModelFacts:
+    return ModelFacts(
+        num_parameters=num_parameters(shape),
+        num_embedding_parameters=num_embedding_parameters(shape),
+        num_layers=shape.num_layers,
+        attention_width=shape.num_heads * shape.head_dim if shape.num_heads else None,
+    )
 
 
 def own_model(spec: StepSpec) -> SpreadModel:

@@ -48,6 +48,7 @@ def predict_layout_memory(
         cards=fits_of(spec, "estimate", least, safe),
         rank="" if alone else worst.ranks,
         ranks=() if alone else ranks,
+        model=sharing.model.facts,
         spec=spec,
     )
 

@@ -16,7 +16,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_of
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
-from steplab.plan.layout.model import SpreadModel
+from steplab.plan.layout.model import ForeignModel, own_model
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import sharing_of
@@ -25,14 +25,14 @@ from steplab.plan.memory import workspace_of
 from steplab.plan.time import model_utilizations
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict
-from steplab.records.run import Utilization
+from steplab.records.run import ModelFacts, Utilization
 from steplab.specs.attention_kernels import with_attention_chosen
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import OVERLAPPED, PipelineSchedule, Update
-from steplab.units import format_bytes
+from steplab.units import format_bytes, format_rate
 
 MOST_GPUS = 1 << 16
 _CHECKPOINTING = ("none", "selective", "full")
@@ -52,7 +52,7 @@ class LayoutJob:
     """Sequences in a step of all ranks together."""
     gpu: Gpu
     machine: Cluster
-    model: SpreadModel | None = None
+    model: ForeignModel | None = None
     """The model, unless it is steplab's own."""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
     """The job on the one layout of `spec`, with its batch, micro-steps and schedule."""
     chosen, said = with_attention_chosen(spec, spec.model.shape, job.gpu.device_names)
     search = _Search(job)
-    return _plan(job, said, search, [search.judged(chosen)])
+    return _plan(job, said, search, [search.judged(chosen, timed=True)])
 
 
 def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
@@ -87,7 +87,9 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
-    notes = [*said]
+    notes, facts = [*said, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
+    if job.model is not None and any(each.spec and each.spec.layout.pp > 1 for each in found):
+        notes.append("pipelines of this model are planned, not run: steplab cuts only its own Transformer into stages")
     if job.update == OVERLAPPED:
         notes.append("times assume the update after the backward pass: its overlap across ranks is not predicted")
     reached, stated = job.machine.network_bytes_per_s, job.machine.network_stated_bytes_per_s
@@ -115,16 +117,31 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
         network=job.machine.network,
         network_bytes_per_s=job.machine.network_bytes_per_s,
         network_stated_bytes_per_s=job.machine.network_stated_bytes_per_s,
-        utilizations=_utilizations(fitting, job.gpu),
+        utilizations=_utilizations(fitting, job.gpu, facts),
+        model=facts,
         sources=tuple(dict.fromkeys((*job.gpu.sources, *job.machine.sources))),
         notes=tuple(notes),
     )
 
 
-def _utilizations(fitting: Sequence[LayoutCandidate], gpu: Gpu) -> tuple[Utilization, ...]:
+def _within_a_node(job: LayoutJob) -> Iterator[str]:
+    rates, machine = job.machine.node_bytes_per_s.values(), job.machine
+    if job.gpus == 1:
+        return
+    low, high = (format_rate(edge(rates), "B/s") for edge in (min, max))
+    reached = low if low == high else f"{low} to {high}, by collective"
+    yield (
+        f"within a node a GPU is assumed to send {reached}, over {machine.node}: the share of its stated bandwidth "
+        "that NCCL reaches on H200s; give a measured one by `steplab plan layout --link node=330`"
+        if machine.node_is_stated
+        else f"within a node a GPU sends {reached}, as measured"
+    )
+
+
+def _utilizations(fitting: Sequence[LayoutCandidate], gpu: Gpu, facts: ModelFacts) -> tuple[Utilization, ...]:
     if not fitting or fitting[0].spec is None or fitting[0].time is None:
         return ()
-    return model_utilizations(fitting[0].spec, gpu, fitting[0].time.seconds)
+    return model_utilizations(fitting[0].spec, gpu, fitting[0].time.seconds, facts)
 
 
 def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
@@ -154,7 +171,7 @@ class _Search:
     def __init__(self, job: LayoutJob) -> None:
         self._job = job
         self._clock = LayoutClock(job.gpu, job.machine)
-        self._hardware = hardware_named(job.gpu.name)
+        self._hardware = job.gpu.hardware or hardware_named(job.gpu.name)
         self._workspace_bytes = workspace_of(self._hardware.device_names[0]).value
         self.usable_bytes, _ = usable_of(self._hardware)
 
@@ -164,7 +181,7 @@ class _Search:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
             return LayoutCandidate(layout=str(layout), options="", reason=why)
         per_rank = job.global_batch // layout.data_ranks
-        known = _CHECKPOINTING if job.model is None or job.model.is_own else ("none", "full")
+        known = _CHECKPOINTING if job.model is None else ("none", "full")
         choices = known if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
         best = self._best(layout, per_rank, choices[0])
         for choice in choices[1:]:
@@ -206,11 +223,14 @@ class _Search:
     ) -> LayoutCandidate:
         try:
             spec = dataclasses.replace(self._spec(layout, per_rank, batch, schedule), checkpointing=checkpointing)
+            if self._job.model is not None:
+                self._job.model.refuse_unplanned(spec)
         except SteplabError as error:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
         return self.judged(spec)
 
-    def judged(self, spec: StepSpec) -> LayoutCandidate:
+    def judged(self, spec: StepSpec, *, timed: bool = False) -> LayoutCandidate:
+        """timed: with the time of a layout that does not fit, on GPUs with enough memory."""
         layout = spec.layout
         model = self._job.model
         groups = _telling(rank_groups(spec, model.num_layers if model else None))
@@ -221,7 +241,10 @@ class _Search:
         least = worst.num_bytes + outside
         safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
         verdict = fit_of(self._hardware, "estimate", least, safe).verdict
-        time = self._clock.time(spec, sharing=sharing_of(spec, model=model)) if verdict != "does not fit" else None
+        if verdict == "does not fit" and not timed:
+            time = None
+        else:
+            time = self._clock.time(spec, sharing=sharing_of(spec, model=model))
         return LayoutCandidate(
             layout=str(layout),
             options=_options(spec, chosen=self._job.spec.checkpointing == AUTO),

@@ -51,7 +51,8 @@ def groups_of(spec: StepSpec) -> dict[str, Group]:
 
 
 def traffic_of(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> tuple[Traffic, ...]:
-    return (*_data_parallel(spec, sharing), *_sharded(spec, rank, sharing), *_split(spec, rank), *_staged(spec, rank))
+    of_data = (*_data_parallel(spec, sharing), *_sharded(spec, rank, sharing))
+    return (*of_data, *_split(spec, rank), *_staged(spec, rank, sharing))
 
 
 def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
@@ -162,11 +163,10 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
         )  # fmt: skip
 
 
-def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
+def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if spec.layout.pp == 1:
         return
-    assert spec.model.shape is not None
-    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * spec.model.shape.d_model // spec.layout.tp
+    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width // spec.layout.tp
     group = groups_of(spec)["pp"]
     pair = Group(size=2, stride=group.stride, in_line=group.size)
     for phase, ends in (("forward", "last"), ("backward", "first")):

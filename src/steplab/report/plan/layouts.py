@@ -8,6 +8,7 @@ from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.rows import Row
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import LABEL, MESSAGE, NUMBER
+from steplab.report.plan.document import parameter_words
 from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
 
@@ -38,7 +39,7 @@ def layouts_document(plan: LayoutPlan) -> Document:
 
 def _subtitle(plan: LayoutPlan) -> str:
     step = describe(plan.spec).replace(f" batch {plan.spec.batch} ·", "")
-    return f"{step} · global batch of {units.counted(plan.global_batch, 'sequence')}"
+    return f"{step}{parameter_words(plan.model)} · global batch of {units.counted(plan.global_batch, 'sequence')}"
 
 
 def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
@@ -48,7 +49,8 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         return
     best, time = fitting[0], fitting[0].time
     if number == 1:
-        fits = "fits" if best.verdict == "fits" else "is too tight to promise"
+        known = {"fits": "fits", "does not fit": f"does not fit: {best.reason}; the time is for enough memory"}
+        fits = known.get(best.verdict, "is too tight to promise")
         yield f"A step takes about {time_words(time)}; {best.options} {fits}."
     else:
         yield f"{_how_many_fit(fitting, number)} Fastest: {best.options}, about {time_words(time)} a step."
@@ -160,7 +162,8 @@ def time_words(time: LayoutTime) -> str:
 
 def _sections(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[Section]:
     if fitting:
-        yield Section.of("Layouts that fit", _ranking(plan, fitting))
+        fits = fitting[0].verdict != "does not fit"
+        yield Section.of("Layouts that fit" if fits else "The layout", _ranking(plan, fitting))
         yield Section.of("Time of a step", _time_bars(fitting[:_FIRST]))
         yield Section.of("Memory of the ranks that need most", _memory_bars(plan, fitting[:_FIRST]))
         yield Section.of("Communication of the fastest", _traffic(fitting[0]))

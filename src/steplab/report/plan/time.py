@@ -6,7 +6,7 @@ from steplab.records.run import Utilization
 from steplab.records.step_time import PhaseTimes, StepTimePrediction
 from steplab.report.kit.document import Column, Document, Section, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIME
-from steplab.report.plan.document import ANSWERS
+from steplab.report.plan.document import ANSWERS, parameter_words
 from steplab.report.run.one_run import utilization_blocks
 from steplab.specs.step import StepSpec, describe
 
@@ -21,7 +21,7 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     step, time = prediction.step, units.format_time
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
-        subtitle=describe(spec),
+        subtitle=f"{describe(spec)}{parameter_words(prediction.model)}",
         verdict=Verdict(
             sentences=(
                 f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
