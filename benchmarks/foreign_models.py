@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from benchmarks.rates_of_kernels import fit_streaming
+from benchmarks.rates_of_kernels import eager_sums, fit_streaming
 from benchmarks.tables import read
 
 from steplab.costs.rates import Gpu, gpu_named, with_rates
