@@ -124,6 +124,13 @@ def test_what_cannot_be_is_refused_in_one_line(steplab: Program, options: tuple[
     assert steplab.rows() == []
 
 
+def test_a_pipeline_of_another_model_is_refused_before_any_rank_starts(steplab: Program) -> None:
+    result = steplab("run", *tiny(batch="2", model="faulty:raises", layout="pp=2"))
+    assert result.code == 2
+    (line,) = result.stderr.splitlines()
+    assert "only steplab's own Transformer is cut into stages" in line
+
+
 def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:
     options = ("--model", "faulty:hangs", "--processes", "2", "--context", "8")
     temporary = steplab.folder / "temporary"

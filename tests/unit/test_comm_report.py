@@ -187,7 +187,7 @@ def test_documents_get_the_notes(document_of: Callable[[Any], Document], run: An
     noted = document_of(dataclasses.replace(run, notes=("of one_thing\nand another",)))
     assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
     latex = render(noted, "latex")
-    assert "\\subsection*{Notes}" in latex
+    assert "\\section{Notes}" in latex
     assert "\\item of one\\_thing and another" in latex
 
 

@@ -292,7 +292,7 @@ def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.Monkey
     (planned,) = plan_steps([spec])
     assert dataclasses.replace(sure(planned.memory), notes=memory.notes) == memory  # which names no GPU
     assert planned.time == time
-    assert len(built) == 1
+    assert [each.pass_name for each in built] == ["train", "forward_backward"]  # the steps; the model's sizes
 
 
 def _line_of(text: str) -> int:

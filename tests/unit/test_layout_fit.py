@@ -114,7 +114,6 @@ def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> Non
     "fields",
     [
         {"model": "package.module:function", "layout": "tp=2"},
-        {"model": "package.module:function", "layout": "pp=2"},
         {"model": "package.module:function", "compile": "default"},
         {"precision": "fp16"},
         {"compile": "reduce-overhead"},
@@ -134,7 +133,7 @@ def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object
 
 
 def test_a_configuration_is_planned_on_the_layouts_that_run_it() -> None:
-    with pytest.raises(Unsupported, match=r"use dp=2 or fsdp=2$"):
+    with pytest.raises(Unsupported, match=r"use dp=2 or fsdp=2; pp=2 can be planned$"):
         resolve_step({"layout": "tp=2", "model": CONFIGURATION})
     assert plan_layout(CONFIGURATION, gpus=2, global_batch=2).candidates
 

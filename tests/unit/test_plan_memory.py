@@ -726,7 +726,7 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
-    target = tmp_path / "plan"
+    target = tmp_path / "plan.txt"
     assert main(["plan", "memory", "--model", "tiny", "--format", format, "--output", str(target)]) == 0
     assert word in target.read_text()
 

@@ -241,8 +241,6 @@ class Watcher(TorchDispatchMode):
             if name == "_grouped_mm" and reads[0].dtype == torch.float32:
                 self._tell(READS_A_VALUE, reads[2:3], reads[2:3], None, (), _GROUPS_IN_FP32)
                 self._calls += 3 * (product.batch if product else 1)
-            if name == "embedding_dense_backward":
-                self._tell("zeros", [], writes, None, (), place)
             pointwise = torch.Tag.pointwise in func.tags
             self._tell(name, reads, writes, product, args, place, pointwise=pointwise)
         return made
@@ -299,7 +297,7 @@ class Watcher(TorchDispatchMode):
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
         read_bytes, written_bytes = sum(map(_bytes_of, reads)) + part_bytes, sum(map(_bytes_of, writes))
-        if name in _COPIES or name == "embedding_dense_backward":  # into filled elements
+        if name in _COPIES:  # existing elements are written over filled ones
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
         if fused is not None and self._takes_cudnn(fused, reads[0]):
@@ -398,10 +396,10 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
-    if name == "nll_loss_backward":
+    if name in ("embedding_dense_backward", "nll_loss_backward"):
         return "zeros"  # few are overwritten
-    if name == "embedding_dense_backward" or (name.startswith("index_put") and len(args) > 3 and args[3]):
-        return "added rows"  # both sort the rows' numbers, then add row by row (Embedding.cu, Indexing.cu)
+    if name.startswith("index_put") and len(args) > 3 and args[3]:
+        return "added rows"  # sorts the rows' numbers, then adds row by row (Indexing.cu)
     if name in ("index", "index_put", "index_put_", "_unsafe_index"):
         return "elementwise strided"  # an index is computed for each element (IndexKernel.cu)
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:

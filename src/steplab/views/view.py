@@ -1,6 +1,7 @@
 """A report for a prompt, a notebook or a file."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +60,16 @@ class View:
             text = leaving(self.write(chosen, False, beside), chosen)
         else:
             text = self.render(chosen)
-        for name, content in beside.files.items():
-            path = target.parent / name
-            path.parent.mkdir(exist_ok=True)
-            Destination(path=path, store=self.store, force=own).write(content)
-        with destination.writing() as file, packed(file, target) as written:
-            written.write(f"{text.rstrip(chr(10))}\n".encode())
+        with ExitStack() as undo:  # what a failure leaves half done
+            for name, content in beside.files.items():
+                path = target.parent / name
+                if not path.parent.exists():
+                    path.parent.mkdir()
+                    undo.callback(path.parent.rmdir)
+                if not path.exists():
+                    undo.callback(path.unlink, missing_ok=True)
+                Destination(path=path, store=self.store, force=own).write(content)
+            with destination.writing() as file, packed(file, target) as written:
+                written.write(f"{text.rstrip(chr(10))}\n".encode())
+            undo.pop_all()
         return target

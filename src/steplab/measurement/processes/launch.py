@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from steplab.errors import SteplabError, UserError
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.measurement.jobs import JOBS, AuditTask, StepTask
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
@@ -49,7 +49,11 @@ def measure_in_child(
     Raises UserError (or the child's SteplabError) for an impossible request. KeyboardInterrupt ends the child and
     passes on.
     """
-    refuse_planning_only(task.spec.model)
+    spec = task.spec
+    refuse_planning_only(spec.model)
+    if spec.layout.pp > 1 and spec.model.shape is None:
+        why = "only steplab's own Transformer is cut into stages; other models can be planned so"
+        raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, f"use fsdp={spec.layout.world_size}")
     answer = ask(
         "step",
         task,

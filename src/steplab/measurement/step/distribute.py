@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.laying_out import (
@@ -48,9 +47,6 @@ def make_ready(
         compat.compile_alike_in_all_wrappers()
     if world is None:
         return Distributed(module=module, call=_compiled(module, spec, by_block=spec.compile == "block"))
-    if spec.layout.pp > 1 and not isinstance(module, Transformer):
-        why = "only steplab's own Transformer is cut into stages; other models can be planned so"
-        raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, f"use fsdp={spec.layout.world_size}")
     if variant is None and spec.layout.world_size != spec.layout.dp:
         return _laid_out(module, spec, spec.layout, world, autocast)
     variant = variant or _variant_of(spec)
