@@ -395,3 +395,19 @@ def test_files_can_be_read_in_one_sitting() -> None:
 def test_functions_can_be_read_in_one_sitting() -> None:
     functions = [(path, name, lines) for path in FILES for name, lines in facts_of(path).functions]
     assert [function for function in functions if function[2] > LONGEST_FUNCTION] == []
+
+
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys
+sys.modules["triton"] = None
+import steplab.lab, steplab.measurement, steplab.model
+for package in (steplab.lab, steplab.measurement, steplab.model):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+import steplab.parallel.data_parallel
+"""
+
+
+def test_measuring_imports_no_triton_which_a_cpu_build_of_torch_lacks() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

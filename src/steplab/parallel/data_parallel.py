@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from .buckets import Bucket, CollectiveBucket, OwnedBucket, Owners, refuse_sparse
 from .collectives import Collectives, collectives_of
 from .errors import Unsupported, UserError
-from .peer_copies import peer_buckets
 from .peer_memory import PeerMemory, open_peer_memory
 from .reduction import GradientReducer, launch_order_of, strategy_of
 from .sizes import owners_in
@@ -298,6 +297,8 @@ def buckets_of(
     all parameters; gradients are averaged only there.
     """
     if transport != "collectives" and groups and collectives.size > 1:
+        from .peer_copies import peer_buckets  # it needs Triton
+
         memory = open_peer_memory(transport, collectives, group, list(chain(*groups)))
         return peer_buckets(groups, memory, owners)
     if owners is not None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from steplab.measurement.comm.data import Buffers
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
-from steplab.parallel.peer_copies import peer_buckets
 from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
 
 Call = Callable[[], Any]
@@ -39,6 +38,8 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
     """Average the whole message as one gradient; the average is written to the bucket."""
+    from steplab.parallel.peer_copies import peer_buckets  # it needs Triton
+
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)
     (average,) = bucket.wait()
     assert average is not None  # without owners every rank has it
