@@ -102,8 +102,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_update: float = 0.0
     """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
-    """Half of the 90 % interval around the central value, as a share of it, by kind of fit: eager, compiled, 'traced'
-    for other models than steplab's (held out by family and by size, benchmarks/foreign_models.py), and 'elsewhere' for
+    """Half of the 90 % interval around the central value, as a share of it, by kind of fit. 'traced', for other models
+    than steplab's, was set by hand from errors held out by family (benchmarks/foreign_models.py). 'elsewhere' is for
     number formats without a fit, and for GPUs without a fit or a measured step."""
 
     def gap(self, replayed: bool) -> float:
