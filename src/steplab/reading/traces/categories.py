@@ -22,7 +22,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"^Mem(cpy|set)\b|^\[CUDA mem|CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose_readWrite",
             r"n\w{3}ToN\w{3}Kernel|^batched_transpose_|^transpose_\w+2\w+|amd_rocclr_(copy|fill)|reshape_and_cache",
-            r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel",
+            r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel|^cast_(both_)?kernel$",
         ),
     ),
     ("elementwise", (r"rotary|(^|[_:])rope_|_rope(_|\b)|cross_entropy_scale",)),
@@ -76,7 +76,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "reduction",
-        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max|_sum_bitmatrix",),
+        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|a(rg)?max|min_max|_sum_bitmatrix",),
     ),
     ("other", (r"void cub::|thrust::",)),
 )
@@ -129,7 +129,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "copy",
         (
-            r"::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|type_as|_pin_memory)$",
+            r"::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|type_as|_pin_memory|fp8_cast(_both)?)$",
             r"::(_local_scalar_dense|item|is_nonzero)$",
         ),
     ),
