@@ -1,8 +1,12 @@
+import gzip
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -20,11 +24,15 @@ from steplab.ops.fp8.casts import E4M3, E5M2, plain_amax, plain_cast
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
+from steplab.records.codec import decode
+from steplab.records.run import Run
 from steplab.specs.changes import changes_for
 from steplab.specs.resolve import resolve_step
 
 assert kernels  # imported before the tests are collected, so that the interpreter is exact (tests/interpreted.py)
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "results" / "fp8_step_h200_202611.jsonl.gz"
 TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": 2, "model.d_model": 32, "model.d_ff": 48, "model.num_heads": 2,
     "model.vocab_size": 40, "batch": 2, "context": 16, "device": "cpu",
@@ -205,6 +213,40 @@ def test_a_plan_has_less_time_for_products_and_the_casts_beside_them(compile_mod
     assert of_bf16.is_fitted
     assert not of_fp8.is_fitted
     assert any("not from steps" in note for note in of_fp8.notes)
+
+
+def recorded() -> dict[str, list[Run]]:
+    """Steps in fp8 on an H200, by model. Their times are in no fit: rates of fp8 come from single layers."""
+    found: dict[str, list[Run]] = {}
+    for line in gzip.decompress(RECORDS.read_bytes()).decode().splitlines():
+        record = decode(line)
+        if isinstance(record, Run) and record.spec and record.spec.precision == "fp8":
+            found.setdefault(record.spec.model.name, []).append(record)
+    return found
+
+
+def test_recorded_steps_that_no_fit_saw_take_as_long_and_as_much_memory_as_planned() -> None:
+    """Within 7 % of the time and 1 % of the memory. The chapter has the largest error of each model; a new fit may move
+    it by a per cent.
+    """
+    gpu, chapter = gpu_named("H200 SXM"), (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    said = {
+        model: (int(steps), float(time.replace("−", "-")), float(peak.replace("−", "-")))
+        for model, steps, time, peak in re.findall(
+            r"^\| (\S+) \| (\d+) \| (\S+) % \| (\S+) % \|$", chapter, re.MULTILINE
+        )
+    }
+    assert said.keys() == recorded().keys()
+    for model, runs in recorded().items():
+        times, peaks = [], []
+        for run in runs:
+            spec = sure(run.spec)
+            times.append(100 * (predict_step_time(spec, gpu).central_s / sure(run.median_s) - 1))
+            peaks.append(100 * (predict_memory(spec).peak_bytes / sure(run.peak).peak_allocated_bytes - 1))
+        worst_time, worst_peak = (max(errors, key=abs) for errors in (times, peaks))
+        assert abs(worst_time) < 7, model
+        assert abs(worst_peak) < 1, model
+        assert said[model] == (len(runs), pytest.approx(worst_time, abs=1), pytest.approx(worst_peak, abs=0.1))
 
 
 def test_a_plan_refuses_what_it_does_not_know() -> None:

@@ -78,7 +78,7 @@ def _takes_fp8(spec: StepSpec | None, profile: Profile) -> bool:
 
 def _fields(spec: StepSpec | None) -> dict[str, str]:
     """The fix; empty if steplab has none for this model and these sizes."""
-    if spec is None or spec.precision not in FP8 or spec.block_ops == "triton" and spec.precision == "fp8":
+    if spec is None or spec.precision not in FP8 or (spec.block_ops == "triton" and spec.precision == "fp8"):
         return {}
     fused = {"block_ops": "triton", "model.projections": "merged"}
     for fields in ({"precision": "fp8"} | fused, {"precision": "fp8"}):

@@ -10,7 +10,7 @@ Reference" of torch.amp), and the two shorter of its three lists are below.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,7 @@ _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of 
 
 Types = tuple[str, ...]
 _Call = tuple[str, str, str, str | None, Types, Types]
+_FP8_CASTS = ("fp8_cast", "fp8_cast_both")
 _CHECKED_ROWS = 256
 """Rows of a result that are computed again in float64."""
 
@@ -158,6 +159,8 @@ class Operators(TorchDispatchMode):
         self._fp8: dict[_Call, list[Tensor]] = {}
         self._casts: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         """By address, a tensor in fp8, the one it was cast from, and the flushed and the saturated share."""
+        self.fp8_products: list[_Call] = []
+        """Products whose losses are known, in order."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,7 +170,7 @@ class Operators(TorchDispatchMode):
             op: str = func.name().partition(".")[0]
             name = op.rpartition("::")[2]
             self.names.append(name)
-            if name in ("fp8_cast", "fp8_cast_both"):
+            if name in _FP8_CASTS:
                 with self._place.counting(result[0].device.type):
                     self._note_cast(args[0], args[1], result[:-1])
             if name in _MATMULS or any(word in name for word in _MATMUL_WORDS):
@@ -178,7 +181,8 @@ class Operators(TorchDispatchMode):
         phase = self._place.phase
         node = running_node() if phase == "backward" else None
         node_name = str(node.name()).rpartition("::")[2] if node is not None else None
-        inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point())
+        operands = args[:2] if op == "aten::_scaled_mm" else args  # without scales
+        inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(operands) if tensor.is_floating_point())
         key = (self._place.module(), phase, op, node_name, inputs, floats_in(result))
         self._calls[key] = self._calls.get(key, 0) + 1
         if op == "aten::_scaled_mm":
@@ -200,20 +204,47 @@ class Operators(TorchDispatchMode):
         error = (result[:_CHECKED_ROWS].double() - exact).norm() / exact.norm()
         losses = torch.stack([error.float(), *(torch.maximum(*pair) for pair in zip(of_a, of_b, strict=True))])
         self._fp8.setdefault(key, []).append(losses)
+        self.fp8_products.append(key)
 
-    def _losses(self, key: _Call) -> Fp8Losses | None:
+    def _losses(self, key: _Call, amaxes: Sequence[Tensor]) -> Fp8Losses | None:
         if key not in self._fp8:
             return None
         error, flushed, saturated = torch.stack(self._fp8[key]).amax(0).tolist()
-        return Fp8Losses(error=error, flushed=flushed, saturated=saturated)
+        calls = [number for number, each in enumerate(self.fp8_products) if each == key]
+        history = tuple(tuple(of_step[calls].amax(0).tolist()) for of_step in amaxes)
+        return Fp8Losses(error=error, flushed=flushed, saturated=saturated, amaxes=history)
 
-    def matmuls(self) -> tuple[MatmulAudit, ...]:
-        """The operators that multiplied matrices."""
+    def matmuls(self, amaxes: Sequence[Tensor] = ()) -> tuple[MatmulAudit, ...]:
+        """The operators that multiplied matrices. `amaxes`: a step each, Amaxes.of_products."""
         names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
-            MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key))  # type: ignore[arg-type]
+            MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key, amaxes))  # type: ignore[arg-type]
             for key, calls in self._calls.items()
         )
+
+
+class Amaxes(TorchDispatchMode):
+    """Records the largest magnitudes that fp8 casts of a step are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._casts: dict[int, Tensor] = {}
+        self._products: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0].rpartition("::")[2]
+        if name in _FP8_CASTS:
+            self._casts |= {values.data_ptr(): args[1] for values in result[:-1]}
+        elif name == "_scaled_mm" and all(each.data_ptr() in self._casts for each in args[:2]):
+            self._products.append(torch.stack([self._casts[each.data_ptr()] for each in args[:2]]))
+        return result
+
+    def of_products(self) -> Tensor:
+        """[product in fp8 of the step, operand]"""
+        return torch.stack(self._products)
 
 
 class Functions(TorchFunctionMode):

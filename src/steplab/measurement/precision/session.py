@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
@@ -17,10 +18,10 @@ from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
-from steplab.measurement.precision.modes import rule_of
+from steplab.measurement.precision.modes import Amaxes, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
-from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step.step import ModelStep, make_step
 from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
@@ -33,6 +34,8 @@ _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTE
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
+_HISTORY = 8
+"""Training steps with recorded largest magnitudes of fp8 operands."""
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
@@ -102,6 +105,10 @@ class _AuditedStep:
             gradient_exponents=reference.watch.exponents.counts() if reference else (),
             kept_on_cuda=self._kept_on_cuda(seen.watch),
         )
+        if num_products := seen.watch.num_fp8_products:
+            self.begin("histories")
+            histories = self._amaxes(num_products)
+            audit = dataclasses.replace(audit, matmuls=seen.watch.matmuls(histories))
         if spec.precision == "fp16" and reference and spec.pass_name != "forward":
             self.begin("scaling")
             audit = dataclasses.replace(audit, loss_scaling=self._loss_scaling(step, reference, seen))
@@ -149,6 +156,22 @@ class _AuditedStep:
             return _Pass(watch, float(loss.detach()), dtype_name(loss.dtype))
         finally:
             step.module.zero_grad(set_to_none=True)
+
+    def _amaxes(self, num_products: int) -> list[Tensor]:
+        """Largest magnitudes of the operands of products in fp8, in the first training steps of another copy of the
+        model."""
+        eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
+        try:
+            step = make_step(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
+            found = []
+            for _ in range(_HISTORY):
+                with Amaxes() as seen:
+                    step.run()
+                found.append(seen.of_products())
+        except torch.OutOfMemoryError as error:
+            self.notes.append(f"histories of largest magnitudes: none: {failure_of(error, None).message}")
+            return []
+        return found if all(len(of_step) == num_products for of_step in found) else []
 
     def _loss_scaling(self, step: ModelStep, reference: _Pass, unscaled: _Pass) -> LossScaling | None:
         exact = reference.watch.all_gradients.elements()

@@ -3,7 +3,7 @@
 The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a number) for comparison.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,8 +216,12 @@ class NumericsWatch:
     def operations(self) -> tuple[OperationAudit, ...]:
         return self._functions.operations()
 
-    def matmuls(self) -> tuple[MatmulAudit, ...]:
-        return self._operators.matmuls()
+    def matmuls(self, amaxes: Sequence[Tensor] = ()) -> tuple[MatmulAudit, ...]:
+        return self._operators.matmuls(amaxes)
+
+    @property
+    def num_fp8_products(self) -> int:
+        return len(self._operators.fp8_products)
 
 
 def _audit(name: str, seen: _Seen) -> ModuleAudit:
