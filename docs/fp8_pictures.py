@@ -1,4 +1,4 @@
-"""Draws docs/fp8_losses.svg and docs/fp8_products.svg from committed records, with the charts of steplab's reports.
+"""Draws fp8_loss.svg, fp8_difference.svg, fp8_error.svg and fp8_flushed.svg, as reports draw, from committed records.
 
     python docs/fp8_pictures.py
 
@@ -7,7 +7,7 @@ The losses are those of `python -m benchmarks.loss_curves`; the products those o
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -43,15 +43,11 @@ WIDTH, BOTTOM = 340, 44
 
 
 def main(folder: Path = HERE) -> None:
-    for name, chart in (("fp8_losses", losses()), ("fp8_products", products())):
-        beside = Beside(folder=name)
-        for (_, content), part in zip(_files(beside, chart), "abc", strict=False):
-            (folder / f"{name}_{part}.svg").write_bytes(content)
-
-
-def _files(beside: Beside, chart: Chart) -> Iterator[tuple[str, bytes]]:
-    list(beside.pictures(chart))
-    yield from beside.files.items()
+    for chart, names in ((losses(), ("loss", "difference")), (products(), ("error", "flushed"))):
+        beside = Beside(folder="")
+        list(beside.pictures(chart))
+        for content, name in zip(beside.files.values(), names, strict=True):
+            (folder / f"fp8_{name}.svg").write_bytes(content)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -90,10 +86,7 @@ def losses() -> Chart:
 
 def products() -> Chart:
     """Error of each kind of product, and the largest share of an operand that becomes zero."""
-    record = decode(gzip.decompress(AUDIT.read_bytes()).decode().strip())
-    assert isinstance(record, Numerics)
-    assert record.audit is not None
-    found = of_layers(record.audit)
+    found = of_layers(audited())
     pictures = []
     for name, title in (("error", "Error of a product"), ("flushed", "Share that becomes zero")):
         with drawing(WIDTH, AXES_HEIGHT + 110, f"{title}, by layer and pass; a mark per block") as on:
@@ -110,6 +103,13 @@ def products() -> Chart:
             axes.grid(axis="y")
             pictures.append(on.picture(title))
     return Chart(pictures=tuple(pictures), legend=series_legend(("forward", "backward")))
+
+
+def audited() -> Audit:
+    record = decode(gzip.decompress(AUDIT.read_bytes()).decode().strip())
+    assert isinstance(record, Numerics)
+    assert record.audit is not None
+    return record.audit
 
 
 def of_layers(audit: Audit) -> Mapping[str, Mapping[str, list[Fp8Losses]]]:

@@ -307,7 +307,7 @@ def test_torchaos_casts_are_told_and_bound_the_saving() -> None:
     found = sure(fp8_casts(case(run)))
     assert found.saves_s == pytest.approx((6.0 + 0.5 + 20.0) * MS)
     assert found.at_most
-    assert found.fields == {"precision": "fp8", "block_ops": "triton", "model.projections": "merged"}
+    assert found.fields == {"precision": "fp8"}
     assert "--precision fp8 " in found.change
     assert {each.what: each.value for each in found.evidence}["their kernels per step"] == 12
 
@@ -323,15 +323,10 @@ def test_a_layout_that_fp8_does_not_serve_gets_no_field() -> None:
     assert not sure(fp8_casts(case(run))).fields
 
 
-def test_our_casts_are_told_only_where_producers_could_return_largest_magnitudes() -> None:
-    casts = op("steplab::fp8_cast_both", "copy", 20.0, calls=384)
-    search = op("steplab::amax", "reduction", 12.0, calls=384)
-    seen = profile([SCALED, casts, search], kernel_names={casts.name: "cast_both_kernel", search.name: "amax_kernel"})
-    plain = COMPILED | {"precision": "fp8", "model.projections": "merged"}
-    found = sure(fp8_casts(case(own(plain, seen, timing(183.0)))))
-    assert found.saves_s == pytest.approx(12.0 * MS)
-    assert found.fields == {"block_ops": "triton"}
-    assert fp8_casts(case(own(plain | {"block_ops": "triton"}, seen, timing(183.0)))) is None
+def test_our_casts_are_no_finding() -> None:
+    casts = [op("cast_both_kernel", "other", 20.0), op("amax_kernel", "other", 12.0)]
+    seen = profile([SCALED, *casts], kernel_names={each.name: each.name for each in casts})
+    assert fp8_casts(case(own(COMPILED | {"precision": "fp8"}, seen, timing(183.0)))) is None
 
 
 def test_clamps_and_magnitudes_without_products_in_fp8_are_no_casts() -> None:

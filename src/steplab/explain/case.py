@@ -17,8 +17,6 @@ from steplab.units import format_rate, format_time
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
 ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-OWN_FP8 = re.compile(r"^(cast|cast_both|amax)_kernel$")
-"""Kernels of steplab.ops.fp8, which no compiler fuses."""
 WORTH_TELLING = 0.01
 """Least predicted saving, as a share of a step, for findings without their own threshold: repeated measurements of one
 step differ by about as much."""

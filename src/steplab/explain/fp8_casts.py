@@ -3,12 +3,11 @@
 import re
 
 from steplab.errors import UserError
-from steplab.explain.case import OWN_FP8, Case
+from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.resolve import command, with_fields
-from steplab.specs.step import FIELDS, StepSpec
-from steplab.specs.step_choices import FP8
+from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.03
@@ -16,30 +15,21 @@ CONSIDERABLE = 0.03
 
 _PRODUCT = re.compile(r"nvjet_sm\d+_[qr]{2}|_scaled_mm|e4m3|e5m2")
 """Products of fp8 operands: torch's operator and libraries' kernels (nvjet: q is e4m3, r is e5m2)."""
-_CAST = re.compile(
-    rf"{OWN_FP8.pattern}|float8|AbsFunctor|launch_clamp|cast_transpose"
-    r"|^triton_\w+_fused_\w*(_scaled_mm|clamp|abs_)"
-)
-"""torch's casts and largest magnitudes, Transformer Engine's, steplab's, and Inductor's, whose names list operators."""
-_AMAX = "amax_kernel"
+_CAST = re.compile(r"float8|AbsFunctor|launch_clamp|cast_transpose|^triton_\w+_fused_\w*(_scaled_mm|clamp|abs_)")
+"""torch's casts and largest magnitudes, Transformer Engine's, and Inductor's, whose names list operators."""
+_FIX = {"precision": "fp8"}
 
 
 def fp8_casts(case: Case) -> Finding | None:
-    """Fires if casts of another library take a considerable share of the device's time, or if steplab's read each tensor
-    once more for its largest magnitude."""
+    """Fires if another library's casts to fp8 take a considerable share of the device's time."""
     spec, profile = case.spec, case.profile
-    if profile is None or not _takes_fp8(spec, profile):
+    if profile is None or not _multiplies_in_fp8(profile):
         return None
     casts = [each for each in profile.kernels if each.category != "matmul" and _CAST.search(each.name)]
-    searches = [each for each in casts if each.name == _AMAX]
-    ours = spec is not None and spec.precision == "fp8"
-    now_s, search_s = (case.per_step(profile, sum(each.total_s for each in some)) for some in (casts, searches))
-    saves_s, busy_s = search_s if ours else now_s, case.busy_s(profile)
-    if saves_s <= CONSIDERABLE * busy_s:
+    now_s, busy_s = case.per_step(profile, sum(each.total_s for each in casts)), case.busy_s(profile)
+    if now_s <= CONSIDERABLE * busy_s:
         return None
-    fields = _fields(spec)
-    if ours and not fields:
-        return None
+    fields = _FIX if spec and _serves(spec) else {}
     num_kernels = sum(each.calls for each in casts) / profile.num_steps
     return Finding(
         kind="fp8_casts",
@@ -47,45 +37,33 @@ def fp8_casts(case: Case) -> Finding | None:
         saw=f"{num_kernels:.0f} kernels per step search for largest magnitudes, scale and cast: {format_time(now_s)}.",
         why=(
             "A scale per tensor needs the tensor's largest magnitude before the cast, and Hopper's products need both "
-            "operands contiguous along the summed dimension. Each operand is therefore read several times and written "
-            "by rows and by columns. That costs time which the products save."
+            "operands contiguous along the summed dimension. So each operand is read several times and written by rows "
+            "and by columns, which costs part of the time that the products save."
         ),
         change=command(spec, fields) if spec and fields else "y = fp8_linear(x, weight)  # steplab.ops.fp8.linear",
-        note="norms, SwiGLU and the rotary embedding return largest magnitudes with --block-ops triton",
+        note="with --block-ops triton norms, SwiGLU and the rotary embedding also return largest magnitudes",
         evidence=(
             Evidence(what="casts to fp8 and searches for largest magnitudes", value=now_s, unit="s"),
             Evidence(what="their kernels per step", value=num_kernels, unit=""),
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
-        saves_s=saves_s,
+        saves_s=now_s,
         at_most=True,
         prediction=(
-            "At most: all searches for largest magnitudes; attention's output and weights are still searched."
-            if ours
-            else "At most: all casts. steplab's kernel writes both layouts in one pass, which still takes time, and "
-            "fused kernels of this profile also compute."
-        )
-        + case.host_limit(profile, saves_s),
+            "At most: all of them. steplab's kernel writes both layouts in one pass, which takes time too, and a fused "
+            "kernel here may compute more than the cast." + case.host_limit(profile, now_s)
+        ),
         fields=fields,
     )
 
 
-def _takes_fp8(spec: StepSpec | None, profile: Profile) -> bool:
-    by_spec = spec is not None and spec.precision in FP8
-    products = (each.name for each in (*profile.ops, *profile.kernels) if each.category == "matmul")
-    return by_spec or any(map(_PRODUCT.search, products))
+def _multiplies_in_fp8(profile: Profile) -> bool:
+    return any(each.category == "matmul" and _PRODUCT.search(each.name) for each in (*profile.ops, *profile.kernels))
 
 
-def _fields(spec: StepSpec | None) -> dict[str, str]:
-    """The fix; empty if steplab has none for this model and these sizes."""
-    if spec is None or spec.precision not in FP8 or (spec.block_ops == "triton" and spec.precision == "fp8"):
-        return {}
-    fused = {"block_ops": "triton", "model.projections": "merged"}
-    for fields in ({"precision": "fp8"} | fused, {"precision": "fp8"}):
-        changed = {name: value for name, value in fields.items() if str(FIELDS[name].read(spec)) != value}
-        try:
-            with_fields(spec, changed)
-        except UserError:
-            continue
-        return changed
-    return {}
+def _serves(spec: StepSpec) -> bool:
+    """True if precision fp8 takes this model and these sizes."""
+    try:
+        return spec.precision == "fp8_torchao" and with_fields(spec, _FIX) != spec
+    except UserError:
+        return False

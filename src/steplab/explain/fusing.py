@@ -5,10 +5,9 @@ operators' dependencies; a dry run does, and `steplab profile` stores its shares
 shares of steps that were recorded eager and compiled.
 """
 
-import re
 from dataclasses import dataclass
 
-from steplab.explain.case import ACROSS, OWN_FP8, Case
+from steplab.explain.case import ACROSS, Case
 from steplab.explain.vocabulary_padding import padding_saves_s
 from steplab.records.profile import CompiledShares, Profile
 
@@ -20,7 +19,6 @@ MOST_LEFT = CompiledShares(memory_bound=0.41, products=1.0, kernels=0.58, host=0
 _LONGEST_GAP_S = 5e-6
 """Longest gap between queued kernels; a longer one waits for another stream, process or event."""
 _PRODUCTS = ("matmul", "attention")
-_STAYS = re.compile(rf"{ACROSS.pattern}|{OWN_FP8.pattern}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +50,15 @@ def fusing_of(case: Case, profile: Profile) -> Fusing:
     def seconds(categories: tuple[str, ...]) -> float:
         return case.per_step(profile, sum(phase.categories.get(each, 0.0) for phase in model for each in categories))
 
-    kernels = [kernel for kernel in profile.kernels if kernel.category in FUSABLE and is_compiled(kernel.phase)]
-    stay_s = case.per_step(profile, sum(kernel.total_s for kernel in kernels if _STAYS.search(kernel.name)))
+    copies = [kernel for kernel in profile.kernels if kernel.category == "copy" and is_compiled(kernel.phase)]
+    across_s = case.per_step(profile, sum(kernel.total_s for kernel in copies if ACROSS.search(kernel.name)))
     padding_s = padding_saves_s(case, profile)
     num_kernels = sum(phase.num_kernels for phase in model) / profile.num_steps
     idle_s = case.per_step(profile, sum(phase.idle_s for phase in model))
     gaps_s = min(idle_s, num_kernels * _LONGEST_GAP_S)
     return Fusing(
         shares=shares,
-        fusable_s=seconds(FUSABLE) - stay_s,
+        fusable_s=seconds(FUSABLE) - across_s,
         products_s=padding_s + (seconds(_PRODUCTS) - padding_s) * (1 - shares.products),
         gaps_s=gaps_s if case.step_s is None else max(0.0, min(gaps_s, case.step_s - case.busy_s(profile))),
         num_kernels=num_kernels,

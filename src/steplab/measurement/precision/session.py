@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
@@ -18,7 +17,7 @@ from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
-from steplab.measurement.precision.modes import Amaxes, rule_of
+from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.step import ModelStep, make_step
@@ -101,14 +100,13 @@ class _AuditedStep:
             reference_loss=_finite(reference.loss) if reference else None,
             modules=seen.watch.modules(),
             operations=seen.watch.operations(),
-            matmuls=seen.watch.matmuls(),
+            matmuls=seen.watch.operators.matmuls(),
             gradient_exponents=reference.watch.exponents.counts() if reference else (),
             kept_on_cuda=self._kept_on_cuda(seen.watch),
         )
-        if num_products := seen.watch.num_fp8_products:
+        if num_products := len(seen.watch.operators.fp8_products):
             self.begin("histories")
-            histories = self._amaxes(num_products)
-            audit = dataclasses.replace(audit, matmuls=seen.watch.matmuls(histories))
+            audit = dataclasses.replace(audit, matmuls=seen.watch.operators.matmuls(self._trained(num_products)))
         if spec.precision == "fp16" and reference and spec.pass_name != "forward":
             self.begin("scaling")
             audit = dataclasses.replace(audit, loss_scaling=self._loss_scaling(step, reference, seen))
@@ -157,21 +155,19 @@ class _AuditedStep:
         finally:
             step.module.zero_grad(set_to_none=True)
 
-    def _amaxes(self, num_products: int) -> list[Tensor]:
-        """Largest magnitudes of the operands of products in fp8, in the first training steps of another copy of the
-        model."""
+    def _trained(self, num_products: int) -> list[Products]:
+        """The products of the first training steps of another copy of the model; none if they are not the audited."""
         eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
+        found = []
         try:
             step = make_step(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
-            found = []
             for _ in range(_HISTORY):
-                with Amaxes() as seen:
+                with Operators(Place(), checked_rows=0) as seen:
                     step.run()
-                found.append(seen.of_products())
+                found.append(seen.fp8_products)
         except torch.OutOfMemoryError as error:
             self.notes.append(f"histories of largest magnitudes: none: {failure_of(error, None).message}")
-            return []
-        return found if all(len(of_step) == num_products for of_step in found) else []
+        return [products for products in found if len(products) == num_products]
 
     def _loss_scaling(self, step: ModelStep, reference: _Pass, unscaled: _Pass) -> LossScaling | None:
         exact = reference.watch.all_gradients.elements()

@@ -22,7 +22,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"^Mem(cpy|set)\b|^\[CUDA mem|CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose_readWrite",
             r"n\w{3}ToN\w{3}Kernel|^batched_transpose_|^transpose_\w+2\w+|amd_rocclr_(copy|fill)|reshape_and_cache",
-            r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel|^cast_(both_)?kernel$",
+            r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel",
         ),
     ),
     ("elementwise", (r"rotary|(^|[_:])rope_|_rope(_|\b)|cross_entropy_scale",)),
@@ -63,7 +63,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"distribution_|philox|Sort|sort_|radix|topk|TopK|index_|scatter|gather|unique|nonzero|bincount|histogram",
             r"max_pool|avg_pool|average_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|Im2d2Col|col2im",
             r"nms_kernel|spin_kernel|OffsetsKernel|fft|bounds_check|linearize_index|offsets_range|routing|moe_align",
-            r"searchsorted|bucketize",
+            r"searchsorted|bucketize|^(cast|cast_both|amax)_kernel$",
         ),
     ),
     (
@@ -76,7 +76,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "reduction",
-        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|a(rg)?max|min_max|_sum_bitmatrix",),
+        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max|_sum_bitmatrix",),
     ),
     ("other", (r"void cub::|thrust::",)),
 )
@@ -129,7 +129,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "copy",
         (
-            r"::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|type_as|_pin_memory|fp8_cast(_both)?)$",
+            r"::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|type_as|_pin_memory)$",
             r"::(_local_scalar_dense|item|is_nonzero)$",
         ),
     ),
@@ -146,7 +146,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"^autograd::|^torch::|AccumulateGrad|^(?!CompiledFunction).*Backward|^detach$",
             # Host work before a compiled function's call. The call itself has no category: its time contains all kinds
             # of generated code.
-            r"^(TorchDynamo|Pregraph|AOTDispatcher)",
+            r"^(TorchDynamo|Pregraph|AOTDispatcher)|^steplab::fp8_cast",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
             r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",

@@ -33,10 +33,8 @@ def turns_document(
         title=f"{' and '.join(_label(run) for run in runs)} in turns",
         verdict=Verdict(
             sentences=tuple(_answers(runs, ratios, words, len(starts))),
-            cautions=(
-                *numerics_of_fp8([run.spec.precision for run in runs if run.spec]),
-                *([alternating_caution(alternating)] if alternating else ()),
-            ),
+            cautions=numerics_of_fp8([run.spec.precision for run in runs if run.spec])
+            + ((alternating_caution(alternating),) if alternating else ()),
         ),
         sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
         data=table.rows,
