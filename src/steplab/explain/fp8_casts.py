@@ -13,7 +13,7 @@ from steplab.units import format_percent, format_time
 CONSIDERABLE = 0.03
 """Least share of the device's time."""
 
-_PRODUCT = re.compile(r"nvjet_sm\d+_[qr]{2}|_scaled_mm|e4m3|e5m2")
+_PRODUCT = re.compile(r"nvjet_sm\d+_[qr]{2}|::_scaled_mm|cutlass.*(e4m3|e5m2)")
 """Products of fp8 operands: torch's operator and libraries' kernels (nvjet: q is e4m3, r is e5m2)."""
 _CAST = re.compile(r"float8|AbsFunctor|launch_clamp|cast_transpose|^triton_\w+_fused_\w*(_scaled_mm|clamp|abs_)")
 """torch's casts and largest magnitudes, Transformer Engine's, and Inductor's, whose names list operators."""
@@ -58,7 +58,8 @@ def fp8_casts(case: Case) -> Finding | None:
 
 
 def _multiplies_in_fp8(profile: Profile) -> bool:
-    return any(each.category == "matmul" and _PRODUCT.search(each.name) for each in (*profile.ops, *profile.kernels))
+    names = [op.name for op in profile.ops] + [kernel.name for kernel in profile.kernels]
+    return any(map(_PRODUCT.search, names))
 
 
 def _serves(spec: StepSpec) -> bool:

@@ -20,7 +20,7 @@ from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
-from steplab.measurement.step.step import ModelStep, make_step
+from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
@@ -160,7 +160,7 @@ class _AuditedStep:
         eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
         found = []
         try:
-            step = make_step(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
+            step = ModelStep(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
             for _ in range(_HISTORY):
                 with Operators(Place(), checked_rows=0) as seen:
                     step.run()
