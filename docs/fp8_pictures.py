@@ -34,9 +34,14 @@ from steplab.report.kit.pictures import Beside
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 LOSSES = RESULTS / "fp8_loss_curves_h200_202611.json.gz"
-AUDIT = RESULTS / "fp8_audit_202611.jsonl.gz"
+AUDIT = RESULTS / "fp8_audit_h100_202611.jsonl.gz"
 REFERENCE = "plain, fp32"
 SHOWN = {"fp8": "fp8", "bf16 weights with masters": "bf16_master", "bf16_pure": "bf16_pure (control)"}
+LAYERS = {
+    "blocks.*.attention": "q, k, v",
+    "blocks.*.attention.output": "attention output",
+    "blocks.*.feed_forward": "feed-forward",
+}
 WINDOW = 20
 """Steps in a mean of the curves."""
 WIDTH, BOTTOM = 340, 44
@@ -88,9 +93,9 @@ def products() -> Chart:
     """Error of each kind of product, and the largest share of an operand that becomes zero."""
     found = of_layers(audited())
     pictures = []
-    for name, title in (("error", "Error of a product"), ("flushed", "Share that becomes zero")):
-        with drawing(WIDTH, AXES_HEIGHT + 110, f"{title}, by layer and pass; a mark per block") as on:
-            axes = on.axes(LEFT, 110, 12, TOP)
+    for name, title in (("error", "Error of a product"), ("flushed", "Share of an operand that becomes zero")):
+        with drawing(WIDTH, AXES_HEIGHT + BOTTOM, f"{title}, by layer and pass; a mark per block") as on:
+            axes = on.axes(LEFT, BOTTOM, 12, TOP)
             values = [
                 getattr(each, name) for of_passes in found.values() for some in of_passes.values() for each in some
             ]
@@ -99,7 +104,8 @@ def products() -> Chart:
                 for index, some in enumerate(of_passes.values()):
                     for each in some:
                         put_mark(axes, place + 0.3 * index - 0.15, getattr(each, name), index, size=5, alpha=0.6)
-            axes.set_xticks(range(len(found)), list(found), rotation=50, ha="right", rotation_mode="anchor", color=INK)
+            axes.set_xticks(range(len(found)), list(found), color=INK)
+            axes.set_ylabel(title.lower())
             axes.grid(axis="y")
             pictures.append(on.picture(title))
     return Chart(pictures=tuple(pictures), legend=series_legend(("forward", "backward")))
@@ -117,9 +123,9 @@ def of_layers(audit: Audit) -> Mapping[str, Mapping[str, list[Fp8Losses]]]:
     found: dict[str, Any] = {}
     for use in audit.matmuls:
         if use.fp8:
-            layer = without_numbers(use.module).removeprefix("blocks.*.").replace("feed_forward", "ff")
+            layer = LAYERS[without_numbers(use.module)]
             found.setdefault(layer, {"forward": [], "backward": []})[use.phase].append(use.fp8)
-    return dict(sorted(found.items()))
+    return found
 
 
 if __name__ == "__main__":
