@@ -227,9 +227,7 @@ def recorded() -> dict[tuple[str, str], list[Run]]:
 
 
 def test_recorded_steps_that_no_fit_saw_take_as_long_and_as_much_memory_as_planned() -> None:
-    """Within 7 % of the time and 1 % of the memory. The chapter has the largest errors; a new fit may move them by a per
-    cent.
-    """
+    """Within 7 % of the time and 1 % of the memory. The chapter has the largest errors, give or take a new fit."""
     chapter = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8").replace("−", "-")
     row = re.compile(r"^\| (H\d00) \| (\S+) \| (\d+) \| (\S+) % \| (\S+) % \|$", re.MULTILINE)
     said = {(gpu, model): tuple(map(float, figures)) for gpu, model, *figures in row.findall(chapter)}
