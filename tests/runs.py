@@ -15,7 +15,11 @@ from steplab.specs.step import StepSpec
 from steplab.specs.study import study_from_grids
 
 GIB = 1024**3
-PEAKS = {"fp32": 67e12, "tf32": 494e12, "bf16": 989e12, "fp16": 989e12, "bf16_pure": 989e12}
+PEAKS = {
+    "fp32": 67e12,
+    "tf32": 494e12,
+    **dict.fromkeys(("bf16", "fp16", "bf16_pure", "bf16_master", "fp8", "fp8_torchao"), 989e12),
+}
 ENVIRONMENT = Environment(
     device=DeviceInfo(
         kind="cuda",

@@ -29,6 +29,7 @@ from steplab.report.compare.words import kernel_words, memory_words, verdict
 from steplab.report.kit.document import Bars
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.turns.document import turns_document
 
 
 def compared(a: Record | Sequence[Record], b: Record | Sequence[Record], **options: Any) -> Comparison:
@@ -196,6 +197,20 @@ def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ(
     environment = replace(ENVIRONMENT, variables={"CUDA_VISIBLE_DEVICES": "1"}, git_commit="5e6f7a8")
     other = make_run({"steps": "20", "seed": "3"}, environment=environment)
     assert compared(STEADY, other).allowed == ()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_torchao"])
+def test_fp8_on_one_side_is_a_change_of_numbers(precision: str) -> None:
+    masters, in_fp8 = (
+        make_run({"steps": "20", "optimizer": "adamw_triton", "precision": each}) for each in ("bf16_master", precision)
+    )
+    told = f"{precision} changes the numbers: products of linear layers within blocks take fp8"
+    assert verdict(compared(masters, in_fp8, allow=["precision"])).cautions[0].startswith(told)
+    assert not any("numbers" in each for each in verdict(compared(in_fp8, slower(in_fp8, 1.1))).cautions)
+    labels = [
+        replace(run, turns=Turns(label=label, session="s")) for run, label in zip((masters, in_fp8), "AB", strict=True)
+    ]
+    assert told in " ".join(render(turns_document([labels], [[None]], ["", ""])).split())
 
 
 def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:

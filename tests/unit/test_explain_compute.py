@@ -18,6 +18,7 @@ from tests.unit.explaining import (
     timing,
 )
 
+from steplab.explain.fp8_casts import fp8_casts
 from steplab.explain.fp32_matmul import fp32_matmul
 from steplab.explain.fusable_elementwise import fusable_elementwise
 from steplab.explain.fusing import MOST_LEFT
@@ -282,3 +283,52 @@ def test_weights_kept_in_the_type_they_are_used_in_are_silent() -> None:
 def test_a_trifle_of_casts_is_silent() -> None:
     long = op("aten::mm", "matmul", 300.0)
     assert weight_casts(case(own({"precision": "bf16"}, profile([long, DOWN, UP]), timing(303.0)))) is None
+
+
+# --- fp8_casts --------------------------------------------------------------------------------------------
+
+SCALED = op("aten::_scaled_mm", "matmul", 150.0, calls=96)
+OF_TORCHAO = {  # names as Inductor gives them to torchao's scaling by tensor
+    "triton_red_fused_abs_max_2": ("reduction", 6.0),
+    "triton_per_fused__to_copy_abs_clamp_max_mul_reciprocal_view_1": ("reduction", 0.5),
+    "triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_4": ("elementwise", 20.0),
+    "triton_poi_fused_add_mul_3": ("elementwise", 15.0),
+}
+COMPILED = {"compile": "block", "optimizer": "adamw_triton"}
+
+
+def cast_by_torchao() -> Profile:
+    kernels = [op(name, category, ms, calls=4) for name, (category, ms) in OF_TORCHAO.items()]
+    return profile([SCALED, *kernels], kernel_names={name: name for name in OF_TORCHAO})
+
+
+def test_torchaos_casts_are_told_and_bound_the_saving() -> None:
+    run = own(COMPILED | {"precision": "fp8_torchao"}, cast_by_torchao(), timing(192.0))
+    found = sure(fp8_casts(case(run)))
+    assert found.saves_s == pytest.approx((6.0 + 0.5 + 20.0) * MS)
+    assert found.at_most
+    assert found.fields == {"precision": "fp8"}
+    assert "--precision fp8 " in found.change
+    assert {each.what: each.value for each in found.evidence}["their kernels per step"] == 12
+
+
+def test_a_foreign_profile_with_fp8_products_is_advised_the_operator() -> None:
+    found = sure(fp8_casts(case(foreign(cast_by_torchao()))))
+    assert not found.fields
+    assert "fp8_linear" in found.change
+
+
+def test_a_layout_that_fp8_does_not_serve_gets_no_field() -> None:
+    run = own({"precision": "bf16", "layout": "dp=2"}, cast_by_torchao(), timing(192.0))
+    assert not sure(fp8_casts(case(run))).fields
+
+
+def test_our_casts_are_no_finding() -> None:
+    casts = [op("cast_both_kernel", "other", 20.0), op("amax_kernel", "other", 12.0)]
+    seen = profile([SCALED, *casts], kernel_names={each.name: each.name for each in casts})
+    assert fp8_casts(case(own(COMPILED | {"precision": "fp8"}, seen, timing(183.0)))) is None
+
+
+def test_clamps_and_magnitudes_without_products_in_fp8_are_no_casts() -> None:
+    seen = dataclasses.replace(cast_by_torchao(), ops=(), kernels=cast_by_torchao().kernels[1:])
+    assert fp8_casts(case(own(COMPILED | {"precision": "bf16"}, seen, timing(45.0)))) is None

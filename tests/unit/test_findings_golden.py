@@ -1,3 +1,4 @@
+import gzip
 import json
 import lzma
 from dataclasses import replace
@@ -17,6 +18,7 @@ from steplab.explain.shapes import product_of, shapes_of
 from steplab.plan.time import compiled_shares
 from steplab.reading.traces.digest import digest
 from steplab.reading.traces.reading import read_trace
+from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
 
@@ -37,6 +39,7 @@ CASES = {
     "compile_in_the_loop": ("growing", "small-256-bf16-default"),
     "host_copies_and_syncs": ("waiting", "small-256-bf16-off"),
     "communication_exposed": ("ddp", "waiting"),
+    "fp8_casts": ("2.7b-torchao", "2.7b-fp8"),
 }
 FOREIGN = (
     *("copies_exposed", "data_loading", "fp64_work", "tiny_kernels"),
@@ -47,6 +50,14 @@ FOREIGN = (
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
     return {cell_of(run) if run.name == "profiles" else run.name: run for run in stored("profile_h200", Run)}
+
+
+@pytest.fixture(scope="module")
+def in_fp8() -> dict[str, Run]:
+    """Profiles of an H100, by name."""
+    path = GOLDEN.parents[1] / "benchmarks" / "results" / "fp8_h100_202611.jsonl.gz"
+    records = map(decode, gzip.decompress(path.read_bytes()).decode().splitlines())
+    return {run.name: run for run in records if isinstance(run, Run) and run.profile}
 
 
 def cell_of(run: Run) -> str:
@@ -86,10 +97,18 @@ def test_every_diagnosis_is_held_to_a_recorded_profile() -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_it_fires_where_the_fault_is_and_only_there(runs: dict[str, Run], kind: str) -> None:
+def test_it_fires_where_the_fault_is_and_only_there(runs: dict[str, Run], in_fp8: dict[str, Run], kind: str) -> None:
     with_fault, without = CASES[kind]
-    assert kind in found_in(runs[with_fault])
-    assert kind not in found_in(runs[without])
+    assert kind in found_in((runs | in_fp8)[with_fault])
+    assert kind not in found_in((runs | in_fp8)[without])
+
+
+def test_casts_by_torchao_bound_what_steplabs_would_save(in_fp8: dict[str, Run]) -> None:
+    """2.7b at 2,048, replayed as CUDA graphs, so only names of kernels are known; and compiled without graphs."""
+    finding = found_in(in_fp8["2.7b-torchao"])["fp8_casts"]
+    assert finding.saves_s == pytest.approx(61.6e-3, abs=0.1e-3)
+    assert finding.at_most
+    assert finding.fields == found_in(in_fp8["large-torchao"])["fp8_casts"].fields == {"precision": "fp8"}
 
 
 TRIED = [

@@ -1,8 +1,12 @@
+import gzip
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tests.sure import sure
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -20,11 +24,15 @@ from steplab.ops.fp8.casts import E4M3, E5M2, plain_amax, plain_cast
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
+from steplab.records.codec import decode
+from steplab.records.run import Run
 from steplab.specs.changes import changes_for
 from steplab.specs.resolve import resolve_step
 
 assert kernels  # imported before the tests are collected, so that the interpreter is exact (tests/interpreted.py)
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+RECORDS = {"H200": "fp8_step_h200_202611.jsonl.gz", "H100": "fp8_h100_202611.jsonl.gz"}
 TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": 2, "model.d_model": 32, "model.d_ff": 48, "model.num_heads": 2,
     "model.vocab_size": 40, "batch": 2, "context": 16, "device": "cpu",
@@ -205,6 +213,38 @@ def test_a_plan_has_less_time_for_products_and_the_casts_beside_them(compile_mod
     assert of_bf16.is_fitted
     assert not of_fp8.is_fitted
     assert any("not from steps" in note for note in of_fp8.notes)
+
+
+def recorded() -> dict[tuple[str, str], list[Run]]:
+    """Steps in fp8, by GPU and model. Their times are in no fit: rates of fp8 come from single layers on an H200."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for gpu, name in RECORDS.items():
+        lines = gzip.decompress((ROOT / "benchmarks" / "results" / name).read_bytes()).decode().splitlines()
+        for run in map(decode, lines):
+            if isinstance(run, Run) and run.spec and run.spec.precision == "fp8" and not run.profile:
+                found.setdefault((gpu, run.spec.model.name), []).append(run)
+    return found
+
+
+def test_recorded_steps_that_no_fit_saw_take_as_long_and_as_much_memory_as_planned() -> None:
+    """Within 7 % of the time and 1 % of the memory. The chapter has the largest errors, give or take a new fit."""
+    chapter = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8").replace("−", "-")
+    row = re.compile(r"^\| (H\d00) \| (\S+) \| (\d+) \| (\S+) % \| (\S+) % \|$", re.MULTILINE)
+    said = {(gpu, model): tuple(map(float, figures)) for gpu, model, *figures in row.findall(chapter)}
+    assert said.keys() == recorded().keys()
+    for (gpu, model), runs in recorded().items():
+        times, peaks = [], []
+        for run in runs:
+            spec = sure(run.spec)
+            times.append(100 * (predict_step_time(spec, gpu_named(f"{gpu} SXM")).central_s / sure(run.median_s) - 1))
+            peaks.append(100 * (predict_memory(spec).peak_bytes / sure(run.peak).peak_allocated_bytes - 1))
+        worst_time, worst_peak = (max(errors, key=abs) for errors in (times, peaks))
+        assert abs(worst_time) < 7, model
+        assert abs(worst_peak) < 1, model
+        steps, time, peak = said[gpu, model]
+        assert steps == len(runs)
+        assert time == pytest.approx(worst_time, abs=1)
+        assert peak == pytest.approx(worst_peak, abs=0.1)
 
 
 def test_a_plan_refuses_what_it_does_not_know() -> None:

@@ -22,7 +22,7 @@ from steplab.model.toy import ToyModel
 from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.fp8.casts import amax, cast, cast_both
 from steplab.ops.fp8.linear import product
-from steplab.records.numerics import Audit, ModuleAudit, Numerics
+from steplab.records.numerics import Audit, Fp8Losses, ModuleAudit, Numerics
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
@@ -525,12 +525,38 @@ def test_an_audit_sees_what_products_lose() -> None:
     assert seen.fp8.error == pytest.approx(error.item(), rel=0.01)
 
 
-def test_products_of_an_fp8_step_lose_what_their_formats_do() -> None:
+@pytest.fixture(scope="module")
+def in_fp8() -> Audit:
+    """By the references: kernels have the same bits (test_fp8) and the interpreter takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET")
+        patch.setattr(precision_session, "_HISTORY", 2)
+        return audit(model="tiny", precision="fp8", optimizer="adamw_triton")
+
+
+def test_products_of_an_fp8_step_lose_what_their_formats_do(in_fp8: Audit) -> None:
     """3.7 % with e4m3 and 5.9 % with e5m2, for normal numbers (test_fp8)."""
-    found = audit(model="tiny", precision="fp8", optimizer="adamw_triton")
     phases = ("forward", "backward")
-    losses = {phase: [use.fp8 for use in found.matmuls if use.fp8 and use.phase == phase] for phase in phases}
+    losses = {phase: [use.fp8 for use in in_fp8.matmuls if use.fp8 and use.phase == phase] for phase in phases}
     assert len(losses["forward"]) == len(losses["backward"]) == 2 * 7
     assert all(0.03 < each.error < 0.045 for each in losses["forward"])
     assert all(0.05 < each.error < 0.075 for each in losses["backward"])
     assert all(each.saturated == 0 for some in losses.values() for each in some)
+
+
+def test_largest_magnitudes_of_the_first_steps_are_kept(in_fp8: Audit) -> None:
+    """Those of the first step are of the weights before training."""
+    module = build_workload(resolve_step({"model": "tiny", "batch": 2, "context": 8}), CPU).module
+    assert module is not None
+    histories = {use.module: use.fp8.amaxes for use in in_fp8.matmuls if use.fp8 and use.phase == "forward"}
+    assert len(histories) == 2 * 7
+    for name, history in histories.items():
+        assert len(history) == 2
+        assert history[0][1] == module.get_parameter(f"{name}.weight").detach().bfloat16().abs().max().item()
+    assert any(first != second for first, second in histories.values())
+
+
+def test_changes_of_magnitudes_are_those_from_step_to_step() -> None:
+    losses = Fp8Losses(error=0.0, flushed=0.0, saturated=0.0, amaxes=((1.0, 4.0), (2.0, 4.0), (1.5, 1.0)))
+    assert losses.largest_change == 4.0
+    assert Fp8Losses(error=0.0, flushed=0.0, saturated=0.0).largest_change is None

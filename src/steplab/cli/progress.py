@@ -47,6 +47,7 @@ _STAGES = {
     "sums": "adding up",
     "reference": "running the step in fp32",
     "audit": "auditing the step",
+    "histories": "recording largest magnitudes",
     "scaling": "trying a loss scale",
     "predict": "predicting",
     "draw": "drawing the page",

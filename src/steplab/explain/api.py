@@ -13,6 +13,7 @@ from steplab.explain.communication_exposed import communication_exposed
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
 from steplab.explain.copies_exposed import copies_exposed
 from steplab.explain.data_loading import data_loading
+from steplab.explain.fp8_casts import fp8_casts
 from steplab.explain.fp32_matmul import fp32_matmul
 from steplab.explain.fp64_work import fp64_work
 from steplab.explain.fusable_elementwise import fusable_elementwise
@@ -43,6 +44,7 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
     loss_share,
     batch_too_small,
     weight_casts,
+    fp8_casts,
     compile_in_the_loop,
     host_copies_and_syncs,
     communication_exposed,

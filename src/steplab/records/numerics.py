@@ -6,6 +6,7 @@ by element between the two, so zeros from a ReLU are no underflow. Data types ha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from steplab.records.problems import Problem, known
@@ -109,6 +110,15 @@ class Fp8Losses:
     """Share of an operand's elements that were not zero and became zero."""
     saturated: float
     """Share of an operand's elements that were clamped at the format's largest number."""
+    amaxes: tuple[tuple[float, float], ...] = ()
+    """Largest magnitudes of both operands in each of the first training steps; empty: not recorded."""
+
+    @property
+    def largest_change(self) -> float | None:
+        """Largest ratio of an operand's magnitudes in two successive steps; None: fewer than two steps."""
+        pairs = [pair for operand in zip(*self.amaxes, strict=True) for pair in pairwise(operand)]
+        ratios = [max(pair) / min(pair) for pair in pairs if min(pair) > 0]
+        return max(ratios, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from steplab.errors import Remark, Unsupported, UserError, warn_caller
 from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step_choices import FP8
 from steplab.specs.step_fields import option_name
 
 DeviceKind = Literal["cuda", "cpu", "mps"]
@@ -218,6 +219,15 @@ def words_with(own: str, others: Sequence[str]) -> str:
 
 OPT_IN: tuple[str, ...] = tuple(change.value for change in CHANGES if change.opt_in)
 """Values that a search tries only on request."""
+
+
+def numerics_of_fp8(precisions: Collection[str]) -> tuple[str, ...]:
+    """A sentence if some of these precisions take fp8 and others do not."""
+    in_fp8 = [each for each in FP8 if each in precisions]
+    if not in_fp8 or all(each in FP8 for each in precisions):
+        return ()
+    [words] = [change.numerics for change in CHANGES if (change.field, change.value) == ("precision", "fp8")]
+    return (f"{' and '.join(in_fp8)} changes the numbers: {words}. MFU stays a share of bf16's peak.",)
 
 
 def changes_for(

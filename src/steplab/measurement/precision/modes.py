@@ -10,7 +10,7 @@ Reference" of torch.amp), and the two shorter of its three lists are below.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,8 @@ _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of 
 
 Types = tuple[str, ...]
 _Call = tuple[str, str, str, str | None, Types, Types]
+Products = list[tuple[_Call, Tensor]]
+"""Products in fp8, in order: their error, flushed and saturated shares, and largest magnitudes of both operands."""
 _CHECKED_ROWS = 256
 """Rows of a result that are computed again in float64."""
 
@@ -149,15 +151,15 @@ class Place:
 class Operators(TorchDispatchMode):
     """Records the operators that a device runs, autocast's casts applied, in both passes."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, checked_rows: int = _CHECKED_ROWS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         """The names of all operators so far, without `aten::`."""
-        self._place = place
+        self._place, self._checked_rows = place, checked_rows
         self._calls: dict[_Call, int] = {}
-        self._fp8: dict[_Call, list[Tensor]] = {}
-        self._casts: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        """By address, a tensor in fp8, the one it was cast from, and the flushed and the saturated share."""
+        self.fp8_products: Products = []
+        self._casts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """By address, a tensor in fp8, the one it was cast from, and its flushed and saturated share and amax."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,7 +180,8 @@ class Operators(TorchDispatchMode):
         phase = self._place.phase
         node = running_node() if phase == "backward" else None
         node_name = str(node.name()).rpartition("::")[2] if node is not None else None
-        inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point())
+        operands = args[:2] if op == "aten::_scaled_mm" else args  # without scales
+        inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(operands) if tensor.is_floating_point())
         key = (self._place.module(), phase, op, node_name, inputs, floats_in(result))
         self._calls[key] = self._calls.get(key, 0) + 1
         if op == "aten::_scaled_mm":
@@ -187,31 +190,35 @@ class Operators(TorchDispatchMode):
 
     def _note_cast(self, x: Tensor, amax: Tensor, made: tuple[Tensor, ...]) -> None:
         lost = (x != 0) & (made[0].float() == 0)
-        flushed, saturated = lost.float().mean(), (x.abs().float() > amax).float().mean()
+        losses = torch.stack([lost.float().mean(), (x.abs().float() > amax).float().mean(), amax.view(())])
         for values, source in zip(made, (x, x.t() if x.dim() > 1 else x), strict=False):
-            self._casts[values.data_ptr()] = (values, source, flushed, saturated)
+            self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
         """Its losses, from the operands before their casts. `b` is a transposed view of what was cast."""
         if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
             return
-        (_, a_MS, *of_a), (_, b_NS, *of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]
-        exact = a_MS[:_CHECKED_ROWS].double() @ b_NS.double().t()
-        error = (result[:_CHECKED_ROWS].double() - exact).norm() / exact.norm()
-        losses = torch.stack([error.float(), *(torch.maximum(*pair) for pair in zip(of_a, of_b, strict=True))])
-        self._fp8.setdefault(key, []).append(losses)
+        (_, a_MS, of_a), (_, b_NS, of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]
+        exact = a_MS[: self._checked_rows].double() @ b_NS.double().t()
+        error = (result[: self._checked_rows].double() - exact).norm() / exact.norm()
+        shares, amaxes = torch.maximum(of_a, of_b)[:2], torch.stack([of_a[2], of_b[2]])
+        self.fp8_products.append((key, torch.cat([error.float()[None], shares, amaxes])))
 
-    def _losses(self, key: _Call) -> Fp8Losses | None:
-        if key not in self._fp8:
+    def _losses(self, key: _Call, steps: Sequence[Products]) -> Fp8Losses | None:
+        numbers = [number for number, (each, _) in enumerate(self.fp8_products) if each == key]
+        if not numbers:
             return None
-        error, flushed, saturated = torch.stack(self._fp8[key]).amax(0).tolist()
-        return Fp8Losses(error=error, flushed=flushed, saturated=saturated)
+        own, *histories = (
+            torch.stack([of_step[number][1] for number in numbers]).amax(0).tolist()
+            for of_step in (self.fp8_products, *steps)
+        )
+        return Fp8Losses(error=own[0], flushed=own[1], saturated=own[2], amaxes=tuple((*of[3:],) for of in histories))
 
-    def matmuls(self) -> tuple[MatmulAudit, ...]:
-        """The operators that multiplied matrices."""
+    def matmuls(self, steps: Sequence[Products] = ()) -> tuple[MatmulAudit, ...]:
+        """The operators that multiplied matrices. `steps`: training steps of the same products, for histories."""
         names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
-            MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key))  # type: ignore[arg-type]
+            MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key, steps))  # type: ignore[arg-type]
             for key, calls in self._calls.items()
         )
 

@@ -17,7 +17,7 @@ from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
-from steplab.measurement.precision.modes import rule_of
+from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.step import ModelStep
@@ -33,6 +33,8 @@ _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTE
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
+_HISTORY = 8
+"""Training steps with recorded largest magnitudes of fp8 operands."""
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
@@ -98,10 +100,13 @@ class _AuditedStep:
             reference_loss=_finite(reference.loss) if reference else None,
             modules=seen.watch.modules(),
             operations=seen.watch.operations(),
-            matmuls=seen.watch.matmuls(),
+            matmuls=seen.watch.operators.matmuls(),
             gradient_exponents=reference.watch.exponents.counts() if reference else (),
             kept_on_cuda=self._kept_on_cuda(seen.watch),
         )
+        if num_products := len(seen.watch.operators.fp8_products):
+            self.begin("histories")
+            audit = dataclasses.replace(audit, matmuls=seen.watch.operators.matmuls(self._trained(num_products)))
         if spec.precision == "fp16" and reference and spec.pass_name != "forward":
             self.begin("scaling")
             audit = dataclasses.replace(audit, loss_scaling=self._loss_scaling(step, reference, seen))
@@ -149,6 +154,20 @@ class _AuditedStep:
             return _Pass(watch, float(loss.detach()), dtype_name(loss.dtype))
         finally:
             step.module.zero_grad(set_to_none=True)
+
+    def _trained(self, num_products: int) -> list[Products]:
+        """The products of the first training steps of another copy of the model; none if they are not the audited."""
+        eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
+        found = []
+        try:
+            step = ModelStep(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
+            for _ in range(_HISTORY):
+                with Operators(Place(), checked_rows=0) as seen:
+                    step.run()
+                found.append(seen.fp8_products)
+        except torch.OutOfMemoryError as error:
+            self.notes.append(f"histories of largest magnitudes: none: {failure_of(error, None).message}")
+        return [products for products in found if len(products) == num_products]
 
     def _loss_scaling(self, step: ModelStep, reference: _Pass, unscaled: _Pass) -> LossScaling | None:
         exact = reference.watch.all_gradients.elements()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from steplab.measurement.precision.modes import Functions, Operators, Place, types_in
 from steplab.measurement.step.spans import modules_for_hooks
 from steplab.measurement.tensors import dtype_name, tensors_in
-from steplab.records.numerics import Elements, MatmulAudit, ModuleAudit, OperationAudit
+from steplab.records.numerics import Elements, ModuleAudit, OperationAudit
 
 _ZERO, _TINY, _FINITE, _INFINITE, _NAN = 0, 1, 2, 3, 4
 _NUM_COUNTS = 7
@@ -139,8 +139,8 @@ class NumericsWatch:
         modules, self.left_out = modules_for_hooks(model)
         self._seen = {name: _Seen(module) for name, module in modules.items()}
         self._place = Place()
-        self._operators = Operators(self._place)
-        self._functions = Functions(self._place, self._operators)
+        self.operators = Operators(self._place)
+        self._functions = Functions(self._place, self.operators)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class NumericsWatch:
         for name, seen in self._seen.items():
             hooks += self._attach(name, seen)
         try:
-            with self._functions, self._operators:
+            with self._functions, self.operators:
                 yield
         finally:
             for hook in hooks:
@@ -157,7 +157,7 @@ class NumericsWatch:
     @contextmanager
     def backward(self) -> Iterator[None]:
         self._place.phase = "backward"
-        with self._operators:
+        with self.operators:
             yield
 
     def gradients(self) -> None:
@@ -215,9 +215,6 @@ class NumericsWatch:
 
     def operations(self) -> tuple[OperationAudit, ...]:
         return self._functions.operations()
-
-    def matmuls(self) -> tuple[MatmulAudit, ...]:
-        return self._operators.matmuls()
 
 
 def _audit(name: str, seen: _Seen) -> ModuleAudit:

@@ -63,7 +63,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"distribution_|philox|Sort|sort_|radix|topk|TopK|index_|scatter|gather|unique|nonzero|bincount|histogram",
             r"max_pool|avg_pool|average_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|Im2d2Col|col2im",
             r"nms_kernel|spin_kernel|OffsetsKernel|fft|bounds_check|linearize_index|offsets_range|routing|moe_align",
-            r"searchsorted|bucketize",
+            r"searchsorted|bucketize|^(cast|cast_both|amax)_kernel$",
         ),
     ),
     (
@@ -146,7 +146,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"^autograd::|^torch::|AccumulateGrad|^(?!CompiledFunction).*Backward|^detach$",
             # Host work before a compiled function's call. The call itself has no category: its time contains all kinds
             # of generated code.
-            r"^(TorchDynamo|Pregraph|AOTDispatcher)",
+            r"^(TorchDynamo|Pregraph|AOTDispatcher)|^steplab::fp8_cast",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
             r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",

@@ -17,6 +17,7 @@ from steplab.report.kit.document import Verdict
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.kit.quantities import SHARE
 from steplab.report.memory.categories import category_word
+from steplab.specs.changes import numerics_of_fp8
 
 _NAMED = 3
 _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
@@ -106,6 +107,9 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
         remedy = "measure A and B in turns, by `steplab ab`"
     if _are_the_same(comparison):
         return
+    yield from numerics_of_fp8(
+        [str(value) for each in comparison.allowed if each.field == "precision" for value in (each.a, each.b)]
+    )
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         doubts = " ".join(comparison.doubts)

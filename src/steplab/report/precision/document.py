@@ -84,6 +84,12 @@ def _loss(audit: Audit) -> Iterator[str]:
             f"Products of fp8 operands are off by up to {error} of their norm; at most {flushed} of an operand becomes "
             f"zero and {clamped} is clamped."
         )
+        num_steps = max(len(losses.amaxes) for losses in in_fp8)
+        if changes := [losses.largest_change for losses in in_fp8 if losses.largest_change]:
+            yield (
+                f"Over {num_steps} training steps the largest magnitude of an operand changes by up to "
+                f"{max(changes):.2f} times from one step to the next."
+            )
 
 
 def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:

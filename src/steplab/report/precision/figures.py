@@ -10,7 +10,10 @@ from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Binade, Elements, MatmulAudit, ModuleAudit
 from steplab.report.kit.grouping import grouped
 
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"} | {
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
 
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 """Binary digits of each dtype, with the leading one."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from statistics import median
 
 from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, MatmulAudit, ModuleAudit, Numerics
@@ -97,6 +98,12 @@ def _worst(name: str) -> Callable[[Sequence[MatmulAudit]], float | None]:
     return lambda group: max((getattr(each.fp8, name) for each in group if each.fp8), default=None)
 
 
+def _amaxes(group: Sequence[MatmulAudit]) -> str | None:
+    pairs = [pair for each in group if each.fp8 for pair in each.fp8.amaxes]
+    operands = ((min(of), median(of), max(of)) for of in zip(*pairs, strict=True))
+    return " × ".join("–".join(f"{value:.2g}" for value in of) for of in operands) or None
+
+
 _fp8_columns = (
     Column(
         key="error",
@@ -108,6 +115,13 @@ _fp8_columns = (
     ),
     Column(key="flushed", quantity=SHARE, value=_worst("flushed")),
     Column(key="clamped", quantity=SHARE, value=_worst("saturated")),
+    Column(
+        key="amaxes",
+        header="largest magnitudes",
+        rank=1,
+        value=_amaxes,
+        note="Largest magnitudes are those of both operands in the first training steps: lowest, median and highest.",
+    ),
 )
 
 

@@ -8,6 +8,7 @@ from steplab.records.run import Run
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import why_failed
+from steplab.specs.changes import numerics_of_fp8
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
 _SEEN = 0.005
@@ -32,7 +33,8 @@ def turns_document(
         title=f"{' and '.join(_label(run) for run in runs)} in turns",
         verdict=Verdict(
             sentences=tuple(_answers(runs, ratios, words, len(starts))),
-            cautions=(alternating_caution(alternating),) if alternating else (),
+            cautions=numerics_of_fp8([run.spec.precision for run in runs if run.spec])
+            + ((alternating_caution(alternating),) if alternating else ()),
         ),
         sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
         data=table.rows,
