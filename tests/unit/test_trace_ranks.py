@@ -1,10 +1,6 @@
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -156,46 +152,3 @@ def test_the_breakdown_is_htas(tmp_path: Path, seed: int) -> None:
     assert seen.communication_ns - seen.hidden_ns == 1000 * len(alone)
     assert non_compute == len(alone | (ran[COPY] - ran[GEMM]))
     assert seen.hidden_ns / seen.communication_ns == pytest.approx(len(ran[REDUCE] & ran[GEMM]) / len(ran[REDUCE]))
-
-
-# --- a run of two processes ---
-
-LOOP = """
-import sys, time, torch, torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
-dist.init_process_group("gloo", init_method=sys.argv[3], rank=int(sys.argv[1]), world_size=2)
-rank, folder, took = dist.get_rank(), sys.argv[2], []
-torch.set_num_threads(1)
-gradients, begun = torch.ones(100_000), schedule(wait=1, warmup=1, active=15)
-with profile(activities=[ProfilerActivity.CPU], schedule=begun, record_shapes=True) as profiler:
-    for _ in range(17):
-        dist.barrier()
-        gradients.mul_(0.5)
-        if rank == 1:
-            time.sleep(0.005)
-        took.append(time.perf_counter())  # one clock of the machine
-        dist.all_reduce(gradients)
-        profiler.step()
-profiler.export_chrome_trace(f"{folder}/rank{rank}.pt.trace.json")
-with open(f"{folder}/took{rank}", "w") as file:
-    print(*took[2:], file=file)
-"""
-
-
-@pytest.mark.release  # a machine with other work delays ranks as well
-def test_a_rank_that_sleeps_is_found_in_a_run_of_gloo(tmp_path: Path) -> None:
-    where = (tmp_path / "meeting").as_uri()
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", LOOP, str(rank), str(tmp_path), where], env={**os.environ})
-        for rank in range(2)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
-    first, second = ([float(text) for text in (tmp_path / f"took{rank}").read_text().split()] for rank in range(2))
-    planted_s = median(
-        b - a for a, b in zip(first, second, strict=True)
-    )  # when each came: a busy machine sleeps longer
-    seen = import_trace(tmp_path, store=tmp_path / "store.db").traced_ranks
-    assert seen
-    reduced = next(meeting for meeting in seen.meetings if meeting.collective == "all_reduce")
-    assert (reduced.last_rank, reduced.size_bytes) == (1, 400_000)
-    assert reduced.late_s == pytest.approx(planted_s, rel=0.1)
