@@ -1,14 +1,18 @@
+import contextlib
 import gzip
 import lzma
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.traces import HandTrace
 
+from steplab.errors import SteplabError
 from steplab.explain.api import explain
 from steplab.explain.case import case_of
 from steplab.reading.traces.digest import digest
+from steplab.reading.traces.reading import read_trace
 from steplab.reading.traces.trace import Inputs
 from steplab.records.codec import decode, new_head
 from steplab.records.finding import Finding
@@ -162,6 +166,14 @@ def made() -> Iterator[Run]:
         yield Run(**new_head(), profile=digest(trace.build()))
 
 
+def public() -> Iterator[Run]:
+    """Traces of others in the folder STEPLAB_TRACES: HTA's, TraceLens's and the TensorBoard plugin's test data."""
+    for path in sorted(Path(os.environ["STEPLAB_TRACES"]).rglob("*")):
+        if path.name.endswith((".json", ".json.gz", ".sqlite")):
+            with contextlib.suppress(SteplabError):  # without a trace, or of another device
+                yield Run(**new_head(), profile=digest(read_trace(path)))
+
+
 def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
     case = case_of(run, None)
     length_s, busy_s = case.length_s(profile), case.busy_s(profile)
@@ -180,7 +192,17 @@ def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
     return min(own_s, length_s)
 
 
-@pytest.mark.parametrize("runs", [recorded, made])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        recorded,
+        made,
+        pytest.param(
+            public,
+            marks=pytest.mark.skipif("STEPLAB_TRACES" not in os.environ, reason="needs traces in STEPLAB_TRACES"),
+        ),
+    ],
+)
 def test_no_saving_exceeds_the_time_behind_it_nor_all_together_the_step(runs: object) -> None:
     num = 0
     for run in runs():  # type: ignore[operator]
