@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from steplab.errors import UserError
 from steplab.explain.api import explain
 from steplab.lab.profiling import import_trace
+from steplab.reading.traces.ranks import rank_trace
+from steplab.reading.traces.reading import read_trace
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.profile.document import profile_document
@@ -116,3 +119,18 @@ def test_a_folder_without_traces_or_with_a_rank_twice(tmp_path: Path) -> None:
     run.write(tmp_path)
     with pytest.raises(UserError, match="two traces are of one rank"):
         import_trace(tmp_path, store=tmp_path / "store.db")
+
+
+def test_what_is_kept_of_a_file_does_not_grow_with_it(tmp_path: Path) -> None:
+    kept = []
+    for num_steps, num_kernels in ((20, 50), (60, 500)):
+        file, lasts = RankFile(0), 20 * MS
+        for step in range(num_steps):
+            begin = step * lasts
+            file.event("user_annotation", f"ProfilerStep#{step}", begin, lasts)
+            for kernel in range(num_kernels):
+                at = begin + 100 + kernel * 10 * MS / num_kernels
+                file.kernel(GEMM, at, 10 * MS / num_kernels - 1, at - 50)
+            file.all_reduce(begin + 11 * MS, begin + 12 * MS, begin + 10 * MS)
+        kept.append(len(msgspec.json.encode(rank_trace(read_trace(file.write(tmp_path))))))
+    assert kept[1] < 1.1 * kept[0] < 10_000
