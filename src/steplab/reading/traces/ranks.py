@@ -19,7 +19,7 @@ from steplab.reading.traces.activity import cpu_activity, device_activity
 from steplab.reading.traces.communication import MESSAGE_RANGES, TRANSFERS, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
-from steplab.reading.traces.intervals import clip, length, overlap, union
+from steplab.reading.traces.intervals import length, overlap, union
 from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
@@ -139,7 +139,7 @@ def _calls(
         kind = next((kind for pattern, kind in _KINDS.items() if pattern.search(about.name or text)), "other")
         low = np.searchsorted(computed[1], start_ns, side="right")
         high = np.searchsorted(computed[0], end_ns, side="left")
-        beside = clip(computed[0][low:high], computed[1][low:high], start_ns, end_ns)
+        beside = np.maximum(computed[0][low:high], start_ns), np.minimum(computed[1][low:high], end_ns)
         yield Call(
             step=labels[within],
             kind=kind,
