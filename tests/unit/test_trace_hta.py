@@ -16,6 +16,7 @@ from tests.unit.test_trace_ranks import GEMM, REDUCE, RankFile
 from steplab.reading.traces.ranks import RankTrace, rank_trace
 from steplab.reading.traces.reading import read_trace
 
+NCCL = Path(__file__).parents[1] / "golden" / "planted_nccl_202611"
 PUBLIC = Path(os.environ.get("STEPLAB_TRACES", "without"))
 
 
@@ -35,6 +36,7 @@ MADE = [
     Hta(215, 1937, 462, 72.43),
     Hta(256, 1745, 609, 70.99),
 ]
+OF_NCCL = [Hta(12_406.952, 54_395.528, 103_750.319, 0), Hta(114_728.437, 54_356.449, 1621.433, 0)]
 OF_ITS_DATA = {
     "trace_filter/sampled_rank-0.json.gz": Hta(675_191, 210_320, 337_336, 14.95),
     "trace_filter/sampled_rank-1.json.gz": Hta(651_136, 271_973, 308_077, 19.93),
@@ -65,6 +67,11 @@ def test_the_times_of_made_traces_are_htas(tmp_path: Path, seed: int) -> None:
             file.kernel(name, at, lasts, 1, stream=stream)
             at += lasts
     agrees(rank_trace(read_trace(file.write(tmp_path))), MADE[seed])
+
+
+@pytest.mark.parametrize("rank", range(len(OF_NCCL)))
+def test_the_times_of_ranks_with_nccl_are_htas(rank: int) -> None:
+    agrees(rank_trace(read_trace(NCCL / f"rank{rank}.pt.trace.json.gz")), OF_NCCL[rank])
 
 
 @pytest.mark.parametrize("name", OF_ITS_DATA)

@@ -13,6 +13,7 @@ from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.profile.document import profile_document
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn"
 REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 MS = 1000
@@ -84,6 +85,22 @@ def test_a_planted_delay_is_found_with_its_rank_and_size(tmp_path: Path, rank: i
     assert "imbalance" not in found
     assert found["late_message"].saves_s == pytest.approx(4e-3, rel=0.01)
     assert f"rank {rank} work" in render(profile_document(run), "table", width=140)
+
+
+def test_a_delay_planted_in_a_run_with_nccl_is_found(tmp_path: Path) -> None:
+    """Two H200 of one host, traced by tests/distributed/planted.py: rank 1 sleeps 5 ms before each of 20 all-reduces,
+    and was ready 5.056 ms after rank 0 by the host's clock.
+    """
+    run = import_trace(GOLDEN / "planted_nccl_202611", store=tmp_path / "store.db")
+    assert run.traced_ranks
+    [meeting] = run.traced_ranks.meetings
+    assert (meeting.last_rank, meeting.num_steps, meeting.group, meeting.size_bytes) == (1, 20, "[0, 1]", 18_417_600)
+    assert meeting.late_s == pytest.approx(5.056e-3, rel=0.01)
+    assert meeting.bus_bytes_per_s == pytest.approx(229e9, rel=0.01)
+    assert run.traced_ranks.clock_error_s == pytest.approx(0.0, abs=1e-6)
+    found = {finding.kind: finding for finding in explain(run)}["straggler"]
+    assert found.title == "Rank 1 comes last to 20 of 20 collectives"
+    assert found.saves_s == pytest.approx(5e-3, rel=0.1)
 
 
 def test_a_rank_that_computes_more_is_an_imbalance(tmp_path: Path) -> None:
