@@ -45,6 +45,16 @@ def test_copies_that_nothing_runs_beside_are_told() -> None:
     assert found.saves_s == pytest.approx(96e-3, rel=0.01)
 
 
+def test_copies_beside_kernels_are_none_of_it() -> None:
+    trace = HandTrace()
+    trace.range("ProfilerStep#1", 0, 110_000)
+    trace.kernel(GEMM, 500, 100_000, (10, 15))
+    for number in range(20):
+        begin, call = 1000 + 4900 * number, 100 + 60 * number
+        trace.kernel(COPY, begin, begin + 4800, (call, call + 6), stream=14, call="cudaMemcpyAsync")
+    assert "copies_exposed" not in findings(trace)
+
+
 def held_back() -> HandTrace:
     trace = HandTrace()
     trace.range("ProfilerStep#1", 0, 500_000)
@@ -76,6 +86,19 @@ def test_a_short_wait_saves_no_more_than_it_takes() -> None:
     found = findings(waits_shortly())
     assert "launch_bound" in found
     assert "host_copies_and_syncs" not in found  # 11 us of 90 ms
+
+
+def waits_long() -> HandTrace:
+    trace = HandTrace()
+    trace.range("ProfilerStep#1", 0, 60_000)
+    trace.kernel(GEMM, 10, 50_000, (1, 5))
+    trace.call("cudaStreamSynchronize", 6, 50_005)
+    trace.kernel(GEMM, 53_010, 59_000, (53_000, 53_005))
+    return trace
+
+
+def test_a_long_wait_saves_no_more_than_the_device_is_idle() -> None:
+    assert 0 < (findings(waits_long())["host_copies_and_syncs"].saves_s or 0) <= 3.01e-3
 
 
 def doubles() -> HandTrace:
@@ -165,6 +188,7 @@ def made() -> Iterator[Run]:
         offloaded(),
         held_back(),
         waits_shortly(),
+        waits_long(),
         doubles(),
         tiny("aten::add"),
         *map(late, ("enumerate(DataLoader)#x", "f (dynamo_timed)")),
