@@ -176,11 +176,11 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
     ahead_ns = _clocks({rank: trace.host for rank, trace in by_rank.items()}, list(met.values()))
     num_last = Counter(_last(calls, ahead_ns) for calls in met.values())
     rows: dict[_Key, list[dict[int, Call]]] = {}
-    for (_, *of, number), calls in met.items():
-        rows.setdefault(("", *of, number), []).append(calls)
+    for (_, kind, group, number), calls in met.items():
+        rows.setdefault(("", kind, group, number), []).append(calls)
     meetings = [_meeting(key, found, ahead_ns) for key, found in rows.items()]
     num_steps = min(trace.num_steps for trace in traces)
-    waited_s = Counter[int]()
+    waited_s = dict.fromkeys(by_rank, 0.0)
     for meeting, wait_s in meetings:
         waited_s[meeting.last_rank] += wait_s * meeting.num_steps / num_steps
     errors = [
@@ -243,7 +243,7 @@ def _last(calls: dict[int, Call], ahead_ns: dict[int, float]) -> int:
 def _meeting(key: _Key, found: list[dict[int, Call]], ahead_ns: dict[int, float]) -> tuple[Meeting, float]:
     """A collective over its steps, and the seconds that other ranks wait in it with nothing to compute.
 
-    A rank that is late by a median over steps is not confused with one that is late once.
+    Medians over steps, since a rank may be late once by chance.
     """
     _, kind, group, number = key
     last = Counter(_last(calls, ahead_ns) for calls in found).most_common(1)[0][0]
