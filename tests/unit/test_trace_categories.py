@@ -38,7 +38,6 @@ KERNELS = {
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "at::native::distribution_elementwise_grid_stride_kernel<float, 4>": "other",
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<policy, false, long, int>": "other",
-    "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>": "uncategorised",
     "my_very_own_kernel": "uncategorised",
     # Inductor also lists neighbouring operators.
     "triton_poi_fused__scaled_dot_product_flash_attention_cat_transpose_view_10": "elementwise",
@@ -84,6 +83,10 @@ KERNELS = {
     "fused_moe_kernel": "matmul",
     "void at::native::(anonymous namespace)::ComputeInternalGradientsCUDAKernel<float>(long)": "normalisation",
     "void moe::dev::routing::routingIndicesHistogramKernel<moe::dev::routing::KernelParams>": "other",
+    "void fbgemm_gpu::permute_2D_data_kernel<false, int, int, decltype(nullptr)>(int, int, int, int const*)": "other",
+    "void fbgemm_gpu::permute_indices_weights_kernel<true, int, float>(int, int, int, int const*)": "other",
+    "void at::native::indexFuncLargeIndex<float, int, unsigned int, 1, 1, -2, true>": "other",
+    "triton__0d1d2d3d4d5d6d": "uncategorised",
     "void vllm::act_and_mul_kernel<c10::BFloat16, vllm::silu_kernel>": "elementwise",
 }
 
@@ -100,6 +103,9 @@ OPS = {
     "aten::sum": "reduction",
     "steplab::fp8_cast_both": "other",
     "steplab::amax": "reduction",
+    "aten::nan_to_num": "elementwise",
+    "record_param_comms": "communication",
+    "fbgemm::permute_sparse_features": "other",
     "aten::transpose": "other",
     "autograd::engine::evaluate_function: MmBackward0": "other",
     "mylib::op": "uncategorised",

@@ -91,6 +91,15 @@ def test_ranges_that_are_steps_are_named_and_offered() -> None:
         digest(trace.build(), step_range="train_*")
 
 
+def test_a_name_with_brackets_is_offered_so_that_it_matches() -> None:
+    trace = HandTrace()
+    for number in range(3):
+        trace.range(f"[param|model|{number}|forward]", 1000 * number, 1000 * number + 900)
+        trace.kernel(GEMM, 1000 * number + 100, 1000 * number + 200, (1000 * number + 10, 1000 * number + 15))
+    told(digest(trace.build()), "'[[]param|model|*|forward]' (3 of them)", doubt=False)
+    assert digest(trace.build(), step_range="[[]param|model|*|forward]").num_steps == 3
+
+
 # --- kernels without a launch -----------------------------------------------------------------------------------------
 
 

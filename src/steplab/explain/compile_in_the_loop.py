@@ -56,7 +56,11 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         change='TORCH_LOGS="recompiles" names the guard that failed',
         note="pad batches to one shape, or torch.compile(model, dynamic=True); warm up with every shape that will come",
         evidence=tuple(Evidence(what="longer than the median step", value=s, unit="s") for s in late_s)
-        or (Evidence(what="ranges of compilation in the profile", value=len(seen), unit=""),),
+        or (
+            Evidence(what="ranges of compilation in the profile", value=len(seen), unit=""),
+            Evidence(what="Python's time in them", value=compiling_s, unit="s"),
+            Evidence(what="waiting for Python", value=waits_s, unit="s"),
+        ),
         saves_s=saves_s,
         at_most=not late_s and saves_s is not None,
         prediction=(

@@ -33,13 +33,13 @@ def straggler(case: Case) -> Finding | None:
         kind="straggler",
         title=f"Rank {last.rank} comes last to {last.num_last} of {num} collectives",
         saw=(
-            f"It is {format_time(last.late_s)} per step later than the ranks in the middle; the others have up to "
-            f"{format_time(waits_s)} of exposed communication.{error}"
+            f"The others wait {format_time(last.late_s)} per step for it, of up to {format_time(waits_s)} of exposed "
+            f"communication.{error}"
         ),
         why="A collective begins when its last rank arrives, so one slow rank slows all of them.",
         change=f"look at rank {last.rank}: its data loading, its clock and temperature, its host",
         evidence=(
-            Evidence(what="late per step", value=last.late_s, unit="s"),
+            Evidence(what="waits for it", value=last.late_s, unit="s"),
             Evidence(what="exposed communication of a rank that waits", value=waits_s, unit="s"),
         ),
         saves_s=saves_s,

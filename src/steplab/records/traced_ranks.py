@@ -27,7 +27,7 @@ class TracedRank:
     num_last: int = 0
     """Collectives, in all steps, that it reached last."""
     late_s: float = 0.0
-    """Seconds after the middle ranks' arrival at these."""
+    """Seconds that the middle ranks wait for it, with nothing to compute."""
     timeline: Timeline | None = None
     """Its last step: computation on row 0, communication on row 1."""
 
@@ -47,7 +47,7 @@ class Meeting:
     last_rank: int
     """Rank most often last."""
     late_s: float
-    """Median seconds of the last rank after the middle ranks."""
+    """Median seconds of this rank after the middle of the others."""
     transfer_s: float
     """Median seconds from the last arrival to the end."""
     exposed_s: float

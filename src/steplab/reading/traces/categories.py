@@ -61,7 +61,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "other",
         (
             r"distribution_|philox|Sort|sort_|radix|topk|TopK|index_|scatter|gather|unique|nonzero|bincount|histogram",
-            r"max_pool|avg_pool|average_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|Im2d2Col|col2im",
+            r"permute_(2D|1D|indices|sequence)|indexFunc|to_dense_representation|max_pool|avg_pool|average_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|Im2d2Col|col2im",
             r"nms_kernel|spin_kernel|OffsetsKernel|fft|bounds_check|linearize_index|offsets_range|routing|moe_align",
             r"searchsorted|bucketize|^(cast|cast_both|amax)_kernel$",
         ),
@@ -110,7 +110,10 @@ def _of_inductor(kind: str, operators: str) -> str:
 
 
 _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("communication", (r"^(c10d|gloo|nccl|_c10d_functional)\b|all_?reduce|all_?gather|reduce_?scatter",)),
+    (
+        "communication",
+        (r"^(c10d|gloo|nccl|_c10d_functional)\b|^record_param_comms|all_?reduce|all_?gather|reduce_?scatter",),
+    ),
     (
         "attention",
         (r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention|flex_attention|^steplab::flash_",),
@@ -149,7 +152,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"^(TorchDynamo|Pregraph|AOTDispatcher)|^steplab::fp8_cast",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
-            r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",
+            r"^fbgemm::permute|::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",
             r"::(index\w*|gather|scatter\w*|sort|topk|one_hot|triu_indices|\w*loss\w*|cross_entropy\w*|real|imag)$",
             r"::(randn?|randint|random_|uniform_|normal_|bernoulli_|dropout|is_\w+|_has_\w+)$",
         ),
@@ -159,7 +162,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"::_?(mul|add|sub|rsub|div|pow|neg|exp|log|sqrt|rsqrt|reciprocal|abs|sign|clamp|floor|round|erf)_?$",
             r"::(sigmoid|silu|gelu|relu|tanh|mish|hardtanh|softplus|threshold|native_dropout)(_backward)?_?$",
-            r"::(sin|cos|log1p|expm1|maximum|minimum|remainder|addcmul|addcdiv|lerp|isnan|isinf)(_scalar)?_?$",
+            r"::(sin|cos|log1p|expm1|maximum|minimum|remainder|addcmul|addcdiv|lerp|isnan|isinf|nan_to_num|clamp_m(in|ax))(_scalar)?_?$",
             r"::(where|masked_fill|fill|zero|zeros|ones|full|zeros_like|ones_like|full_like|triu|tril|arange)_?$",
             r"::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)$|^triton_poi_|^steplab::(swiglu|rotary_heads)",
         ),

@@ -221,9 +221,10 @@ def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
     ranges, (starts_ns, ends_ns) = trace.ranges, host.steps
     for kind, pattern in _HOST_WORK.items():
         chosen = trace.named(ranges.name, pattern.search)
-        if chosen.any() and len(starts_ns):
-            start_ns, end_ns = ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
-            within = clip(start_ns, end_ns, int(starts_ns[0]), int(ends_ns[-1]))
+        if chosen.any():
+            within = ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
+            if len(starts_ns):
+                within = clip(*within, int(starts_ns[0]), int(ends_ns[-1]))
             yield kind, length(*within) / 1e9
 
 

@@ -1,5 +1,6 @@
 """Finds the innermost of nested intervals on a thread at an instant."""
 
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,16 +17,13 @@ class Nesting:
 
     parent: Column
     """Index of the surrounding interval; NONE at the outermost level."""
-    segments: tuple[Column, Column, Column]
-    """Start, end and owner of stretches with one innermost interval, over all threads."""
 
     def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
-        self.parent = np.full(len(start_ns), NONE)
         self._borders: dict[int, tuple[Column, Column]] = {}
-        starts, ends = start_ns.tolist(), (start_ns + duration_ns).tolist()
+        starts, ends, parent = start_ns.tolist(), (start_ns + duration_ns).tolist(), [NONE] * len(start_ns)
         for number, rows in _by_thread(thread):
-            self._borders[number] = self._walk(rows.tolist(), starts, ends)
-        self.segments = self._segments()
+            self._borders[number] = _walk(rows.tolist(), starts, ends, parent)
+        self.parent = np.array(parent, dtype=np.int64)
 
     def innermost(self, time_ns: Column, thread: Column) -> Column:
         """Index of the innermost interval at each time and thread; NONE without one."""
@@ -37,29 +35,9 @@ class Nesting:
                 found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
         return found
 
-    def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
-        """Instants where a thread's innermost interval changes, and the interval from there."""
-        borders: list[int] = []
-        owners: list[int] = []
-        stack: list[int] = []
-
-        def close_until(time_ns: float) -> None:
-            while stack and ends[stack[-1]] <= time_ns:
-                borders.append(ends[stack.pop()])
-                owners.append(stack[-1] if stack else NONE)
-
-        for index in indices:
-            close_until(starts[index])
-            if stack:
-                self.parent[index] = stack[-1]
-                ends[index] = min(ends[index], ends[stack[-1]])
-            stack.append(index)
-            borders.append(starts[index])
-            owners.append(index)
-        close_until(float("inf"))
-        return np.array(borders, dtype=np.int64), np.array(owners, dtype=np.int64)
-
-    def _segments(self) -> tuple[Column, Column, Column]:
+    @property
+    def segments(self) -> tuple[Column, Column, Column]:
+        """Start, end and owner of stretches with one innermost interval, over all threads."""
         parts: list[tuple[Column, Column, Column]] = []
         for borders_ns, owners in self._borders.values():
             owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
@@ -69,6 +47,29 @@ class Nesting:
             return empty, empty, empty
         starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return starts, ends, owners
+
+
+def _walk(indices: list[int], starts: list[int], ends: list[int], parent: list[int]) -> tuple[Column, Column]:
+    """Instants where a thread's innermost interval changes, and the interval from there; fills in the parents."""
+    borders: list[int] = []
+    owners: list[int] = []
+    stack = [NONE]
+    ends.append(sys.maxsize)  # of NONE, around all
+    for index in indices:
+        start, end = starts[index], ends[index]
+        while ends[stack[-1]] <= start:
+            borders.append(ends[stack.pop()])
+            owners.append(stack[-1])
+        above = parent[index] = stack[-1]
+        ends[index] = min(end, ends[above])
+        stack.append(index)
+        borders.append(start)
+        owners.append(index)
+    while len(stack) > 1:
+        borders.append(ends[stack.pop()])
+        owners.append(stack[-1])
+    ends.pop()
+    return np.array(borders, dtype=np.int64), np.array(owners, dtype=np.int64)
 
 
 def _by_thread(thread: Column) -> Iterator[tuple[int, Column]]:

@@ -19,7 +19,7 @@ from steplab.reading.traces.activity import cpu_activity, device_activity
 from steplab.reading.traces.communication import MESSAGE_RANGES, TRANSFERS, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
-from steplab.reading.traces.intervals import clip, length, overlap, union
+from steplab.reading.traces.intervals import length, overlap, union
 from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
@@ -139,7 +139,7 @@ def _calls(
         kind = next((kind for pattern, kind in _KINDS.items() if pattern.search(about.name or text)), "other")
         low = np.searchsorted(computed[1], start_ns, side="right")
         high = np.searchsorted(computed[0], end_ns, side="left")
-        beside = clip(computed[0][low:high], computed[1][low:high], start_ns, end_ns)
+        beside = np.maximum(computed[0][low:high], start_ns), np.minimum(computed[1][low:high], end_ns)
         yield Call(
             step=labels[within],
             kind=kind,
@@ -174,25 +174,22 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
     # Ranks with different numbers of calls did not make the same calls.
     met = {key: calls for key, calls in met.items() if len(calls) > 1 and len(num[key[:3]]) == 1}
     ahead_ns = _clocks({rank: trace.host for rank, trace in by_rank.items()}, list(met.values()))
-    late_ns, num_last = Counter[int](), Counter[int]()
-    rows: dict[_Key, list[tuple[int, float, float, float, Call]]] = {}
+    num_last = Counter(_last(calls, ahead_ns) for calls in met.values())
+    rows: dict[_Key, list[dict[int, Call]]] = {}
     for (_, kind, group, number), calls in met.items():
-        arrivals = sorted((call.start_ns - ahead_ns[rank], rank) for rank, call in calls.items())
-        (at_ns, last), others = arrivals[-1], [at_ns for at_ns, _ in arrivals[:-1]]
-        late_by_ns = at_ns - median(others)
-        ends_ns = median(call.end_ns - ahead_ns[rank] for rank, call in calls.items())
-        num_last[last] += 1
-        late_ns[last] += round(late_by_ns)
-        transfer_ns = max(ends_ns - at_ns, 0.0)
-        exposed_ns = min(transfer_ns, *(call.exposed_ns for call in calls.values()))
-        rows.setdefault(("", kind, group, number), []).append((last, late_by_ns, transfer_ns, exposed_ns, calls[last]))
+        rows.setdefault(("", kind, group, number), []).append(calls)
+    meetings = [_meeting(key, found, ahead_ns) for key, found in rows.items()]
+    num_steps = min(trace.num_steps for trace in traces)
+    waited_s = dict.fromkeys(by_rank, 0.0)
+    for meeting, wait_s in meetings:
+        waited_s[meeting.last_rank] += wait_s * meeting.num_steps / num_steps
     errors = [
         abs(call.end_ns - ahead_ns[rank] - median(c.end_ns - ahead_ns[r] for r, c in calls.items()))
         for calls in met.values()
         for rank, call in calls.items()
     ]
     return TracedRanks(
-        num_steps=min(trace.num_steps for trace in traces),
+        num_steps=num_steps,
         ranks=tuple(
             TracedRank(
                 rank=rank,
@@ -202,16 +199,12 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
                 exposed_s=(trace.communication_ns - trace.hidden_ns) / trace.num_steps / 1e9,
                 idle_s=trace.idle_ns / trace.num_steps / 1e9,
                 num_last=num_last[rank],
-                late_s=late_ns[rank] / trace.num_steps / 1e9,
+                late_s=waited_s[rank],
                 timeline=trace.timeline,
             )
             for rank, trace in by_rank.items()
         ),
-        meetings=tuple(
-            sorted(
-                (_meeting(key, found, met) for key, found in rows.items()), key=lambda one: -one.late_s - one.exposed_s
-            )
-        ),
+        meetings=tuple(sorted((meeting for meeting, _ in meetings), key=lambda one: -one.late_s - one.exposed_s)),
         path=tuple(_path(by_rank, met, ahead_ns)),
         clock_error_s=median(errors) / 1e9 if errors else None,
     )
@@ -243,26 +236,44 @@ def _clocks(hosts: dict[int, str], meetings: list[dict[int, Call]]) -> dict[int,
             ahead_ns[rank] = here[0] if here and abs(found - here[0]) < _WOKEN_NS else found
 
 
-def _meeting(
-    key: _Key, found: list[tuple[int, float, float, float, Call]], met: dict[_Key, dict[int, Call]]
-) -> Meeting:
+def _last(calls: dict[int, Call], ahead_ns: dict[int, float]) -> int:
+    return max(calls, key=lambda rank: calls[rank].start_ns - ahead_ns[rank])
+
+
+def _meeting(key: _Key, found: list[dict[int, Call]], ahead_ns: dict[int, float]) -> tuple[Meeting, float]:
+    """A collective over its steps, and the seconds that other ranks wait in it with nothing to compute.
+
+    Medians over steps, since a rank may be late once by chance.
+    """
     _, kind, group, number = key
-    last, late_ns, transfer_ns, exposed_ns, calls = zip(*found, strict=True)
-    num_ranks = max(len(met[step, *key[1:]]) for step in {call.step for call in calls})
-    size_bytes, transfer_s = max(call.size_bytes for call in calls), median(transfer_ns) / 1e9
-    wire_bytes = size_bytes * bus_factor(kind, num_ranks)
-    return Meeting(
+    last = Counter(_last(calls, ahead_ns) for calls in found).most_common(1)[0][0]
+    late_ns, waits_ns, transfers_ns, exposed_ns = [], [], [], []
+    for calls in found:
+        arrived_ns = {rank: call.start_ns - ahead_ns[rank] for rank, call in calls.items()}
+        ended_ns = median(call.end_ns - ahead_ns[rank] for rank, call in calls.items())
+        transfers_ns.append(max(ended_ns - max(arrived_ns.values()), 0.0))
+        exposed_ns.append(min(transfers_ns[-1], *(call.exposed_ns for call in calls.values())))
+        if last in calls:
+            others = [rank for rank in calls if rank != last]
+            late_ns.append(arrived_ns[last] - median(arrived_ns[rank] for rank in others))
+            waits_ns.append(median(calls[rank].exposed_ns for rank in others))
+    size_bytes = max(call.size_bytes for calls in found for call in calls.values())
+    transfer_s = median(transfers_ns) / 1e9
+    late_s = max(0.0, median(late_ns)) / 1e9
+    wire_bytes = size_bytes * bus_factor(kind, max(map(len, found)))
+    meeting = Meeting(
         collective=kind,
         group=group,
         number=number,
         num_steps=len(found),
-        last_rank=Counter(last).most_common(1)[0][0],
-        late_s=median(late_ns) / 1e9,
+        last_rank=last,
+        late_s=late_s,
         transfer_s=transfer_s,
         exposed_s=median(exposed_ns) / 1e9,
         size_bytes=size_bytes,
         bus_bytes_per_s=wire_bytes / transfer_s if wire_bytes and transfer_s else None,
     )
+    return meeting, min(late_s, median(waits_ns) / 1e9)
 
 
 def _path(

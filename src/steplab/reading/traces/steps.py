@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections import Counter
 from fnmatch import translate
+from glob import escape
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def offered_steps(trace: Trace) -> str:
     """Ranges that may be steps, as the end of a sentence: repeated ones, longest total first."""
     lasts_ns, num = Counter[str](), Counter[str]()
     for name, duration_ns in zip(trace.ranges.name.tolist(), trace.ranges.duration_ns.tolist(), strict=True):
-        like = re.sub(r"\d+", "*", trace.names[name])
+        like = re.sub(r"\d+", "*", escape(trace.names[name]))
         lasts_ns[like] += duration_ns
         num[like] += 1
     found = [f"'{name}' ({num[name]} of them)" for name, _ in lasts_ns.most_common() if num[name] > 1]

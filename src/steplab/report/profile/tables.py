@@ -32,7 +32,7 @@ def ranks_section(seen: TracedRanks) -> Section:
             Column(key="late_s", header="late"),
         ),
         caption="Per step. exposed: communication beside no computation. last: collectives to which it came last; "
-        "late: by how much, against the ranks in the middle.",
+        "late: time that the middle of the others waits for it, with nothing to compute.",
     )
     meetings = Table.of(
         "collectives",
