@@ -84,6 +84,7 @@ class Fused:
     scores: Product
     flops: float
     """With only the scores that a causal mask leaves."""
+    dropout: bool
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
@@ -95,8 +96,12 @@ def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
     scores = Product(m=tokens, n=key.shape[-2], k=width, batch=batch * heads)
     place = _CAUSAL[name]
     causal = len(args) > place and bool(args[place])
+    dropped = place - 1 - (name == "_scaled_dot_product_efficient_attention_backward")
+    dropout = len(args) > dropped and bool(args[dropped])
     flops = scores.flops * (1.0 if causal else 2.0)  # two products, halved by the mask
-    return Fused(f"{ours}_backward", scores, flops * BACKWARD_FLOPS) if backward else Fused(ours, scores, flops)
+    if backward:
+        return Fused(f"{ours}_backward", scores, flops * BACKWARD_FLOPS, dropout)
+    return Fused(ours, scores, flops, dropout)
 
 
 def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:

@@ -112,8 +112,8 @@ class Watcher(TorchDispatchMode):
         """Note where operators run: before these blocks, in 'block 3', behind them."""
         blocks = list(blocks)
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._entering(f"block {number}"))
-            block.register_forward_hook(self._entering(BEHIND if block is blocks[-1] else ""))
+            block.register_forward_pre_hook(self.entering(f"block {number}"))
+            block.register_forward_hook(self.entering(BEHIND if block is blocks[-1] else ""))
         self._first = BEFORE if blocks else ""
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
@@ -156,7 +156,9 @@ class Watcher(TorchDispatchMode):
     def name_of_parameter(self, tensor: Tensor | None) -> str | None:
         return None if tensor is None else self.parameters.get(self._storages.number(tensor) or 0)
 
-    def _entering(self, where: str) -> Callable[..., None]:
+    def entering(self, where: str) -> Callable[..., None]:
+        """A hook: operators from then on are of this part of the model."""
+
         def enter(*_: object) -> None:
             self._where = where
             if self._phase == "forward":
@@ -323,6 +325,7 @@ class Watcher(TorchDispatchMode):
                 where=self._where,
                 what=place or _what(self._storages, writes[0]),
                 recomputed=self._recomputing,
+                dropout=fused is not None and fused.dropout,
                 rate=rate,
                 calls=self._calls,
             )

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
+from steplab.plan.dry_run.events import OUTSIDE, READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
+_SOFTMAX = ("_softmax", "_log_softmax")
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
+_EMBEDDING = "embedding_dense_backward"
 _ALONE = (
-    *("embedding_dense_backward", "cross_entropy_softmax"),
+    *(_EMBEDDING, "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
@@ -43,13 +45,26 @@ class Kernel:
     """True if one of its operators sums over a dimension."""
     sums_rows: bool = False
     """True if it adds up rows, in a pass separate from kernels that go row by row."""
+    exponentials: bool = False
+    """True if it makes a softmax, which takes its time by elements in fp32, whatever is read and written."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
     """The kernels of operators, in order, fused if compiled."""
     if compiled:
         return fused_kernels(operators, blocks_alone=blocks_alone)
-    return [Kernel(op, op.moved_bytes) for op in operators]
+    return [kernel for op in operators for kernel in lone_kernels(op)]
+
+
+def lone_kernels(op: Operator) -> Iterator[Kernel]:
+    """An operator's kernels. An embedding's backward fills the table's gradient with zeros, then reads and writes a row
+    for each row of its gradient.
+    """
+    if op.name != _EMBEDDING:
+        yield Kernel(op, op.moved_bytes)
+        return
+    yield Kernel(msgspec.structs.replace(op, name="fill"), op.written_bytes)
+    yield Kernel(msgspec.structs.replace(op, rate="added rows"), 3 * op.read_bytes)
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
@@ -130,7 +145,7 @@ class _Fuser:
 
     def _unit(self, op: Operator) -> str | None:
         """The unit that an operator is compiled with; None: eager, such as the optimizer's operators."""
-        if op.phase == "optimizer":
+        if op.phase == "optimizer" or op.where == OUTSIDE:
             return None
         if not self._blocks_alone:
             return str(self._num_values)
@@ -209,7 +224,7 @@ class _Fuser:
     def kernels(self) -> Iterator[Kernel]:
         for item in self._order:
             if isinstance(item, Operator):
-                yield Kernel(item, item.moved_bytes)
+                yield from lone_kernels(item)
             elif item.operators:
                 reads: dict[Version, Spans] = {}
                 for version, spans in item.reads.items():
@@ -217,7 +232,9 @@ class _Fuser:
                 written = sum(size for version, size in item.made.items() if self._is_written(version, item))
                 reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
                 moved = item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written
-                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces)
+                powers = sum(op.written_bytes for op in item.operators if op.name in _SOFTMAX)
+                moved = max(moved, powers)
+                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces, exponentials=powers > 0)
                 for op in item.operators:
                     if op.name.endswith(_OF_WEIGHTS_TOO):
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)

@@ -40,13 +40,15 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
                 "sdpa_cudnn masked" if masked else "sdpa_cudnn"
             )  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # as if computed without a mask
-        return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
+        causal = op.flops < whole
+        return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=causal, dropout=op.dropout)
     return streaming_s(streaming_name(kernel), kernel.moved_bytes, gpu)
 
 
 def streaming_name(kernel: Kernel) -> str:
     if kernel.fused:
-        return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
+        reduction = "fused softmax" if kernel.exponentials else "fused reduction"
+        return "fused sum of rows" if kernel.sums_rows else reduction if kernel.reduces else "fused"
     op = kernel.operator
     if op.rate:
         return op.rate
