@@ -38,6 +38,7 @@ from benchmarks.rates_of_kernels import (
     fit_attention,
     fit_products,
     fit_streaming,
+    fit_traced,
     product_times,
     relative_error,
     search,
@@ -59,6 +60,7 @@ from steplab.costs.rates import (
     with_rates,
 )
 from steplab.errors import UserError
+from steplab.lab.predicting import operators_of as traced_operators
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
 from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.seen import is_fitted_kind, is_held_out
@@ -368,7 +370,8 @@ def fit_rates(
     """The committed table with one GPU refitted to `records`, from `records_to_fit`.
 
     `held_out`: field values of steps left out for checking. `others`: steps; those on unfitted GPUs give the error of
-    borrowed rates. Attention implementations without records keep their rates.
+    borrowed rates, profiles of other libraries' models the rates of their kernels. Attention implementations without
+    records keep their rates.
 
     Raises UserError for an unknown GPU, or too few records.
     """
@@ -378,7 +381,7 @@ def fit_rates(
     held = {name: list(values) for name, values in held_out.items()}
     kept = before if before.name == hardware.name else rates
     shares = kept.streaming.shares | rates.streaming.shares
-    new = msgspec.structs.replace(
+    own = msgspec.structs.replace(
         rates,
         products=kept.products | rates.products,
         streaming=msgspec.structs.replace(rates.streaming, shares=shares),
@@ -386,10 +389,16 @@ def fit_rates(
         until_utc=records[-1].created_utc,
         held_out=held,
     )
+    traced = [run for run in others if _is_traced(run) and _name_of_gpu(run) == hardware.name]
+    new = fit_traced(traced, lambda spec: traced_operators(spec.as_predicted), gpu_with(hardware, own)).rates
     fitted = [new, *(each for each in table if each.name != hardware.name)]
     names = {rates.name for rates in fitted}
     tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)
     return [msgspec.structs.replace(new, borrowers=tried), *fitted[1:]]
+
+
+def _is_traced(run: Run) -> bool:
+    return run.profile is not None and run.spec is not None and run.spec.model.kind == "hf"
 
 
 def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:

@@ -287,13 +287,15 @@ def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    name, replaced = ("is_tracing", lambda *_: True) if traced else ("find_packed_sequence_indices", none_packed)
-    before = getattr(masks, name)
-    setattr(masks, name, replaced)
+    replaced: dict[str, Any] = {"find_packed_sequence_indices": none_packed}
+    if traced:  # dynamo before torch 2.14 also takes a compiled model for an exported one, which keeps every mask
+        replaced = {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
+    before = {name: each for name, each in vars(masks).items() if name in replaced}
+    vars(masks).update(replaced)
     try:
         yield
     finally:
-        setattr(masks, name, before)
+        vars(masks).update(before)
 
 
 @contextmanager
