@@ -33,7 +33,7 @@ from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
-_TOGETHER |= {"nll_loss_backward": "fill", "zero": "fill"}
+_TOGETHER |= {"nll_loss_backward": "fill", "zero": "fill", "_index_put_impl": "index_put"}
 """Operators with indistinguishable kernels in a trace: out-of-place masking copies first, the softmax's backward
 multiplies first. Gradients of losses are filled with zeros first.
 """
@@ -363,7 +363,7 @@ _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
 
 # --- traced models ------------------------------------------------------------------------------------------------
 
-TRACED = re.compile(r"elementwise|sum|zeros|native_|.* (long|half)$")
+TRACED = re.compile(r"elementwise|sum|zeros|native_|added rows|.* (long|half)$")
 """Rate names that only other libraries' models show."""
 MASKED = "sdpa_cudnn masked"
 

@@ -28,9 +28,6 @@ _UNALIGNED = 6.0
 less for pairs and fours."""
 _HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
 """Head dimensions that torch's FlashAttention-2 is compiled for; others are similar."""
-_DRAW_FLOPS = (74, 40)
-"""FLOPs at fp32's peak in the time of a score's random number, by pass: 1.1 and 0.6 ps in profiles of cuDNN's on an
-H200."""
 USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
 """Implementations with rates for missing ones, by True for fp32."""
 
@@ -134,14 +131,7 @@ def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates
 
 
 def attention_s(
-    name: str,
-    scores: Product,
-    dtype: str,
-    gpu: Gpu,
-    *,
-    backward: bool = False,
-    causal: bool = True,
-    dropout: bool = False,
+    name: str, scores: Product, dtype: str, gpu: Gpu, *, backward: bool = False, causal: bool = True
 ) -> float:
     """Seconds of one pass of fused attention; `scores`: queries times keys. A causal mask leaves half of the scores,
     plus a share for the tiles that it cuts, at most all. Each score counts the columns of a head, as the kernel pads
@@ -150,8 +140,7 @@ def attention_s(
     keys = min(scores.n, scores.n / 2 + rates.diagonal) if causal else scores.n
     flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward
     work = scores.batch * scores.m * keys * flops_per_element * (head_columns(scores.k) + rates.softmax_width)
-    drawn = scores.batch * scores.m * keys * _DRAW_FLOPS[backward] if dropout else 0.0
-    return rates.fixed_s + work / (gpu.peaks[dtype] * rates.peak_share) + drawn / gpu.peaks.get("fp32", math.inf)
+    return rates.fixed_s + work / (gpu.peaks[dtype] * rates.peak_share)
 
 
 def _item_bytes(dtype: str) -> int:

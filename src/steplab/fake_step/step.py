@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
@@ -28,7 +27,7 @@ from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
 from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
-from steplab.plan.dry_run.events import OUTSIDE, Event, Listener, Operator
+from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
@@ -94,7 +93,7 @@ def fake_step(
 
                 compile_on_fakes(step, spec.compile, watcher, storages)
             elif spec.compile not in ("off", "block"):
-                _return_as_a_graph(step, watcher)
+                step.module.register_forward_hook(_return_as_a_graph)
             with _masks_as_they_are(traced=spec.compile not in ("off", "block")):
                 yield partial(_run, step, storages, watcher)
     except ERRORS as error:
@@ -208,31 +207,11 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
             storages.call_rest("activations")
 
 
-class _Returned(torch.autograd.Function):
-    """Tensors that a compiled graph returns. Autograd gives its backward pass zeros for those that the loss ignores,
-    such as logits beside a loss.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *made: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(each.view_as(each) for each in made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
-
-
-def _return_as_a_graph(step: ModelStep, watcher: Watcher) -> None:
-    leave, returned, model = watcher.entering(OUTSIDE), _Returned.apply, step.distributed.call or step.module
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = tree_flatten(model(*args, **kwargs))
-        leave()
-        differentiable = [isinstance(each, torch.Tensor) and each.requires_grad for each in leaves]
-        made = iter(returned(*compress(leaves, differentiable)))
-        return tree_unflatten([next(made) if is_one else each for each, is_one in zip(leaves, differentiable)], tree)
-
-    step.distributed = dataclasses.replace(step.distributed, call=call)
+def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
+    """Have autograd add zeros to the gradients of what a compiled graph returns beside the loss, such as logits."""
+    for each in tree_leaves(made):
+        if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
+            each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
 
 
 def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from steplab.plan.dry_run.events import OUTSIDE, READS_A_VALUE, Operand, Operator
+from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 _SOFTMAX = ("_softmax", "_log_softmax")
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
-_EMBEDDING = "embedding_dense_backward"
+_EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
+"""Autograd gives zeros to a graph for what it returns without a use, such as logits beside a loss."""
 _ALONE = (
-    *(_EMBEDDING, "cross_entropy_softmax"),
+    *(_EMBEDDING, _ZEROS, "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
@@ -57,14 +58,12 @@ def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: b
 
 
 def lone_kernels(op: Operator) -> Iterator[Kernel]:
-    """An operator's kernels. An embedding's backward fills the table's gradient with zeros, then reads and writes a row
-    for each row of its gradient.
-    """
+    """An operator's kernels. An embedding's backward fills the table's gradient with zeros, then adds rows to it."""
     if op.name != _EMBEDDING:
         yield Kernel(op, op.moved_bytes)
         return
-    yield Kernel(msgspec.structs.replace(op, name="fill"), op.written_bytes)
-    yield Kernel(msgspec.structs.replace(op, rate="added rows"), 3 * op.read_bytes)
+    yield Kernel(msgspec.structs.replace(op, name="fill", flops=0.0), op.written_bytes)
+    yield Kernel(msgspec.structs.replace(op, rate=""), op.read_bytes)
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
@@ -145,7 +144,7 @@ class _Fuser:
 
     def _unit(self, op: Operator) -> str | None:
         """The unit that an operator is compiled with; None: eager, such as the optimizer's operators."""
-        if op.phase == "optimizer" or op.where == OUTSIDE:
+        if op.phase == "optimizer":
             return None
         if not self._blocks_alone:
             return str(self._num_values)

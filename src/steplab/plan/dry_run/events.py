@@ -20,9 +20,6 @@ time.
 """
 
 
-OUTSIDE = "outside the graph"
-"""Place of operators that autograd runs between compiled code and the loss."""
-
 CHOSEN_BY_TORCH = "chosen by torch"
 """Rate of fused attention if torch chooses the kernel by the GPU."""
 
