@@ -95,6 +95,7 @@ def held_out(path: Path) -> None:
     ]
     operators = {spec.as_predicted: operators_of(spec.as_predicted) for _, spec in steps}
     gpu = gpu_named("H200 SXM")
+
     @cache
     def without(left_out: str) -> Gpu:
         others = [run for run, spec in steps if left_out not in spec.model.label]

@@ -278,7 +278,7 @@ def _kind_of(kernel: Kernel) -> str:
 def _kind_of_timed(op: OpStats) -> str:
     if op.name.startswith("triton_poi_"):
         return "pointwise"
-    return "softmax" if "softmax_" in op.name and "softmax_backward" not in op.name else "reduction"
+    return "softmax" if "log_softmax_" in op.name and op.phase == "forward" else "reduction"
 
 
 # --- attention ----------------------------------------------------------------------------------------------------

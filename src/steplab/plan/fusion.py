@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from steplab.costs.operators import FLOATING_BYTES
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
-_SOFTMAX = ("_softmax", "_log_softmax")
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
@@ -47,7 +47,8 @@ class Kernel:
     sums_rows: bool = False
     """True if it adds up rows, in a pass separate from kernels that go row by row."""
     exponentials: bool = False
-    """True if it makes a softmax, which takes its time by elements in fp32, whatever is read and written."""
+    """True if it goes over rows of logits for their softmax, which takes its time by elements in fp32, however few
+    bytes it reads."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
@@ -230,10 +231,10 @@ class _Fuser:
                     reads = _merged(reads, self._read(version, spans, item))
                 written = sum(size for version, size in item.made.items() if self._is_written(version, item))
                 reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
-                moved = item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written
-                powers = sum(op.written_bytes for op in item.operators if op.name in _SOFTMAX)
-                moved = max(moved, powers)
-                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces, exponentials=powers > 0)
+                logits = [op for op in item.operators if op.name == "_log_softmax"]
+                wide_bytes = sum(4 * op.written_bytes // FLOATING_BYTES[op.dtype] for op in logits)
+                moved = max(wide_bytes, item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written)
+                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces, exponentials=bool(logits))
                 for op in item.operators:
                     if op.name.endswith(_OF_WEIGHTS_TOO):
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
