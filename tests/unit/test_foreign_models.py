@@ -314,6 +314,10 @@ _LONG = (
     "llama-S-off",
     "qwen2-S-off",
     "llama-M-block",
+    "llama-L-default",
+    "qwen3-M-default",
+    "opt-M-default",
+    "gpt2-M-default",
 )
 
 
