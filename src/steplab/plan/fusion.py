@@ -47,8 +47,7 @@ class Kernel:
     sums_rows: bool = False
     """True if it adds up rows, in a pass separate from kernels that go row by row."""
     exponentials: bool = False
-    """True if it goes over rows of logits for their softmax, which takes its time by elements in fp32, however few
-    bytes it reads."""
+    """True if it makes a softmax of logits, bound by elements in fp32 instead of by the bytes it reads."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:

@@ -35,8 +35,7 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
     if op.kind == "attention" and op.product is not None:
         name, backward = op.name.removesuffix("_backward"), op.name.endswith("_backward")
         if op.rate == CHOSEN_BY_TORCH and _HOPPER.search(gpu.name):
-            # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention. Flash attention takes
-            # no mask, and would have been the tracer's choice.
+            # sdp_utils.cpp: check_prefer_cudnn_attention; with a mask, the tracer could not choose flash attention
             name = "sdpa_cudnn masked" if name == "sdpa_efficient" else "sdpa_cudnn"
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # as if computed without a mask
         drawn = op.flops / op.product.k * _FLOPS_OF_A_DRAW[backward] if op.dropout else 0.0
