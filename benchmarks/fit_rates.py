@@ -13,7 +13,8 @@ check` tests predictions against them: fields and values, as in "model=xl,medium
 whole table is printed, with that GPU refitted. `--leave-one-out` prints errors of each step's phases in fits without
 its records.
 
-Kernel rates come first (rates_of_kernels). Overheads of steps are fitted to whole forward and backward passes with the
+Kernel rates come first (rates_of_kernels); those that only third-party models have need torch and transformers, which
+trace them. Overheads of steps are fitted to whole forward and backward passes with the
 host ahead, and the interval to errors at sizes outside the fit.
 """
 
@@ -25,6 +26,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ from benchmarks.rates_of_kernels import (
     fit_attention,
     fit_products,
     fit_streaming,
+    fit_traced,
     product_times,
     relative_error,
     search,
@@ -59,6 +62,8 @@ from steplab.costs.rates import (
     with_rates,
 )
 from steplab.errors import UserError
+from steplab.lab.predicting import operators_of as traced_operators
+from steplab.plan.dry_run.events import Operator
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
 from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.seen import is_fitted_kind, is_held_out
@@ -368,7 +373,8 @@ def fit_rates(
     """The committed table with one GPU refitted to `records`, from `records_to_fit`.
 
     `held_out`: field values of steps left out for checking. `others`: steps; those on unfitted GPUs give the error of
-    borrowed rates. Attention implementations without records keep their rates.
+    borrowed rates, those of third-party models the rates of their kernels and their interval. Attention implementations
+    without records keep their rates.
 
     Raises UserError for an unknown GPU, or too few records.
     """
@@ -378,7 +384,7 @@ def fit_rates(
     held = {name: list(values) for name, values in held_out.items()}
     kept = before if before.name == hardware.name else rates
     shares = kept.streaming.shares | rates.streaming.shares
-    new = msgspec.structs.replace(
+    own = msgspec.structs.replace(
         rates,
         products=kept.products | rates.products,
         streaming=msgspec.structs.replace(rates.streaming, shares=shares),
@@ -386,10 +392,38 @@ def fit_rates(
         until_utc=records[-1].created_utc,
         held_out=held,
     )
+    traced = [run for run in others if _is_traced(run) and _name_of_gpu(run) == hardware.name]
+    gpu_of_own = gpu_with(hardware, own)
+    step = msgspec.structs.replace(own.step, spread=own.step.spread | {"traced": _traced_spread(traced, gpu_of_own)})
+    new = msgspec.structs.replace(fit_traced(traced, _operators_of, gpu_of_own).rates, step=step)
     fitted = [new, *(each for each in table if each.name != hardware.name)]
     names = {rates.name for rates in fitted}
     tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)
     return [msgspec.structs.replace(new, borrowers=tried), *fitted[1:]]
+
+
+def _is_traced(run: Run) -> bool:
+    """True for a profiled step of a third-party model by one process."""
+    spec = run.spec
+    return run.profile is not None and spec is not None and spec.model.kind == "hf" and spec.layout.world_size == 1
+
+
+@cache
+def _operators_of(spec: StepSpec) -> Sequence[Operator]:
+    return traced_operators(spec.as_predicted)
+
+
+def _traced_spread(runs: Sequence[Run], gpu: Gpu) -> float:
+    """Largest error of 19 of 20 steps of third-party models, in fits without their family."""
+    families = {run.id: run.spec.model.hf_config["model_type"] for run in runs if run.spec and run.spec.model.hf_config}
+    errors = []
+    for family in dict.fromkeys(families.values()):
+        without = fit_traced([run for run in runs if families[run.id] != family], _operators_of, gpu)
+        for run in runs:
+            if families[run.id] == family and run.spec and run.median_s:
+                found = predict_step_time(run.spec, without, _operators_of(run.spec))
+                errors.append(abs(found.central_s / run.median_s - 1))
+    return percentile(errors, _INTERVAL)
 
 
 def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:

@@ -18,11 +18,10 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-import msgspec
-from benchmarks.rates_of_kernels import eager_sums, fit_streaming
+from benchmarks.rates_of_kernels import fit_traced
 from benchmarks.tables import read
 
-from steplab.costs.rates import Gpu, gpu_named, with_rates
+from steplab.costs.rates import Gpu, gpu_named
 from steplab.lab.predicting import operators_of
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
@@ -36,7 +35,10 @@ HOW = {
     "M": "--precision bf16 --attention plain",
     "L": "--precision bf16_pure --attention sdpa",
 }
-COMPILED = {"default": ("llama-S", "gpt2-S", "qwen2-M", "gpt_neox-L", "gemma3_text-S"), "block": ("llama-M", "qwen3-S")}
+COMPILED = {
+    "default": ("llama-S", "gpt2-S", "gpt2-M", "qwen2-M", "gpt_neox-L", "gemma3_text-S", "opt-M"),
+    "block": ("llama-M", "qwen3-S"),
+}
 
 
 def configurations(size: str) -> dict[str, dict[str, object]]:
@@ -76,10 +78,12 @@ def cells(gpus: int) -> Iterator[tuple[str, str]]:
     for size, how in HOW.items():
         yield from ((f"profile {how}", f"{family}-{size}") for family in FAMILIES)
     for precision, model in (("bf16_pure", "mixtral-S"), ("bf16", "mixtral-S"), ("bf16_pure", "mixtral-M")):
-        yield f"run --precision {precision} --attention sdpa", model
+        yield f"profile --precision {precision} --attention sdpa", model
     yield from (("run --precision bf16 --attention sdpa", model) for model in ("bert-M", "opt-S", "opt-M"))
     for compiled, models in COMPILED.items():
-        yield from ((f"run --precision bf16 --attention sdpa --compile {compiled}", model) for model in models)
+        yield from ((f"profile --precision bf16 --attention sdpa --compile {compiled}", model) for model in models)
+    yield "profile --precision bf16_pure --attention sdpa --compile default", "llama-L"
+    yield "profile --precision bf16_pure --attention plain --compile default", "qwen3-M"
 
 
 def held_out(path: Path) -> None:
@@ -91,14 +95,11 @@ def held_out(path: Path) -> None:
     ]
     operators = {spec.as_predicted: operators_of(spec.as_predicted) for _, spec in steps}
     gpu = gpu_named("H200 SXM")
-    shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not name.startswith(TRACED)}
-    own = msgspec.structs.replace(gpu.rates.streaming, shares=shares)
 
     @cache
     def without(left_out: str) -> Gpu:
         others = [run for run, spec in steps if left_out not in spec.model.label]
-        sums = eager_sums(others, lambda each: operators[each.as_predicted])
-        return with_rates(gpu, streaming=fit_streaming(sums, gpu, own))
+        return fit_traced(others, lambda each: operators[each.as_predicted], gpu)
 
     errors: dict[str, list[tuple[float, bool]]] = {"eager": [], "compiled": []}
     for run, spec in steps:
@@ -115,10 +116,6 @@ def held_out(path: Path) -> None:
         sizes = [abs(error) for error, _ in found]
         share = sum(known for _, known in found) / len(found)
         print(f"{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}, {share:.0%} inside (* outside)")
-
-
-TRACED = ("elementwise", "sum", "zeros", "native_", "added rows")
-"""Beginnings of rate names that only these models' profiles show."""
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 
 import msgspec
@@ -20,7 +21,7 @@ from steplab.costs.kernel_time import Product, attention_s, product_s, rated_att
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import Kernel, fused_kernels
+from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
 from steplab.plan.kernel_time import streaming_name, widens
 from steplab.records.attention import AttentionRun
 from steplab.records.profile import OpStats
@@ -32,7 +33,7 @@ from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
-_TOGETHER |= {"nll_loss_backward": "fill", "zero": "fill"}
+_TOGETHER |= {"nll_loss_backward": "fill", "zero": "fill", "_index_put_impl": "index_put"}
 """Operators with indistinguishable kernels in a trace: out-of-place masking copies first, the softmax's backward
 multiplies first. Gradients of losses are filled with zeros first.
 """
@@ -195,9 +196,9 @@ def eager_sums(
             stem = stem if stem.startswith("_fused_adam") else stem.removesuffix("_")
             measured[op.phase, _told_apart(stem, _direction(op))] += op.device_s / run.profile.num_steps
         kernels: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
-        for each in operators_of(run.spec):
+        for kernel in kernels_of(operators_of(run.spec), compiled=False):
+            each = kernel.operator
             if each.kind == "streaming":
-                kernel = Kernel(each, each.moved_bytes)
                 narrows = each.name == "copy" and each.written_bytes < each.read_bytes
                 key = each.phase, _told_apart(each.name, "widening" if widens(each) else "narrowing" if narrows else "")
                 kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
@@ -261,15 +262,23 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
         operators = operators_of(dataclasses.replace(run.spec, compile="off"))
         kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
         timed = [op for op in run.profile.ops if op.name.startswith("triton_")]
-        for phase in ("forward", "backward"):
-            for reduces in (False, True):
-                own = [k for k in kernels if k.fused and k.operator.phase == phase and k.reduces == reduces]
-                alike = (op for op in timed if op.phase == phase and op.name.startswith("triton_poi_") != reduces)
-                measured = sum(op.device_s for op in alike)
-                if own and measured:
-                    counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
-                    found.append(KernelSum(counted, measured / run.profile.num_steps))
+        for kind in product(("forward", "backward"), ("pointwise", "reduction", "softmax")):
+            own = [k for k in kernels if k.fused and kind == (k.operator.phase, _kind_of(k))]
+            measured = sum(op.device_s for op in timed if kind == (op.phase, _kind_of_timed(op)))
+            if own and measured:
+                counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
+                found.append(KernelSum(counted, measured / run.profile.num_steps))
     return found
+
+
+def _kind_of(kernel: Kernel) -> str:
+    return "softmax" if kernel.exponentials else "reduction" if kernel.reduces else "pointwise"
+
+
+def _kind_of_timed(op: OpStats) -> str:
+    if op.name.startswith("triton_poi_"):
+        return "pointwise"
+    return "softmax" if "log_softmax_" in op.name and op.phase == "forward" else "reduction"
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -332,7 +341,11 @@ def _fit_attention(
         rates = {rated_attention(name, dtype, gpu.name): {phase: msgspec.convert(params, AttentionRates)}}
         trial, backward = with_rates(gpu, attention=rates), phase == "backward"
         away = sum(abs(math.log(params[figure] / start[figure])) for figure in start)
-        predicted = ((attention_s(name, each, dtype, trial, backward=backward), seconds) for each, seconds in times)
+        causal = name != MASKED
+        predicted = (
+            (attention_s(name, each, dtype, trial, backward=backward, causal=causal), seconds)
+            for each, seconds in times
+        )
         return relative_error(predicted) + STAY * away
 
     starts = [
@@ -346,3 +359,38 @@ def _fit_attention(
 
 _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
 """Starting points: share of the peak and softmax width compensate each other, so one search may stop early."""
+
+
+# --- traced models ------------------------------------------------------------------------------------------------
+
+TRACED = re.compile(r"elementwise|sum|zeros|native_|added rows|.* (long|half)$")
+"""Rate names that only other libraries' models show."""
+MASKED = "sdpa_cudnn masked"
+
+
+def fit_traced(runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]], gpu: Gpu) -> Gpu:
+    """The GPU with rates of traced models' kernels, from their profiles: operators that steplab's own model lacks, in
+    eager ones, and attention with a mask."""
+    shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not TRACED.match(name)}
+    own = msgspec.structs.replace(gpu.rates.streaming, shares=shares)
+    found = with_rates(gpu, streaming=fit_streaming(eager_sums(runs, operators_of), gpu, own))
+    masked = dict[str, AttentionRates]()
+    for phase, name, place in (("forward", "forward", 3), ("backward", "backward", 6)):
+        times = [
+            (Product(m=tokens, n=tokens, k=width, batch=batch * heads), op.device_s / op.calls)
+            for run in runs
+            if run.profile and run.spec and not any(op.dropout for op in operators_of(run.spec))
+            for op in run.profile.ops
+            if op.name == f"aten::_cudnn_attention_{name}" and _is_masked(op, place)
+            for batch, heads, tokens, width in [tuple(map(int, _SHAPE.findall(op.inputs)[0].split(",")))]
+        ]
+        if len(times) >= _LEAST_CELLS:
+            shortest_s = 2 * gpu.rates.attention["sdpa_cudnn"][phase].fixed_s
+            masked[phase] = _fit_attention(times, gpu, MASKED, "bf16", phase, shortest_s)
+    return with_rates(found, attention=gpu.rates.attention | ({MASKED: masked} if len(masked) == 2 else {}))
+
+
+def _is_masked(op: OpStats, place: int) -> bool:
+    """True if the tensor at this place is as wide as long: one number for each score."""
+    sizes = [shape.split(",") for shape in _SHAPE.findall(op.inputs)]
+    return len(sizes) > place and sizes[place][-1] == sizes[place][-2]

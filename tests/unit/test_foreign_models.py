@@ -24,6 +24,7 @@ from steplab.measurement.step_job import facts_of
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
 from steplab.plan.dry_run.events import READS_A_VALUE
+from steplab.plan.fusion import kernels_of
 from steplab.records.run import Run
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
@@ -145,6 +146,23 @@ def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[st
     whole = 4 * 2 * 4 * 64 * 64 * 16
     eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
     assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}
+
+
+def test_a_compiled_graph_gets_zeros_for_logits_that_the_loss_ignores() -> None:
+    for compiled in ("off", "block", "default"):
+        operators = operators_of_fake(of_config(LLAMA, precision="bf16", compile=compiled))
+        zeros = [op for op in operators if op.name == "zero"]
+        assert [op.written_bytes for op in zeros] == ([2 * 64 * 500 * 2] if compiled == "default" else [])
+        kernels = kernels_of(operators, compiled=compiled != "off", blocks_alone=compiled == "block")
+        assert [k.fused for k in kernels if k.operator in zeros] == [False for _ in zeros]
+
+
+def test_attention_that_drops_scores_is_told() -> None:
+    for config, dropped in ((LLAMA, False), (LLAMA | {"attention_dropout": 0.1}, True)):
+        for compiled in ("off", "default"):
+            operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
+            attention = [op.dropout for op in operators if op.kind == "attention"]
+            assert attention == [dropped] * 4
 
 
 # --- one question, one answer ---------------------------------------------------------------------------------------
@@ -296,6 +314,10 @@ _LONG = (
     "llama-S-off",
     "qwen2-S-off",
     "llama-M-block",
+    "llama-L-default",
+    "qwen3-M-default",
+    "opt-M-default",
+    "gpt2-M-default",
 )
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 from benchmarks.fit_rates import parsed_hold_out
 from hypothesis import given, settings
@@ -19,8 +20,8 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_steps
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import fused_kernels
-from steplab.plan.kernel_time import streaming_name
+from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
+from steplab.plan.kernel_time import kernel_s, streaming_name
 from steplab.plan.seen import is_held_out
 from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
 from steplab.records.run import Run
@@ -261,6 +262,36 @@ def test_no_kernel_is_of_what_comes_before_and_after_a_value_that_the_host_reads
     assert [kernel.moved_bytes for kernel in fused_kernels([before, after])] == [2 * MIB]
     parts = fused_kernels([before, value, after])
     assert [kernel.moved_bytes for kernel in parts if kernel.fused] == [2 * MIB, 2 * MIB]
+
+
+def test_an_embedding_fills_its_gradient_and_adds_rows_to_it_compiled_or_not() -> None:
+    fields = {"model": "small", "model.num_layers": 1, "batch": 2, "context": 128}
+    operators = operators_of(resolve_step(fields))
+    (of_table,) = (op for op in operators if op.name == "embedding_dense_backward")
+    for compiled in (False, True):
+        kernels = kernels_of(operators, compiled=compiled)
+        parts = [k for k in kernels if not k.fused and k.operator.what == of_table.what and k.operator.writes]
+        parts = [k for k in parts if k.operator.writes == of_table.writes and k.operator.phase == "backward"]
+        moved = {streaming_name(kernel): kernel.moved_bytes for kernel in parts}
+        assert moved == {"fill": of_table.written_bytes, "embedding_dense_backward": of_table.read_bytes}
+
+
+def test_a_fused_softmax_takes_its_time_by_elements_in_fp32() -> None:
+    """The logits are read in bf16, and only a number for each row is written."""
+    fields = {"model": "small", "precision": "bf16", "attention": "sdpa_flash", "batch": 2, "context": 128}
+    (softmax,) = (k for k in fused_kernels(operators_of(resolve_step(fields))) if k.exponentials)
+    assert streaming_name(softmax) == "fused softmax"
+    assert softmax.moved_bytes == 2 * 128 * 10_000 * 4
+
+
+def test_scores_that_are_dropped_cost_a_random_number_each() -> None:
+    fields = {"model": "small", "precision": "bf16", "attention": "sdpa_flash", "batch": 8, "context": 1024}
+    for op in operators_of(resolve_step(fields)):
+        if op.kind == "attention" and op.product:
+            kept, dropped = (msgspec.structs.replace(op, dropout=dropout) for dropout in (False, True))
+            added_s = kernel_s(Kernel(dropped, 0), H200) - kernel_s(Kernel(kept, 0), H200)
+            scores = op.product.batch * op.product.m * op.product.n / 2
+            assert added_s / scores == pytest.approx(0.6e-12 if op.phase == "backward" else 1.1e-12, rel=0.02)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(["fp32", "bf16"]))

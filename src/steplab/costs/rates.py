@@ -102,9 +102,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hidden_update: float = 0.0
     """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
-    """Half of the 90 % interval around the central value, as a share of it, by kind of fit. 'traced', for other models
-    than steplab's, was set by hand from errors held out by family (benchmarks/foreign_models.py). 'elsewhere' is for
-    number formats without a fit, and for GPUs without a fit or a measured step."""
+    """Half of the 90 % interval around the central value, as a share of it, by kind of fit. 'traced': third-party
+    models, held out by family. 'elsewhere': formats without a fit, and GPUs without a fit or a measured step."""
 
     def gap(self, replayed: bool) -> float:
         """Seconds between a kernel and the next."""

@@ -15,7 +15,7 @@ from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
-_GROUPED = "_grouped_mm"
+_GROUPED, _HALF_TILE = "_grouped_mm", 64
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
@@ -33,14 +33,12 @@ _CAUSAL = {
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
     """Sizes of a matrix product; None for other operators. Grouped ones (experts) are assumed to have equal numbers of
-    rows."""
+    rows, and their last tiles to be half full."""
     if name == _GROUPED:
-        rows, second = args[:2]
+        rows, second, groups = args[0], args[1], args[2].shape[0]
         if second.dim() == 3:
-            groups = second.shape[0]
-            return Product(m=-(-rows.shape[0] // groups), n=second.shape[-1], k=rows.shape[-1], batch=groups)
-        groups = args[2].shape[0]
-        return Product(m=rows.shape[0], n=second.shape[-1], k=-(-rows.shape[-1] // groups), batch=groups)
+            return Product(m=rows.shape[0] // groups + _HALF_TILE, n=second.shape[-1], k=rows.shape[-1], batch=groups)
+        return Product(m=rows.shape[0], n=second.shape[-1], k=rows.shape[-1] // groups + _HALF_TILE, batch=groups)
     if name in _FACTORS:
         first, second = args[_FACTORS[name] :][:2]
         batch = first.shape[0] if first.dim() == 3 else 1

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.utils._pytree import tree_leaves
 
 from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
@@ -91,6 +92,8 @@ def fake_step(
                 from steplab.fake_step.compiled import compile_on_fakes  # it takes a second to import
 
                 compile_on_fakes(step, spec.compile, watcher, storages)
+            elif spec.compile not in ("off", "block"):
+                step.module.register_forward_hook(_return_as_a_graph)
             with _masks_as_they_are(traced=spec.compile not in ("off", "block")):
                 yield partial(_run, step, storages, watcher)
     except ERRORS as error:
@@ -204,6 +207,13 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
             storages.call_rest("activations")
 
 
+def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
+    """Have autograd add zeros to the gradients of what a compiled graph returns beside the loss, such as logits."""
+    for each in tree_leaves(made):
+        if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
+            each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
+
+
 def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
     if place := place_of_call():
         watcher.tell_host_made(place, made)
@@ -256,13 +266,15 @@ def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    name, replaced = ("is_tracing", lambda *_: True) if traced else ("find_packed_sequence_indices", none_packed)
-    before = getattr(masks, name)
-    setattr(masks, name, replaced)
+    replaced: dict[str, Any] = {"find_packed_sequence_indices": none_packed}
+    if traced:  # dynamo before torch 2.14 also takes a compiled model for an exported one, which keeps every mask
+        replaced = {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
+    before = {name: each for name, each in vars(masks).items() if name in replaced}
+    vars(masks).update(replaced)
     try:
         yield
     finally:
-        setattr(masks, name, before)
+        vars(masks).update(before)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ _NO_KERNEL = frozenset(
 )
 _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 """Operators that read only the elements of their first tensor that the second, of indices, names."""
-_NOT_READ = {"nll_loss_backward": 1}
+_NOT_READ = {"nll_loss_backward": 1, "zero": 0}
 """Operators -> position of a tensor; they use only its sizes."""
 _NOT_WRITTEN = {"_fused_adamw_": 1}
 """Operators -> position of tensors, the gradients, that they declare as written but do not write."""
@@ -323,6 +323,7 @@ class Watcher(TorchDispatchMode):
                 where=self._where,
                 what=place or _what(self._storages, writes[0]),
                 recomputed=self._recomputing,
+                dropout=fused is not None and any(isinstance(each, float) and each > 0 for each in args),
                 rate=rate,
                 calls=self._calls,
             )
@@ -396,14 +397,14 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
-    if name in ("embedding_dense_backward", "nll_loss_backward"):
+    if name in ("embedding_dense_backward", "nll_loss_backward", "zero"):
         return "zeros"  # few are overwritten
     if name.startswith("index_put") and len(args) > 3 and args[3]:
         return "added rows"  # sorts the rows' numbers, then adds row by row (Indexing.cu)
     if name in ("index", "index_put", "index_put_", "_unsafe_index"):
         return "elementwise strided"  # an index is computed for each element (IndexKernel.cu)
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
-        return f"{name} long"  # rows that exceed a multiprocessor's memory are read again
+        return f"{name} long"  # rows that exceed a block's memory are read again
     if _PLAIN_NAMES.get(name) == "fill":
         return "zeros"
     if name.startswith("_fused_adam") and writes[0].dtype in (torch.bfloat16, torch.float16):
@@ -424,8 +425,8 @@ def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
 _WIDEST_OF_CUDNN = 128
 _GROUPS_IN_FP32 = "torch's grouped products in fp32"
 """They read the sizes of the groups, and multiply one after the other (GroupedMMUtils.h)."""
-_LONGEST_ROW = 224 * 1024
-"""Shared memory of a block on a Hopper, in bytes."""
+_LONGEST_ROW = 48 * 1024
+"""Shared memory of a block that needs no attribute, in bytes (SoftMax.cu: can_use_smem)."""
 _COPIES = frozenset({"slice_backward", "select_backward"})
 """Operators that make zeros, then overwrite a part."""
 

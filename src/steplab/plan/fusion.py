@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from steplab.costs.operators import FLOATING_BYTES
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
+_EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
+"""Autograd gives zeros to a graph for what it returns without a use, such as logits beside a loss."""
 _ALONE = (
-    *("embedding_dense_backward", "cross_entropy_softmax"),
+    *(_EMBEDDING, _ZEROS, "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
@@ -43,13 +46,24 @@ class Kernel:
     """True if one of its operators sums over a dimension."""
     sums_rows: bool = False
     """True if it adds up rows, in a pass separate from kernels that go row by row."""
+    exponentials: bool = False
+    """True if it makes a softmax of logits, bound by elements in fp32 instead of by the bytes it reads."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
     """The kernels of operators, in order, fused if compiled."""
     if compiled:
         return fused_kernels(operators, blocks_alone=blocks_alone)
-    return [Kernel(op, op.moved_bytes) for op in operators]
+    return [kernel for op in operators for kernel in lone_kernels(op)]
+
+
+def lone_kernels(op: Operator) -> Iterator[Kernel]:
+    """An operator's kernels. An embedding's backward fills the table's gradient with zeros, then adds rows to it."""
+    if op.name != _EMBEDDING:
+        yield Kernel(op, op.moved_bytes)
+        return
+    yield Kernel(msgspec.structs.replace(op, name="fill", flops=0.0), op.written_bytes)
+    yield Kernel(msgspec.structs.replace(op, rate=""), op.read_bytes)
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
@@ -209,15 +223,17 @@ class _Fuser:
     def kernels(self) -> Iterator[Kernel]:
         for item in self._order:
             if isinstance(item, Operator):
-                yield Kernel(item, item.moved_bytes)
+                yield from lone_kernels(item)
             elif item.operators:
                 reads: dict[Version, Spans] = {}
                 for version, spans in item.reads.items():
                     reads = _merged(reads, self._read(version, spans, item))
                 written = sum(size for version, size in item.made.items() if self._is_written(version, item))
                 reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
-                moved = item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written
-                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces)
+                logits = [op for op in item.operators if op.name == "_log_softmax"]
+                wide_bytes = sum(4 * op.written_bytes // FLOATING_BYTES[op.dtype] for op in logits)
+                moved = max(wide_bytes, item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written)
+                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces, exponentials=bool(logits))
                 for op in item.operators:
                     if op.name.endswith(_OF_WEIGHTS_TOO):
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)

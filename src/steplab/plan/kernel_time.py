@@ -1,5 +1,6 @@
 """A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time)."""
 
+import math
 import re
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
@@ -10,12 +11,11 @@ from steplab.plan.fusion import Kernel
 from steplab.records.step_time import TimePart
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-_ONE_PASS = {
-    "add_rms_norm": "fused reduction",
-    "cross_entropy_softmax": "fused reduction",
-    "rotary_heads": "fused",
-    "swiglu": "fused",
-}
+_FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
+"""FLOPs at fp32's peak that a dropped score's random number takes, by pass, over those of a score's products by column:
+1.1 and 0.6 ps in profiles of cuDNN's kernel on an H200."""
+_ONE_PASS = {"rotary_heads": "fused", "swiglu": "fused"}
+_ONE_PASS |= {"add_rms_norm": "fused reduction", "cross_entropy_softmax": "fused reduction"}
 """Operators that run as one Triton kernel, and the compiled kernels that resemble them."""
 
 
@@ -35,18 +35,19 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
     if op.kind == "attention" and op.product is not None:
         name, backward = op.name.removesuffix("_backward"), op.name.endswith("_backward")
         if op.rate == CHOSEN_BY_TORCH and _HOPPER.search(gpu.name):
-            masked = name == "sdpa_efficient"  # flash attention takes no mask, and would have been the tracer's choice
-            name = (
-                "sdpa_cudnn masked" if masked else "sdpa_cudnn"
-            )  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
+            # sdp_utils.cpp: check_prefer_cudnn_attention; with a mask, the tracer could not choose flash attention
+            name = "sdpa_cudnn masked" if name == "sdpa_efficient" else "sdpa_cudnn"
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # as if computed without a mask
-        return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
+        drawn = op.flops / op.product.k * _FLOPS_OF_A_DRAW[backward] if op.dropout else 0.0
+        seconds = attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
+        return seconds + drawn / gpu.peaks.get("fp32", math.inf)
     return streaming_s(streaming_name(kernel), kernel.moved_bytes, gpu)
 
 
 def streaming_name(kernel: Kernel) -> str:
     if kernel.fused:
-        return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
+        reduction = "fused softmax" if kernel.exponentials else "fused reduction"
+        return "fused sum of rows" if kernel.sums_rows else reduction if kernel.reduces else "fused"
     op = kernel.operator
     if op.rate:
         return op.rate

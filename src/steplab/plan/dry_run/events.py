@@ -68,6 +68,8 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     what: str
     """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
     recomputed: bool
+    dropout: bool = False
+    """True for fused attention that drops scores."""
     rate: str = ""
     """Name of the kernel's rate, unless it is the operator's name: a traced kernel's access pattern."""
     calls: int = 1
