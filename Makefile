@@ -43,8 +43,8 @@ docs: .venv/documented ## Build the documentation as a site: site/index.html
 	$(BIN)/python docs/gallery/make.py
 	$(BIN)/mkdocs build --strict --quiet
 
-release: .venv/tested ## Build the wheel and the sdist in dist/, and try both in a clean environment
-	$(BIN)/pytest -m release tests/cli/test_packaging.py tests/unit/test_foreign_models.py tests/unit/test_trace_ranks.py
+release: .venv/tested ## Run all tests, long ones too; build wheel and sdist in dist/ and try both in a clean environment
+	$(BIN)/pytest -m 'release or not release' -n 3 --dist worksteal
 	$(BIN)/python -m hatchling build --clean -d dist
 
 clean: ## Remove the environment and what `make run` and `make docs` made

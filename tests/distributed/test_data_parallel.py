@@ -17,6 +17,7 @@ from tests.distributed.parity import (
 )
 from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
+from tests.first import first
 from torch import Tensor, nn
 
 from steplab.parallel import DataParallel
@@ -26,7 +27,7 @@ from steplab.parallel.errors import Unsupported, UserError
 cases = Cases()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", first(1, [2, 4]))
 def test_data_parallelism(size: int, subtests: pytest.Subtests) -> None:
     cases.run(size, subtests)
 

@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, kill, tiny, wait_until
+from tests.first import first
 from tests.sure import sure
 
 from steplab.measurement.machine.world import private_meeting_place
@@ -180,6 +181,7 @@ def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_s
     assert failure.phase == "measure"
 
 
+@pytest.mark.release
 def test_each_joined_rank_says_where_it_stands_when_the_time_is_over(steplab: Program) -> None:
     commands = start_joined(steplab, "run", *tiny(), "--model", "faulty:hangs", "--timeout", "10s")
     first, second = (finish(process) for process in commands)
@@ -189,10 +191,8 @@ def test_each_joined_rank_says_where_it_stands_when_the_time_is_over(steplab: Pr
     assert [row["status"] for row in steplab.rows()] == ["timeout"]
 
 
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGKILL, 1)])
-def test_cells_that_had_ended_are_stored_however_joined_ranks_end(
-    steplab: Program, end: signal.Signals, code: int
-) -> None:
+@pytest.mark.parametrize("end", first(1, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+def test_cells_that_had_ended_are_stored_however_joined_ranks_end(steplab: Program, end: signal.Signals) -> None:
     """Ctrl-C reaches all ranks; torchrun ends the others by SIGTERM once one has failed; a killed rank says nothing."""
     words = ("comm", "--size", "1KB,64MB", "--collective", "all_reduce", "--repeats", "1000")
     commands = start_joined(steplab, *words)
@@ -201,7 +201,7 @@ def test_cells_that_had_ended_are_stored_however_joined_ranks_end(
     for process in {signal.SIGINT: commands, signal.SIGTERM: [first], signal.SIGKILL: [second]}[end]:
         process.send_signal(end)
     result = finish(first)
-    assert result.code == code, result.stderr
+    assert result.code == (130 if end is signal.SIGINT else 1), result.stderr
     kill(second)
     finish(second)
     (row,) = steplab("list", "--kind", "comm", "--format", "json").rows()

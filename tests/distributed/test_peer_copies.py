@@ -20,6 +20,7 @@ from tests.distributed.parity import (
 )
 from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
+from tests.first import first
 from torch import Tensor, nn
 
 from steplab.parallel import DataParallel, sizes
@@ -30,7 +31,7 @@ from steplab.parallel.errors import Unsupported, UserError
 cases = Cases()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", first(1, [2, 4]))
 def test_peer_copies(size: int, subtests: pytest.Subtests) -> None:
     cases.run(size, subtests)
 

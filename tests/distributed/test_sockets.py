@@ -90,6 +90,7 @@ def test_nothing_listens_beyond_loopback(steplab: Program, name: str) -> None:
     assert len(seen) >= 2, "gloo's at the least were seen"
 
 
+@pytest.mark.release
 def test_no_store_takes_what_a_stranger_writes(steplab: Program) -> None:
     steplab.write("hold", "")
     command = steplab.start("run", *without_device(), "--model", "faulty:held", "--processes", "2")

@@ -13,6 +13,7 @@ from tests.distributed.ranks import Cases
 from tests.distributed.sharded_kit import largest_share_bound
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.transports import Delays
+from tests.first import first
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -24,7 +25,7 @@ cases = Cases()
 STEPS = 4
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", first(1, [2, 4]))
 def test_gradients_to_owners(size: int, subtests: pytest.Subtests) -> None:
     cases.run(size, subtests)
 

@@ -8,16 +8,16 @@ from tests.fuzz.ending import described, run
 
 CASES = sorted((Path(__file__).parent / "cases").iterdir())
 TRIES = {
-    "command lines": 40,
-    "stores with flipped bits": 40,
-    "mutated records": 40,
-    "nsys files": 15,
-    "snapshots": 15,
-    "Kineto traces": 12,
-    "configurations": 20,
-    "settings": 20,
-    "study files": 20,
-    "messages of processes": 40,
+    "command lines": 20,
+    "stores with flipped bits": 20,
+    "mutated records": 20,
+    "nsys files": 7,
+    "snapshots": 7,
+    "Kineto traces": 6,
+    "configurations": 10,
+    "settings": 10,
+    "study files": 10,
+    "messages of processes": 20,
 }
 
 

@@ -440,6 +440,7 @@ def test_within_a_compiled_graph_it_is_attention() -> None:
         torch.testing.assert_close(compiled(q, k), right)
 
 
+@pytest.mark.release
 def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch stops compiling a function after eight shapes, here two."""
     compiled = []

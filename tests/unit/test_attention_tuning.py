@@ -46,6 +46,7 @@ def tile(kernel: Kernel = "forward", stages: int = 2, **changes: object) -> Tile
 # --- processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_a_group_that_fails_costs_nothing_but_itself() -> None:
     groups = [["a", "b"], ["c", "raise"], ["die", "d"], ["e"]]
     both, raised, died, alone = in_processes(behave, groups, at_once=2)

@@ -244,6 +244,7 @@ def test_they_are_operators_as_torch_expects_them() -> None:
         torch.library.opcheck(operator, arguments, test_utils=CHECKS)
 
 
+@pytest.mark.release
 def test_compiled_for_any_size_they_give_the_same() -> None:
     table, weight = torch.rand(2, 9, 4), torch.rand(48, requires_grad=True)
 

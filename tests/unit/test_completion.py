@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cyclopts import App
+from tests.first import first
 
 from steplab.cli.app import app, main
 from steplab.store.database import Store
@@ -37,7 +38,7 @@ def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pyt
     assert "markdown" not in completed("steplab", "report", "--format", "")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", first(1, ["bash", "zsh", "fish"]))
 def test_a_script_replaces_an_earlier_one_and_no_other_file(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

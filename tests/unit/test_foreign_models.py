@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.first import first
 from tests.runs import make_run
 from tests.stored_records import stored
 from tests.sure import sure
@@ -125,7 +126,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("config", [LLAMA, BERT, mixtral(4)], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", first(2, [LLAMA, BERT, mixtral(4)]), ids=lambda config: config["model_type"])
 def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
     spec = of_config(config, attention="sdpa_math", **{"pass": "forward_backward"}, precision="bf16_pure")
     step = ModelStep(build_workload(spec, CPU), spec, CPU)
@@ -136,7 +137,7 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
         assert seen.found[name] == traced[name], name
 
 
-@pytest.mark.parametrize("config", [LLAMA, MLA], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", first(1, [LLAMA, MLA]), ids=lambda config: config["model_type"])
 def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
     """Flash attention does not serve values wider than queries."""
     flops = {}
@@ -197,6 +198,7 @@ AT_HAND: dict[str, dict[str, Any] | str] = {
     "adapted": f"{__name__}:adapted",
     "tiny": "tiny",
 }
+FIRST = ("llama", "qwen2", "mixtral", "tiny")
 
 
 def step_of(name: str, **fields: object) -> StepSpec:
@@ -206,10 +208,9 @@ def step_of(name: str, **fields: object) -> StepSpec:
     return of_config(model, attention="sdpa", **fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [(name, "bf16_pure" if name in ("qwen2", "adapted") else "bf16") for name in AT_HAND]
-)
-def test_every_command_has_one_answer(name: str, precision: str) -> None:
+@pytest.mark.parametrize("name", first(4, sorted(AT_HAND, key=lambda name: name not in FIRST)))
+def test_every_command_has_one_answer(name: str) -> None:
+    precision = "bf16_pure" if name in ("qwen2", "adapted") else "bf16"
     alone, spread, sharded = (
         step_of(name, precision=precision, **f) for f in ({}, {"layout": "dp=2"}, {"layout": "fsdp=2"})
     )
@@ -259,7 +260,7 @@ def test_a_pipeline_of_a_configuration_has_all_of_it_once_and_sends_the_residual
         plan_memory(of_config(LLAMA, batch=4, layout="pp=4"))
 
 
-@pytest.mark.parametrize("config", [LLAMA, mixtral(4), QWEN2], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", first(2, [LLAMA, mixtral(4), QWEN2]), ids=lambda config: config["model_type"])
 def test_every_answer_has_the_parameters_that_transformers_counts(config: dict[str, Any]) -> None:
     built = build_workload(of_config(config), CPU)
     assert built.module is not None
@@ -302,34 +303,17 @@ def told() -> list[Run]:
     return [*small, *(run for run in recorded() if run.spec and run.spec.layout.world_size > 1 and run not in small)]
 
 
-_LONG = (
-    "gemma3_text-S-default",
-    "gpt2-S-default",
-    "qwen2-M-default",
-    "gemma3_text-S-off",
-    "qwen3-S-off",
-    "mixtral-S-off",
-    "llama-S-default",
-    "gpt_neox-L-default",
-    "llama-S-off",
-    "qwen2-S-off",
-    "llama-M-block",
-    "llama-L-default",
-    "qwen3-M-default",
-    "opt-M-default",
-    "gpt2-M-default",
-)
+COMPILED_FIRST = "hf:qwen3-S-block", "hf:llama-T-default"
 
 
 def _case(run: Run) -> Any:
     assert run.spec is not None
     name = f"{run.spec.model.label}-{run.spec.compile}"
-    return pytest.param(
-        run, id=f"{name}-{run.id}", marks=[pytest.mark.release] if name.removeprefix("hf:") in _LONG else []
-    )
+    often = run.spec.layout.world_size > 1 if run.spec.compile == "off" else name in COMPILED_FIRST
+    return pytest.param(run, id=f"{name}-{run.id}", marks=[] if often else [pytest.mark.release])
 
 
-@pytest.mark.parametrize("run", map(_case, told()))
+@pytest.mark.parametrize("run", [_case(run) for run in told()])
 def test_peaks_of_every_rank_are_those_that_were_measured(run: Run) -> None:
     assert run.spec is not None
     assert run.memory is not None

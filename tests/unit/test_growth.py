@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.first import first
 
 from steplab.errors import SteplabError
 from steplab.reading.snapshots.digest import digest as digest_snapshot
@@ -184,7 +185,7 @@ def assert_in_proportion(write: Callable[[int], object], read: Callable[[], obje
         assert after_bytes <= SLACK / 2 * growth * before_bytes, f"seconds and bytes: {took}"
 
 
-@pytest.mark.parametrize("what", [*EVENTS, *TEXTS])
+@pytest.mark.parametrize("what", [*first(5, EVENTS), *first(5, TEXTS)])
 def test_a_trace(what: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
 
@@ -194,13 +195,13 @@ def test_a_trace(what: str, tmp_path: Path) -> None:
     assert_in_proportion(write, lambda: digest_trace(read_trace(path)))
 
 
-@pytest.mark.parametrize("what", TABLES)
+@pytest.mark.parametrize("what", first(2, TABLES))
 def test_an_export_of_nsys(what: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.sqlite"
     assert_in_proportion(lambda n: write_tables(path, TABLES[what](n)), lambda: digest_trace(read_trace(path)))
 
 
-@pytest.mark.parametrize("what", SNAPSHOTS)
+@pytest.mark.parametrize("what", first(5, SNAPSHOTS))
 def test_a_snapshot(what: str, tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pickle"
     assert_in_proportion(

@@ -186,6 +186,7 @@ CPU = {
 }
 
 
+@pytest.mark.release
 def test_loops_for_a_cpu_train_as_the_plain_loop_does() -> None:
     for spec in steps(CPU):
         check_loop(spec, some_batches("cpu"))

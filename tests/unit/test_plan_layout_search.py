@@ -171,6 +171,7 @@ def test_a_small_gpu_needs_more_shards() -> None:
     assert "optimizer state" in reasons["dp=8"]
 
 
+@pytest.mark.release
 def test_four_thousand_gpus_take_seconds() -> None:
     started = time.process_time()
     plan = planned(gpus=4096, global_batch=4096, spec=JOB | {"model": "8b", "checkpointing": "full"})

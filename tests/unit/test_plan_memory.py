@@ -416,6 +416,7 @@ def test_a_block_keeps_what_autograd_keeps(
     assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(shape, part, precision, dry)
 
 
+@pytest.mark.release
 def test_what_is_kept_is_what_torchs_partitioner_chooses() -> None:
     """In a process of its own: Inductor, once imported, changes how the partitioner's backend decomposes operators."""
     words = ("-q", "-p", "no:cacheprovider", "-o", "python_functions=partitioned_*", __file__)

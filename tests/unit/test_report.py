@@ -406,6 +406,7 @@ def test_the_page_says_what_was_not_measured() -> None:
         assert text in page
 
 
+@pytest.mark.release
 def test_a_large_study_stays_small_enough_to_send() -> None:
     axes: dict[str, list[object]] = {
         "model": ["small", "medium", "large", "xl", "2.7b"],

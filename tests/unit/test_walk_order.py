@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.advice_records import ratio
+from tests.first import first
 from tests.sure import sure
 from tests.unit.taking import FakeSession
 
@@ -168,7 +169,7 @@ def test_waits_of_the_host_are_in_the_prediction(tmp_path: Path) -> None:
     assert graph.predicted_share > 0.2
 
 
-@pytest.mark.parametrize("told", ["behind_a_slow_host", "behind_a_quick_host"])
+@pytest.mark.parametrize("told", first(1, ["behind_a_slow_host", "behind_a_quick_host"]))
 def test_what_cannot_be_seen_in_the_noise_comes_last_and_what_is_the_same_step_never(
     told: str, request: pytest.FixtureRequest
 ) -> None:
@@ -184,6 +185,7 @@ def test_what_cannot_be_seen_in_the_noise_comes_last_and_what_is_the_same_step_n
     assert "loss chunked" not in words
 
 
+@pytest.mark.release
 def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice) -> None:
     words = [tried.words for tried in behind_a_quick_host.tried]
     best = sure(behind_a_quick_host.best)
