@@ -138,15 +138,6 @@ def test_an_earlier_output_is_replaced(guarded: Program, command: str, names: Se
             assert guarded(*EVERY[command], "--output", name).stderr == f"wrote {name}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_an_earlier_script_of_completions_is_replaced(steplab: Program, shell: str) -> None:
-    for _ in range(2):
-        assert steplab("completion", "--shell", shell, "--output", "script").code == 0
-    first, second = (steplab.cwd / "script").read_text().splitlines()[:2]
-    assert second == "# written by steplab"
-    assert first == "#compdef steplab" or shell != "zsh"
-
-
 def test_a_table_replaces_an_earlier_one_by_force_alone(guarded: Program) -> None:
     for name in ("rows.csv", "rows.json", "rows.md", "rows.tex", "rows.txt"):
         assert guarded("list", "--output", name).code == 0

@@ -15,7 +15,6 @@ TRIES = {
     "snapshots": 15,
     "Kineto traces": 12,
     "configurations": 20,
-    "settings": 20,
     "study files": 20,
     "messages of processes": 40,
 }

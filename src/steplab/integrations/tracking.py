@@ -33,10 +33,8 @@ class Tracked:
     """Id for folders and runs, without characters that could leave a folder."""
     name: str
     created: datetime
-    """End of the measurement."""
     is_ok: bool
     params: Mapping[str, str | int | float | bool]
-    """Configuration, device and software."""
     metrics: Mapping[str, float]
     """Figures in base units; names end in the unit, as in JSON and CSV."""
     files: Mapping[str, bytes]
@@ -79,7 +77,6 @@ def track(one: Tracked, tracker: str, folder: Path) -> str:
 
 
 def _to_mlflow(one: Tracked) -> str:
-    """Uses the server of MLFLOW_TRACKING_URI and the experiment of MLFLOW_EXPERIMENT_NAME."""
     import mlflow
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
@@ -131,7 +128,6 @@ def _to_wandb(one: Tracked) -> str:
 
 
 def _to_tensorboard(one: Tracked, folder: Path) -> str:
-    """Writes a subfolder with events and files."""
     from torch.utils.tensorboard import SummaryWriter
 
     run = folder / f"steplab-{one.id}"

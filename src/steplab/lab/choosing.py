@@ -28,9 +28,7 @@ class Found:
     """The records named by a text."""
 
     side: Side
-    """Name in the comparison."""
     records: tuple[Record, ...]
-    """The records, at least one, oldest first."""
 
 
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
@@ -144,7 +142,6 @@ def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record
 
 
 def _commit(revision: str) -> str | None:
-    """All digits of a revision's commit here, or the beginning of a commit."""
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     except (OSError, subprocess.SubprocessError):

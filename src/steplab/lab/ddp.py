@@ -144,7 +144,6 @@ def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
 
 
 def _with_model(run: DdpRun) -> DdpRun:
-    """With sent bytes and expected memory of each cell, and the overhead model."""
     sent = (with_wire_bytes(cell, run.study) for cell in run.cells)
     cells = tuple(with_expected(cell, run.study, run.facts) for cell in sent)
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))

@@ -16,7 +16,6 @@ from steplab.records.rows import Row, Scalar
 from steplab.units import counted, parse_duration, parse_size
 
 STUDY = "study"
-"""The kind of studies' rows."""
 
 _OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
     "<=": operator.le,
@@ -34,9 +33,7 @@ _CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Listing:
     rows: tuple[Row, ...]
-    """In the requested order."""
     num_left_out: int
-    """Matching rows beyond the limit."""
     unknown: tuple[tuple[str, str], ...]
     """Id and kind of records of kinds unknown to this version."""
 

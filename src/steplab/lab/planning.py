@@ -249,7 +249,6 @@ def plan_accounting(
 
 
 _MOST_PLANNED = 12
-"""Steps that a report predicts."""
 
 
 def chosen_gpu(

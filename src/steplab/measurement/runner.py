@@ -36,7 +36,6 @@ class Runner:
     def __init__(self, device: Device, observer: Observer) -> None:
         self.device, self.observer = device, observer
         self.stage = "build"
-        """The stage under way."""
         self.environment = read_environment(device.torch_device)
         observer.on_environment(self.environment)
         self.idle_bytes = allocated_bytes(device)

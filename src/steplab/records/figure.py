@@ -26,9 +26,7 @@ class MeasuredFigure:
     """One figure of a cell."""
 
     name: str
-    """Such as step time, forward, peak allocated."""
     group: Group
-    """Its group in reports."""
     unit: str
     """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]

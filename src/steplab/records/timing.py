@@ -48,7 +48,6 @@ class Energy:
     seconds: float
     """Host seconds between the two readings."""
     num_steps: int
-    """Steps in that time."""
     limited_s: float | None = None
     """Seconds with a clock lowered by the power limit; None: not reported."""
 
@@ -75,7 +74,6 @@ class Timing:
     """Raw times of one step, as lists of phases."""
 
     warmup: tuple[PhaseSamples, ...]
-    """Warm-up steps, back to back."""
     back_to_back: tuple[PhaseSamples, ...]
     """Measured steps without synchronisation between them, as in training: the headline."""
     synchronised: tuple[PhaseSamples, ...] = ()

@@ -36,8 +36,6 @@ class Declared:
     """Help of the option, without the choices and the default."""
     key: str | None = None
     """Name in study files and, with hyphens, of the option; None: the field's own name."""
-    earlier: str | None = None
-    """An earlier name, which is accepted too."""
     choices: tuple[str, ...] = ()
     """The valid texts, for a field of type str with choices from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
