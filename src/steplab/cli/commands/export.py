@@ -3,7 +3,6 @@
 For example: steplab export --format perfetto ID --output step.json
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -27,10 +26,10 @@ def export(
         ),
     ] = None,
     tracker: Annotated[
-        Literal["mlflow", "wandb", "tensorboard"] | None,
+        Literal["mlflow", "wandb"] | None,
         Parameter(
             help="Tracker: mlflow (MLFLOW_TRACKING_URI's server), wandb (a folder for `wandb sync`, "
-            "or its server with WANDB_MODE=online), tensorboard (folder --output, else runs)",
+            "or its server with WANDB_MODE=online)",
         ),
     ] = None,
     out: FileOptions = FileOptions(),
@@ -40,7 +39,7 @@ def export(
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
-        if format or (out.output and tracker != "tensorboard"):
+        if format or out.output:
             raise UserError("--tracker excludes --format and --output; run the command twice")
         _track(ids, study, tracker, out)
         return
@@ -89,7 +88,7 @@ def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptio
     with ProgressLine() as line:
         for record in records:
             page = report(record, store=out.store, on_progress=line.within).render("html")
-            places.append(track(tracked(record, page), tracker, out.output or Path("runs")))
+            places.append(track(tracked(record, page), tracker))
     for place in dict.fromkeys(places):
         say(f"exported {counted(places.count(place), 'record')} to {place}")
 
