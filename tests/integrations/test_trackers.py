@@ -226,7 +226,7 @@ def test_the_command_exports_each_record_with_its_page(
 @pytest.mark.parametrize(
     "asked",
     [
-        {"tracker": "mlflow", "format": "csv"},
+        {"tracker": "mlflow", "format": "perfetto"},
         {"tracker": "wandb", "out": FileOptions(output=Path("runs.csv"))},
     ],
 )

@@ -19,10 +19,10 @@ def export(
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
     format: Annotated[
-        Literal["jsonl", "csv", "perfetto"] | None,
+        Literal["jsonl", "perfetto"] | None,
         Parameter(
-            help="jsonl: records for `steplab import`; csv: a row per run; perfetto: a run's timeline, "
-            "for ui.perfetto.dev [default: by --output's suffix, else jsonl]"
+            help="jsonl: records for `steplab import`; perfetto: a run's timeline, for ui.perfetto.dev "
+            "[default: by --output's suffix, else jsonl]"
         ),
     ] = None,
     tracker: Annotated[
@@ -47,29 +47,15 @@ def export(
     from steplab.lab.choosing import records_of
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
-    from steplab.records.rows import run_row
-    from steplab.records.run import Run
-    from steplab.report.kit.rendering import render
-    from steplab.report.run.columns import rows_document
 
-    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto"))
+    chosen = chosen_format(format, out, allowed=("jsonl", "perfetto"))
     with open_store(out.store, write=False) as opened:
         if chosen == "perfetto":
             emit(_timeline(opened.get(_only(ids))), out, chosen)
             return
         study_id = opened.study_id(study) if study else None
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
-        if chosen == "jsonl":
-            emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
-        else:
-            # A row takes a hundredth of its record's memory, and a store may exceed the memory.
-            rows = [run_row(record) if isinstance(record, Run) else None for record in records]
-            if ids and None in rows:
-                raise UserError(
-                    f"csv has one row per run, and {rows.count(None)} of these records are not runs; use "
-                    "--format jsonl for all kinds, or `steplab report ID --format csv` for one record"
-                )
-            emit(render(rows_document([row for row in rows if row is not None]), "csv"), out, chosen)
+        emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
 
 
 def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
