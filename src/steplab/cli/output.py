@@ -150,7 +150,6 @@ def write_answers(
     name: str | None = None,
     title: str | None = None,
 ) -> None:
-    """Write the records as answers to questions."""
     from steplab.views.reporting import report
 
     view = report(ids, study=study, name=name, title=title, questions=questions, store=out.store)

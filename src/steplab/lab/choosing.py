@@ -34,10 +34,17 @@ class Found:
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
     """The given records, or those that a text names, in this store or in a file.
 
-    The text is, in this order of trials: `last`, or `last~2` for two records before; a record's whole id; a study's id
-    or name; a name or tag, for all its records; the beginning of a record's or study's id; a git revision, for the
-    newest record of each cell measured in a clean checkout of it. FILE names the records in an export (.jsonl), or the
-    newest of another store (.db); FILE:TEXT the records of TEXT in that store.
+    The text is tried as, in this order:
+
+    - `last`, or `last~2` for two records before
+    - a record's whole id
+    - a study's id or name
+    - a name or tag, for all its records
+    - the beginning of a record's or study's id
+    - a git revision: the newest record of each cell measured in a clean checkout of it
+
+    FILE names the records in an export (.jsonl), or the newest of another store (.db). FILE:TEXT names those of TEXT in
+    that store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
     """
