@@ -301,8 +301,8 @@ def facts_of(spec: StepSpec) -> ModelFacts | None:
 
 
 def sizes_for_accounting(spec: StepSpec) -> Sizes:
-    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike,
-    and for a mixture of experts."""
+    """The sizes of a model in an accounting. Raises Unsupported for unknown or different blocks, and for a
+    mixture of experts."""
     if spec.model.shape is not None:
         return sizes_of(spec.model.shape)
     what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"

@@ -224,7 +224,7 @@ class _Cell:
         phases = warm.step.phases
         self.runner.begin("measure", spec.steps)
         device.reset_peak()
-        # Without warm-up steps the clocks read above were those of an idle GPU.
+        # Without warm-up steps the clocks read above were an idle GPU's.
         before_drain = (lambda: None) if spec.warmup else self.runner.read_clocks
         warm.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)

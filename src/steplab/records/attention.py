@@ -45,7 +45,7 @@ class TensorError:
 
     @property
     def ratio(self) -> float | None:
-        """The relative error in multiples of that of plain attention; None where one is missing, or that is zero."""
+        """Relative error over plain attention's; None if one is missing, or plain's is zero."""
         return self.relative / self.plain_relative if self.relative is not None and self.plain_relative else None
 
 

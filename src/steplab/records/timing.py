@@ -91,7 +91,7 @@ class Timing:
     one_thread_s: tuple[float, ...] = ()
     """Seconds of further CPU steps with one thread; empty if the first was no faster, or none was tried."""
     energy: Energy | None = None
-    """Of the back-to-back steps, of the first rank's GPU. None: not reported, or the steps took less than a second."""
+    """The first rank's GPU during the back-to-back steps. None: not reported, or the steps took less than a second."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         return find_phase(self.back_to_back, name)

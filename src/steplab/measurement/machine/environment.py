@@ -156,7 +156,6 @@ def _git_commit() -> str | None:
 def samples_of_rank(
     rank: int, environment: Environment, back_to_back: tuple[PhaseSamples, ...], memory: Memory
 ) -> RankSamples:
-    """What this rank adds to a record of several."""
     return RankSamples(
         rank=rank,
         host=socket.gethostname(),
