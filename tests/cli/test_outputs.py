@@ -77,7 +77,6 @@ def _marks(program: Program) -> tuple[str, ...]:
 
 RAW = {
     "trace": lambda program: ("profile", *tiny(), "--trace", str(_link(program, "kept.json"))),
-    "nsys": lambda program: ("profile", *tiny(), "--nsys", "--trace", str(program.store)),
     "snapshot": lambda program: ("memory", *tiny(), "--snapshot", str(_link(program, "kept.pickle"))),
     "marks": _marks,
     "traces": _traces,

@@ -34,9 +34,9 @@ Study = TypeVar("Study")
 class StepTask(msgspec.Struct, kw_only=True):
     spec: StepSpec
     profiled_steps: int = 0
-    """Further steps to profile after timing; 0: none."""
+    """Further steps to profile after timing, if there is a file for their trace."""
     trace: str | None = None
-    """File for their trace, compressed if it ends in .gz; None if nsys records them."""
+    """Compressed if it ends in .gz; None: no profiled steps."""
     snapshot: str | None = None
     """File for the allocator's history of one further step; None: not recorded."""
     marks: str | None = None

@@ -95,9 +95,9 @@ def _watch(task: StepTask, world: World | None) -> Watch | None:
 
     if task.snapshot and task.marks:
         return partial(MemoryRecorder, snapshot=place(task.snapshot), marks=place(task.marks))
-    if not task.profiled_steps:
+    if not task.trace:
         return None
-    return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)
+    return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace))
 
 
 def measure_here(
