@@ -1,8 +1,7 @@
 """Time and memory of commands on large inputs, from process start to exit.
 
     python -m benchmarks.commands store [--records 100000]      # every command on a store of that many records
-    python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30]
-    python -m benchmarks.commands ... --repeats 3
+    python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30] [--repeats 3]
 
 Records have 10 measured steps; half are in studies of 100 cells. Building a snapshot of 1 GB takes 8 GB of memory.
 Reported are medians over repeats, and the largest resident set. `steplab --version` is the floor.
