@@ -38,7 +38,7 @@ def guarded(filled: Program) -> Iterator[Program]:
 
 
 def _format(command: str) -> tuple[str, ...]:
-    return ("--format", "md" if command.startswith("explain") else "csv")
+    return ("--format", {"explain": "md", "explain --try": "md", "export": "jsonl"}.get(command, "csv"))
 
 
 def _link(program: Program, name: str) -> Path:
@@ -58,7 +58,7 @@ def test_no_page_is_the_store(guarded: Program) -> None:
 
 @pytest.mark.parametrize("command", ["run", "report", "list", "export", "sweep"])
 def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program, command: str) -> None:
-    given = ("--store", "new.csv", "--format", "csv", "--output", "./x/../new.csv")
+    given = ("--store", "new.csv", *_format(command), "--output", "./x/../new.csv")
     assert "it is the store new.csv" in complaint(steplab(*EVERY[command], *given), 2)
     assert list(steplab.cwd.iterdir()) == []
 
