@@ -45,7 +45,7 @@ def program(
 def test_a_locale_without_utf_8_loses_no_file_and_ends_no_command(store: Path, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("page.md", "all.csv", "all.jsonl")]
     writing = [
-        [words, ID, "--output", str(file)] for words, file in zip(("report", "export", "export"), files, strict=True)
+        [words, ID, "--output", str(file)] for words, file in zip(("report", "report", "export"), files, strict=True)
     ]
     writing[0] += ["--title", "größer – 漢字"]
     given = [[*words, "--store", str(store)] for words in (("list",), ("report",), *writing)]
