@@ -1,11 +1,9 @@
 """Time and memory of commands on large inputs, from process start to exit.
 
     python -m benchmarks.commands store [--records 100000]      # every command on a store of that many records
-    python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30]
-    python -m benchmarks.commands ... --repeats 3
+    python -m benchmarks.commands snapshot [--gb 1.0] [--frames 30] [--repeats 3]
 
-Inputs are built in a temporary folder. Records have 10 measured steps; half are in studies of 100 cells. The snapshot
-holds consecutive training steps in the format of torch.cuda.memory._dump_snapshot; building 1 GB takes 8 GB of memory.
+Records have 10 measured steps; half are in studies of 100 cells. Building a snapshot of 1 GB takes 8 GB of memory.
 Reported are medians over repeats, and the largest resident set. `steplab --version` is the floor.
 """
 
@@ -36,7 +34,6 @@ from steplab.units import MIB, format_bytes
 Commands = Iterator[tuple[str, tuple[str, ...]]]
 STEPS = 10
 BATCH = 1000
-"""Records per transaction."""
 ENVIRONMENT = Environment(
     device=DeviceInfo(kind="cpu", name="benchmark"),
     host="Linux x86_64",
@@ -69,7 +66,7 @@ def timed(arguments: Sequence[str], repeats: int) -> tuple[list[float], list[flo
             raise SystemExit(f"{' '.join(arguments)} failed")
         for found, figure in zip((samples, processor, peaks), figures, strict=True):
             found.append(figure)
-        for written in (word for word in arguments if Path(word).suffix in (".gz", ".csv", ".html")):
+        for written in (word for word in arguments if Path(word).suffix in (".gz", ".html")):
             Path(written).unlink()
     return samples, processor, max(peaks)
 
@@ -126,7 +123,6 @@ def store_commands(folder: Path, options: argparse.Namespace) -> Commands:
     yield "export --study ID", ("export", *store, "--study", f"{num_records // 400:012x}")
     packed = str(folder / "all.jsonl.gz")
     yield "export --format jsonl --output all.jsonl.gz", ("export", *store, "--format", "jsonl", "--output", packed)
-    yield "export --output all.csv", ("export", *store, "--output", str(folder / "all.csv"))
     yield "store check", ("store", "check", *store)
     yield "store backup", ("store", "backup", *store, str(folder / f"backup-{time.time_ns()}.db"))
 

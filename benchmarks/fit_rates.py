@@ -80,7 +80,6 @@ from steplab.stats import percentile
 from steplab.store.database import Store
 
 _ALWAYS = "9999"
-"""After every record."""
 _LEAST_PRODUCTS = 20
 """Least products in the records for fitting a number format."""
 _LEAST_STEPS = 8
@@ -178,8 +177,6 @@ def _unfitted(name: str, source: str) -> GpuRates:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Load:
-    """Device load of a phase or step, in kernels alone."""
-
     tensor_s: float
     """Tensor-core seconds of products and attention."""
     vector_s: float
@@ -193,7 +190,6 @@ class _Load:
     """True if a CUDA graph launches the kernels."""
 
     def in_step_s(self, rates: StepRates, slower: float) -> float:
-        """Seconds within a step that lowers the clock by `slower`."""
         products = (self.tensor_s * slower + self.vector_s) * rates.product_factor
         return products + self.streaming_s * rates.streaming_factor + self.kernels * rates.gap(self.replayed)
 

@@ -57,7 +57,6 @@ from steplab.specs.step import StepSpec
 class Variant:
     name: str
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Changed options by name."""
     devices: tuple[str, ...] = ("cuda", "cpu")
     control: bool = False
     """True if it is known to train differently and need not pass."""
@@ -90,7 +89,6 @@ early ends keep them. CPUs use fp32, since few multiply bf16 fast.
 """
 
 PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
-"""Linear layers that merged ones contain."""
 NUM_WINDOWS = 10
 
 Batch = tuple[Tensor, Tensor]

@@ -6,8 +6,7 @@
 Both sides alternate in one process, so clock drift affects both; the result is the median ratio of neighbours. Two
 turns without steplab give the noise.
 
-loop: the bare loop runs the phases n times, synchronises and divides, as written by hand. Both loops run the same
-phases.
+loop: the bare loop runs the same phases n times, synchronises and divides, as written by hand.
 
 trainer: one Trainer trains one small LLaMA. A turn's figure is the median time between starts of steps (on a CPU,
 processor time), read by a callback of both sides. The callback's record is compared with `steplab run`'s session, also

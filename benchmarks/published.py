@@ -247,11 +247,8 @@ class StackRates:
     """Differences of a source's steps from kernels alone, through software and network."""
 
     product_factor: float = 1.0
-    """Factor on time of products."""
     attention_factor: float = 1.0
-    """Factor on time of fused attention."""
     streaming_factor: float = 1.0
-    """Factor on time of everything else."""
     network_bytes_per_s: float = 50e9
     """Bytes/s received per GPU from other machines."""
     hop_s: float = 0.0
@@ -413,7 +410,6 @@ def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
 
 
 def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, float, StackRates]]:
-    """Each row with a fit to dissimilar rows; nothing without any."""
     many = len({row.model.key for row, _, _ in own}) > 1
     likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
     for like in sorted(set(likes.values())):

@@ -207,7 +207,6 @@ def eager_sums(
 
 
 def _told_apart(stem: str, direction: str) -> str:
-    """Key of operators that a trace distinguishes: name and tensor formats."""
     return f"{stem} {direction}" if direction else _TOGETHER.get(stem, stem)
 
 

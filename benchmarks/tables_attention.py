@@ -24,7 +24,6 @@ CLOCKS_HZ = (1.755e9, 1.98e9)
 """Clocks of an H200, under its power limit and at most."""
 _OF_PASSES = "forward / backward / both, milliseconds"
 GRID = "attention_dims"
-"""Name of the benchmark, from benchmarks/attention_dims.toml."""
 NARROW, WIDE = 64, 128
 """Head dimensions that are powers of two, around the others."""
 Times = dict[AttentionSpec, dict[str, float]]

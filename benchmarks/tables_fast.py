@@ -217,7 +217,6 @@ def floors(runs: Sequence[Run]) -> Table:
 
 
 def _flops_per_token(run: Run, context: int | None = None) -> float:
-    """FLOPs per token, forward and backward, in another context; 0: linear layers only."""
     assert run.model is not None
     assert run.spec is not None
     flops = model_flops_per_token(

@@ -72,7 +72,6 @@ def check(task: CheckTask) -> str:
 
 
 def _opened(name: str) -> Device:
-    """The device, with IEEE float32 products even if the environment requests TF32."""
     torch.set_float32_matmul_precision("highest")
     return open_device(name)
 

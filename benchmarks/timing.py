@@ -82,7 +82,6 @@ class Timed:
             self.row[name].append(seconds)
 
     def _sample(self) -> tuple[float, float]:
-        """Seconds per call, and Python's seconds per call."""
         start, end = self._caches.run_ahead(self._cold)
         self._device.synchronize()
         return self._device.seconds_between(start, end) / len(self._calls), self._python_s / len(self._calls)

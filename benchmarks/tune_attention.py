@@ -50,7 +50,6 @@ HEADS = 4
 specialised.
 """
 WIDEST = implementation("flash_triton").widest or 0
-"""Largest head dimension of these kernels."""
 CHECKED = AttentionSpec(batch=4, heads=4, queries=720)
 """Shape of the check: not a whole number of tiles, but a multiple of 16, like the timed shapes."""
 SHORT_UP_TO = 2048
@@ -166,7 +165,6 @@ _SIZES_32: dict[Kernel, tuple[tuple[int, int, int], ...]] = {
     "backward_kv": (*_BACKWARD_32, (16, 64, 4), (16, 64, 8)),
     "backward_q": (*_BACKWARD_32, (64, 16, 4), (64, 16, 8)),
 }
-"""Queries, keys and warps of each candidate."""
 _MOST_OF_A_THREAD = {"forward": 2048, "backward_kv": 512, "backward_q": 512}
 """Most multiply-adds per thread for one product of tiles. Without tensor cores each is an instruction; beyond,
 compiling takes tens of seconds and sums spill to memory.
@@ -267,7 +265,6 @@ def tried(
 
 
 def _fault(group: Sequence[CheckTask], outcome: list[str] | Lost) -> str:
-    """The fault of a candidate by its checks, '' without one."""
     if isinstance(outcome, Lost):
         return outcome.why
     for task, wrong in zip(group, outcome, strict=True):
@@ -277,7 +274,6 @@ def _fault(group: Sequence[CheckTask], outcome: list[str] | Lost) -> str:
 
 
 def _timed(groups: Sequence[Sequence[TimeTask]]) -> tuple[list[Trial], list[tuple[Sequence[TimeTask], str]]]:
-    """Trials, and lost groups with reasons."""
     trials: list[Trial] = []
     lost: list[tuple[Sequence[TimeTask], str]] = []
     for group, outcome in zip(groups, in_processes(time_candidates, groups, at_once=1), strict=True):
@@ -356,14 +352,12 @@ def _of_what(tiles: Tiles) -> dict[str, object]:
 
 
 def _label(tiles: Tiles) -> str:
-    """Such as 'hopper 128×64, 3 stages'."""
     stages = f"{tiles.stages} stage{'s' if tiles.stages > 1 else ''}"
     warps = f", {tiles.warps} warps" if tiles.variant == "portable" else ""
     return f"{tiles.variant} {tiles.queries}×{tiles.keys}, {stages}{warps}"
 
 
 def _is_chosen(tiles: Tiles, tokens: int, chosen: Iterable[Tiles]) -> bool:
-    """True if the candidate was chosen for so many tokens."""
     same = [row for row in chosen if _of_what(row) == _of_what(tiles) and (row.tokens is None or tokens <= row.tokens)]
     serving = min(same, key=lambda row: row.tokens or math.inf)
     return dataclasses.replace(serving, tokens=None) == tiles
@@ -381,7 +375,6 @@ def table_with(new: Sequence[Tiles], before: str) -> str:
 
 
 def _row_text(row: Tiles) -> str:
-    """A TOML row, with JSON's texts and numbers, without defaults."""
     fields = [(field.name, getattr(row, field.name), field.default) for field in dataclasses.fields(row)]
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value, usual in fields if value != usual]
     return "\n".join(["[[tiles]]", *lines, ""])

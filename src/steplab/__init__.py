@@ -128,11 +128,9 @@ def __getattr__(name: str) -> Any:
 
 
 _WITH_FIELDS = ("Run", "StepSpec", "ModelSpec", "StudySpec")
-"""Dataclasses with fields in their help."""
 
 
 def _html_of(record: "Record") -> str:
-    """A record in a notebook; loaded when one is shown."""
     from steplab.views.showing import in_short
 
     return in_short(record)

@@ -44,7 +44,6 @@ class LeftOut(Remark):
     def __init__(self, message: str, error: Exception) -> None:
         super().__init__(message)
         self.error = error
-        """Its error in reading or drawing."""
 
 
 def warn_caller(warning: Warning) -> None:
@@ -66,7 +65,6 @@ class Unsupported(UserError):
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(f"{what} is not supported: {why}; {instead}")
         self.why = why
-        """The reason alone."""
 
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)

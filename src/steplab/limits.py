@@ -33,9 +33,7 @@ class Limits:
     import_bytes: int = GIB
     """Bytes of records per import; all stay in memory until checked."""
     record_bytes: int = 64 * MIB
-    """Largest JSON of a record."""
     num_lines: int = 2_000_000
-    """Most lines of a records file."""
 
     def times(self, factor: float) -> Self:
         """All limits times a factor. Raises UserError unless it is 1 to 10,000."""

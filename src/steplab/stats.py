@@ -27,9 +27,7 @@ class Summary:
     """Statistics of raw samples, in their unit."""
 
     count: int
-    """Samples."""
     median: float
-    """The headline."""
     low: float
     """Lower end of the 95 % interval of the median, or the smallest of too few samples."""
     high: float
@@ -37,7 +35,6 @@ class Summary:
     is_interval: bool
     """True if `low` and `high` are a 95 % interval, from six samples on; else the range."""
     mean: float
-    """Arithmetic mean."""
     stdev: float | None
     """Sample standard deviation (n - 1); None for one sample."""
     quartile_1: float
@@ -45,9 +42,7 @@ class Summary:
     quartile_3: float
     """75th percentile, linear interpolation."""
     minimum: float
-    """Smallest sample."""
     maximum: float
-    """Largest sample."""
 
 
 def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:

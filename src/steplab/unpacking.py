@@ -139,8 +139,6 @@ def small_file(path: Path) -> bytes:
 
 
 class _Member(Protocol):
-    """One stream of a compressed file."""
-
     name: str
     magic: bytes
 

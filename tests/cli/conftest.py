@@ -40,17 +40,16 @@ def filled(steplab: Program, measured: Path) -> Program:
 
 @pytest.fixture
 def reader(steplab: Program) -> Program:
-    few = "warmup = 1\nsteps = 3\n"
-    defaults = "".join(f"[{command}]\n{few}" for command in ("run", "profile", "memory", "sweep", "study", "ddp"))
-    (steplab.folder / "steplab.toml").write_text(defaults, encoding="utf-8")
     shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
     (steplab.cwd / "tests").mkdir(exist_ok=True)
     (steplab.cwd / "tests" / "golden").symlink_to(REPOSITORY / "tests" / "golden")
     scripts = steplab.folder / "bin"
     scripts.mkdir()
-    for name, meaning in {"steplab": "-m steplab", "python": "", "python3": ""}.items():
+    few = 'case " $*" in " "run*|" "profile*|" "memory*|" "sweep*|" "study*|" "ddp*)'
+    few += '\n  case "$*" in *--steps*) ;; *) set -- "$@" --warmup 1 --steps 3 ;; esac ;; esac\n'
+    for name, meaning, before in (("steplab", "-m steplab", few), ("python", "", ""), ("python3", "", "")):
         script = scripts / name
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
+        script.write_text(f'#!/bin/sh\n{before}exec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
     steplab.environment["PATH"] = f"{scripts}:{steplab.environment['PATH']}"
     return steplab

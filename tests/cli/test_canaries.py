@@ -33,7 +33,6 @@ READING: tuple[tuple[str, ...], ...] = (
     ("history",),
     ("tag", "last", "good"),
     ("note", "last", "good"),
-    ("schema",),
     ("completion", "bash"),
     ("plan", "memory", "--model", "tiny"),
     ("store", "check"),

@@ -153,7 +153,7 @@ def test_every_record_that_is_named_is_reported_or_the_format_refused(
     told = capsys.readouterr().out
     assert run.id in told
     assert "Bus bandwidth" in told
-    for command, kind in (("report", "json"), ("report", "csv"), ("export", "csv")):
+    for command, kind in (("report", "json"), ("report", "csv")):
         assert main([command, "--format", kind, *both]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""

@@ -13,7 +13,7 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--contenders", "magic"), "variant 'magic' is not known; choose some of none, naive, flat"),
+        (("--variants", "magic"), "variant 'magic' is not known; choose some of none, naive, flat"),
         (("--bucket-sizes", "0"), "a bucket size must be a positive number of MB, not 0"),
         (("--compile", "default"), "delivers all gradients at the end; choose one of off, block"),
         (("--processes", "1"), "processes must be at least 2, not 1"),

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import Program, complaint, digests, finish, tiny
-from tests.first import first
 
 from steplab.specs.ddp import DdpStudy, variants_of
 from steplab.specs.resolve import resolve_step
@@ -39,7 +38,7 @@ def guarded(filled: Program) -> Iterator[Program]:
 
 
 def _format(command: str) -> tuple[str, ...]:
-    return ("--format", "md" if command.startswith("explain") else "csv")
+    return ("--format", {"explain": "md", "explain --try": "md", "export": "jsonl"}.get(command, "csv"))
 
 
 def _link(program: Program, name: str) -> Path:
@@ -59,7 +58,7 @@ def test_no_page_is_the_store(guarded: Program) -> None:
 
 @pytest.mark.parametrize("command", ["run", "report", "list", "export", "sweep"])
 def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program, command: str) -> None:
-    given = ("--store", "new.csv", "--format", "csv", "--output", "./x/../new.csv")
+    given = ("--store", "new.csv", *_format(command), "--output", "./x/../new.csv")
     assert "it is the store new.csv" in complaint(steplab(*EVERY[command], *given), 2)
     assert list(steplab.cwd.iterdir()) == []
 
@@ -78,7 +77,6 @@ def _marks(program: Program) -> tuple[str, ...]:
 
 RAW = {
     "trace": lambda program: ("profile", *tiny(), "--trace", str(_link(program, "kept.json"))),
-    "nsys": lambda program: ("profile", *tiny(), "--nsys", "--trace", str(program.store)),
     "snapshot": lambda program: ("memory", *tiny(), "--snapshot", str(_link(program, "kept.pickle"))),
     "marks": _marks,
     "traces": _traces,
@@ -137,15 +135,6 @@ def test_an_earlier_output_is_replaced(guarded: Program, command: str, names: Se
     for name in names:
         for _ in range(2):
             assert guarded(*EVERY[command], "--output", name).stderr == f"wrote {name}\n"
-
-
-@pytest.mark.parametrize("shell", first(1, ["bash", "zsh", "fish"]))
-def test_an_earlier_script_of_completions_is_replaced(steplab: Program, shell: str) -> None:
-    for _ in range(2):
-        assert steplab("completion", "--shell", shell, "--output", "script").code == 0
-    first, second = (steplab.cwd / "script").read_text().splitlines()[:2]
-    assert second == "# written by steplab"
-    assert first == "#compdef steplab" or shell != "zsh"
 
 
 def test_a_table_replaces_an_earlier_one_by_force_alone(guarded: Program) -> None:

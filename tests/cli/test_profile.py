@@ -1,9 +1,6 @@
 import gzip
 import json
-import os
 import shutil
-import sqlite3
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,7 +202,6 @@ USAGE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "no profiled step": (("profile", "--profiled-steps", "0"), 2, ("profiled steps", "at least 1")),
     "a word for a number of steps": (("profile", "--profiled-steps", "few"), 2, ("--profiled-steps", "few")),
     "near miss of an option": (("profile", "--profiled-step", "2"), 2, ("--profiled-steps",)),
-    "a flag with a value": (("profile", "--nsys=maybe"), 2, ("nsys",)),
     "unknown model": (("profile", "--model", "smal"), 2, ("'smal'", "small")),
     "a trace in no folder": (("profile", *tiny(), "--trace", "missing/trace.json"), 1, ("missing", "no folder")),
     "a trace of no known ending": (("profile", *tiny(), "--trace", "t.pt"), 2, ("t.pt", ".json.gz")),
@@ -239,134 +235,3 @@ def test_help_has_an_example(steplab: Program, command: str) -> None:
     said = steplab(command, "--help")
     assert said.code == 0
     assert f"For example: steplab {command} " in said.stdout
-
-
-# --- nsys, played by a script -----------------------------------------------------------------------------
-
-NSYS = '''#!{python}
-"""Plays nsys: looks at how it was called, answers as the measuring process would, and writes an export."""
-import json, os, shutil, sys
-from multiprocessing.connection import Connection
-
-arguments = sys.argv[1:]
-assert arguments[0] == "profile", arguments
-at = arguments.index("-o")
-options, report, command = arguments[1:at], arguments[at + 1], arguments[at + 2:]
-assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite",
-         "--force-overwrite=true"}} <= set(options), options
-assert command[1:3] == ["-P", "-c"] and "steplab.measurement.processes.child" in command[3], command
-connection = Connection(int(command[5]))
-request = json.loads(connection.recv_bytes())["value"]
-task = request["task"]
-assert (task["profiled_steps"], task["trace"]) == (2, None), request
-with open("record.json") as file:
-    record = json.load(file)
-if os.path.exists("export"):
-    shutil.copy("export", report + ".sqlite")
-connection.send_bytes(json.dumps({{"kind": "result", "value": record}}).encode())
-'''
-
-
-@pytest.fixture
-def nsys(steplab: Program, seen: Path) -> dict[str, str]:
-    folder = steplab.folder / "bin"
-    folder.mkdir()
-    script = folder / "nsys"
-    script.write_text(NSYS.format(python=sys.executable))
-    script.chmod(0o755)
-    record = stored(Program(seen)) | {"profile": None}
-    steplab.write("record.json", json.dumps(record))
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-
-def write_export(path: Path) -> None:
-    """Two steps of a forward pass with two kernels each, a microsecond apart, in nsys' export format."""
-    names = ["gemm", "softmax_kernel", "cudaLaunchKernel"]
-    with sqlite3.connect(path) as file:
-        file.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")
-        file.execute("INSERT INTO META_DATA_EXPORT VALUES ('EXPORT_SCHEMA_VERSION', '3.11.0')")
-        file.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-        file.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(names))
-        file.execute(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
-            "correlationId INTEGER, shortName INTEGER, demangledName INTEGER)"
-        )
-        file.execute(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, "
-            "correlationId INTEGER, nameId INTEGER)"
-        )
-        file.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
-            "globalTid INTEGER)"
-        )
-        for step in range(2):
-            zero = 1_000_000 + step * 100_000
-            for name in ("step", "forward"):
-                file.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, 7)", (zero, zero + 50_000, name))
-            for kernel in range(2):
-                launch, number = zero + 1_000 + kernel * 10_000, 10 * step + kernel + 1
-                file.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 7, ?, 2)", (launch, launch + 500, number)
-                )
-                file.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, 7, ?, ?, ?)",
-                    (launch + 1_000, launch + 4_000, number, kernel, kernel),
-                )
-    file.close()
-
-
-def test_nsys_records_in_place_of_torch(steplab: Program, nsys: dict[str, str]) -> None:
-    write_export(steplab.cwd / "export")
-    result = steplab(
-        "profile", *tiny(), "--profiled-steps", "2", "--nsys", "--name", "by nsys", "--trace", "kept.sqlite",
-        "--format", "json", variables=nsys,
-    )  # fmt: skip
-    assert (result.code, result.stderr) == (0, "")
-    assert {row["name"]: (row["calls"], row["total_s"]) for row in result.rows()} == {
-        "gemm": (2, pytest.approx(6e-6)),
-        "softmax_kernel": (2, pytest.approx(6e-6)),
-    }
-    record = stored(steplab)
-    assert record["name"] == "by nsys"
-    assert record["timing"] is not None
-    assert (record["profile"]["source"], record["profile"]["num_steps"]) == ("nsys", 2)
-    assert any("nsys attached" in note for note in record["notes"])
-    assert (steplab.cwd / "kept.sqlite").read_bytes() == (steplab.cwd / "export").read_bytes()
-
-
-def test_an_export_that_nsys_did_not_write_costs_no_timing(steplab: Program, nsys: dict[str, str]) -> None:
-    result = steplab("profile", *tiny(), "--profiled-steps", "2", "--nsys", "--format", "json", variables=nsys)
-    assert result.code == 1
-    assert result.stderr.splitlines() == ["steplab: profile: nsys wrote no SQLite export"]
-    assert result.rows()[0]["step_time_s"] > 0
-
-
-def test_a_trace_that_cannot_be_read_is_kept_and_so_is_the_timing(steplab: Program, nsys: dict[str, str]) -> None:
-    steplab.write("export", "this was never a database\n")
-    said = complaint(steplab("profile", *tiny(), "--profiled-steps", "2", "--nsys", variables=nsys), 1)
-    [row] = steplab.rows()
-    [kept] = steplab.cwd.glob("steplab-trace-*")
-    assert str(kept) in said
-    assert row["id"] in said
-    assert kept.read_text() == "this was never a database\n"
-    assert row["step_time_s"] > 0
-
-
-def test_without_nsys_the_flag_is_refused(guarded: Program) -> None:
-    (guarded.folder / "empty").mkdir()
-    variables = {"PATH": str(guarded.folder / "empty")}
-    said = complaint(guarded("profile", *tiny(), "--nsys", variables=variables), 2)
-    assert "nsys is not on the PATH" in said
-    assert "torch.profiler" in said
-
-
-def test_nsys_for_a_step_on_the_cpu_is_refused(guarded: Program) -> None:
-    folder = guarded.folder / "bin"
-    folder.mkdir()
-    script = folder / "nsys"
-    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nshift 2\nexec "$@"\n')
-    script.chmod(0o755)
-    variables = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    said = complaint(guarded("profile", *tiny(), "--nsys", variables=variables), 2)
-    assert "cpu" in said
-    assert "leave it out" in said

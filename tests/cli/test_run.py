@@ -211,13 +211,6 @@ def test_export_takes_records_by_id_and_a_study(filled: Program, first_id: str) 
     assert len(filled("export", "--study", study["id"]).stdout.splitlines()) == 2
 
 
-def test_export_as_csv_has_a_row_a_run(filled: Program) -> None:
-    assert filled("export", "--output", "all.csv").code == 0
-    rows = list(csv.DictReader((filled.cwd / "all.csv").open()))
-    assert [row["context"] for row in rows] == ["8", "8", "16"]
-    assert all(float(row["step_time_s"]) > 0 for row in rows)
-
-
 # Reports
 
 

@@ -242,22 +242,6 @@ def studies(random_: random.Random, folder: Path) -> Iterator[Try]:
         store.unlink(missing_ok=True)
 
 
-def settings(random_: random.Random, folder: Path) -> Iterator[Try]:
-    file, store = folder / "steplab.toml", folder / "store.db"
-    seeds.write_store(store)
-    good = 'format = "json"\n[list]\nlimit = 3\n[run]\nmodel = "tiny"\n[plan.memory]\nbatch = 2\n'
-    try:
-        while True:
-            lines = good.splitlines()
-            at = random_.randrange(len(lines))
-            lines[at] = f"{lines[at].partition(' = ')[0]} = {random_.choice(_TOML)}"
-            text = "\n".join(lines).encode()
-            file.write_bytes(text if random_.random() < 0.5 else mutated_bytes(random_, good.encode()))
-            yield _tried(folder, list(random_.choice((("list",), ("plan", "memory"), ("run",)))), store, file=file)
-    finally:
-        file.unlink(missing_ok=True)
-
-
 _TOML = (
     "1", "-1", "9223372036854775807", "9223372036854775808", "1e300", "nan", "inf", "true", '""', '"\\u001b[31m"', "[]",
     "[[]]", "{}", '{a = 1}', "[1, 'a']", "1979-05-27T07:32:00Z", "[0, 1, 2]", "['quick', 'quick']", "'''\na\n'''",
@@ -373,7 +357,7 @@ def _json(value: object) -> bytes:
 
 def _tried(folder: Path, words: list[str], store: Path | None, file: Path | None = None) -> Try:
     arguments = tuple([*words, "--store", str(store)] if store else words)
-    end = run(*arguments, parse_once=file is not None and file.name != "steplab.toml")
+    end = run(*arguments, parse_once=file is not None)
     return Try(arguments=arguments, end=end, file=file, faults=end.faults)
 
 
@@ -388,7 +372,6 @@ ATTACKS = {
         Attack(name="Kineto traces", tries=1356, make=kineto),
         Attack(name="bombs", tries=27, make=bombs),
         Attack(name="configurations", tries=300, make=configurations),
-        Attack(name="settings", tries=300, make=settings),
         Attack(name="study files", tries=300, make=studies),
         Attack(name="messages of processes", tries=300, make=messages),
     )

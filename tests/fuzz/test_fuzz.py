@@ -15,7 +15,6 @@ TRIES = {
     "snapshots": 7,
     "Kineto traces": 6,
     "configurations": 10,
-    "settings": 10,
     "study files": 10,
     "messages of processes": 20,
 }

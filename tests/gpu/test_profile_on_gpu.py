@@ -23,7 +23,7 @@ pytestmark = [
 STEPS = 2
 
 
-def recorded(trace: Path | None, **fields: object) -> Run:
+def recorded(trace: Path, **fields: object) -> Run:
     spec = resolve_step({"model": "tiny", "context": 128, "warmup": 2, "steps": 3} | fields)
     return measure_here(spec, Observer(), partial(StepProfiler, num_steps=STEPS, trace=trace))
 
@@ -61,12 +61,6 @@ def test_the_parts_of_attention_launch_kernels_in_every_layer(tmp_path: Path) ->
         assert len(launched) == 3 * (STEPS + 1)  # and the warm-up step
         assert all(launched)
     assert all(any("softmax" in kernel.lower() for kernel in kernels) for kernels in kernels_within(trace, "softmax"))
-
-
-def test_steps_are_run_for_nsys_where_there_is_none() -> None:
-    run = recorded(None)
-    assert run.failure is None
-    assert not any(note.startswith("profile: ") for note in run.notes)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

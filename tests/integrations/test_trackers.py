@@ -25,7 +25,6 @@ from steplab.records.rows import run_row
 
 RUN = make_run({"context": 256, "batch": 2}, name="a run")
 ROW = run_row(RUN)
-HERE = Path()
 PAGE = "<!doctype html><title>a run</title>"
 
 
@@ -79,8 +78,8 @@ def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None:
     one = tracked(RUN, PAGE)
     for _ in range(2):  # the second finds it there
-        assert track(one, "mlflow", HERE) == f"experiment steplab of sqlite:///{mlflow_here}"
-    track(tracked(out_of_memory()), "mlflow", HERE)
+        assert track(one, "mlflow") == f"experiment steplab of sqlite:///{mlflow_here}"
+    track(tracked(out_of_memory()), "mlflow")
     with sqlite3.connect(mlflow_here) as database:
         runs = database.execute("SELECT run_uuid, name, status, artifact_uri FROM runs ORDER BY status").fetchall()
         assert [(name, status) for _, name, status, _ in runs] == [
@@ -101,7 +100,7 @@ def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(SteplabError, match=r"MLflow refused record .* of nowhere://x"):
-        track(tracked(RUN), "mlflow", HERE)
+        track(tracked(RUN), "mlflow")
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_server_of_mlflow_takes_records(server: str) -> None:
     one = tracked(RUN, PAGE)
-    assert track(one, "mlflow", HERE) == f"experiment steplab of {server}"
+    assert track(one, "mlflow") == f"experiment steplab of {server}"
     wanted = {"experiment_ids": ["1"], "filter": "params.context = '256'"}
     request = urllib.request.Request(
         f"{server}/api/2.0/mlflow/runs/search",
@@ -154,7 +153,7 @@ def test_a_server_of_mlflow_takes_records(server: str) -> None:
     assert files.read() == one.files["report.html"]
 
 
-# --- W&B and TensorBoard ----------------------------------------------------------------------------------
+# --- W&B --------------------------------------------------------------------------------------------------
 
 
 def entries(log: bytes) -> Iterator[bytes]:
@@ -181,7 +180,7 @@ def test_wandb_has_them_in_a_folder_for_later(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     one = tracked(RUN, PAGE)
-    folder = Path(track(one, "wandb", tmp_path))
+    folder = Path(track(one, "wandb"))
     config: dict[str, object] = {}
     summary: dict[str, float] = {}
     artifacts: list[str] = []
@@ -195,21 +194,6 @@ def test_wandb_has_them_in_a_folder_for_later(tmp_path: Path, monkeypatch: pytes
     assert one.params.items() <= config.items()
     assert {key: summary[key] for key in one.metrics} == pytest.approx(dict(one.metrics))
     assert set(artifacts) == {"record.json", "report.html"}
-
-
-def test_tensorboard_has_figures_and_the_report(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is missing: pip install 'steplab[tensorboard]'")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    one = tracked(RUN, PAGE)
-    for _ in range(2):  # the second finds it there
-        assert track(one, "tensorboard", tmp_path) == str(tmp_path)
-    [folder] = tmp_path.iterdir()
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    found = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert found == {name: [pytest.approx(value, rel=1e-6)] for name, value in one.metrics.items()}
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".html")} == one.files
 
 
 # --- the command ------------------------------------------------------------------------------------------
@@ -226,7 +210,7 @@ def test_the_command_exports_each_record_with_its_page(
 ) -> None:
     taken: list[Tracked] = []
 
-    def take(one: Tracked, tracker: str, folder: Path) -> str:
+    def take(one: Tracked, tracker: str) -> str:
         assert tracker == "mlflow"
         taken.append(one)
         return "somewhere"
@@ -242,7 +226,7 @@ def test_the_command_exports_each_record_with_its_page(
 @pytest.mark.parametrize(
     "asked",
     [
-        {"tracker": "mlflow", "format": "csv"},
+        {"tracker": "mlflow", "format": "perfetto"},
         {"tracker": "wandb", "out": FileOptions(output=Path("runs.csv"))},
     ],
 )

@@ -1,4 +1,3 @@
-import dataclasses
 import gzip
 import json
 import lzma
@@ -9,8 +8,6 @@ from typing import Any
 import pytest
 from tests.attention_records import make_benchmark
 from tests.cli.program import REPOSITORY
-from tests.comm_records import make_comm
-from tests.ddp_records import make_ddp_run
 from tests.runs import make_run, out_of_memory, recorder_run
 from tests.stored_lines import fill, import_lines
 
@@ -19,10 +16,9 @@ from steplab.cli.app import main
 from steplab.errors import SteplabError, UserError
 from steplab.records.codec import decode, encode_with_summary
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of, summary_row
+from steplab.records.registry import summary_row
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.records.schema import json_schema
 from steplab.store.database import Store
 
 RUNS = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"model": "xl"}), recorder_run()]
@@ -186,40 +182,3 @@ def test_the_text_of_a_run_says_its_step_and_its_figures() -> None:
         assert part in text
     assert "out of memory: out of memory: asked 8.00 GiB" in repr(out_of_memory())
     assert "range" in repr(make_run({"steps": 3}))
-
-
-# --- the schema -------------------------------------------------------------------------------------------
-
-
-def test_every_field_of_the_schema_says_what_it_is() -> None:
-    definitions = json_schema()["$defs"]
-    assert {kind.type.__name__ for kind in KINDS.values()} <= set(definitions)
-    for name, definition in definitions.items():
-        for field, about in definition.get("properties", {}).items():
-            assert about.get("description"), f"{name}.{field}"
-    assert definitions["Run"]["properties"]["schema"]["const"] == "steplab.run/1"
-
-
-def test_real_records_are_valid_by_the_schema_and_others_are_not() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.Draft202012Validator(json_schema())
-    lines = [
-        encode_with_summary(record) for record in (*golden(), *RUNS, make_benchmark(), make_comm(), make_ddp_run())
-    ]
-    short = [json.loads(line) for line in lines if len(line) < 200_000]  # a validator in Python is slow
-    for found in short:
-        validator.validate(found)
-    kinds = {kind_of(decode(json.dumps(found))).name for found in short}
-    assert kinds >= {"run", "attention", "comm", "ddp"}
-    wrong = json.loads(encode_with_summary(RUNS[0])) | {"tokens_per_step": "many"}
-    assert not validator.is_valid(wrong)
-    assert not validator.is_valid(json.loads(encode_with_summary(dataclasses.replace(RUNS[0], schema="steplab.run/9"))))
-
-
-def test_the_schema_is_printed_and_replaces_an_earlier_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(json_schema()))
-    path = tmp_path / "record.schema.json"
-    assert main(["schema", "--output", str(path)]) == main(["schema", "--output", str(path)]) == 0
-    path.write_text('{"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Mine"}')
-    assert main(["schema", "--output", str(path)]) == 2

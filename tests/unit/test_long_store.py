@@ -111,5 +111,3 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
 def test_an_export_of_a_store_is_whole(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--store", str(path)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 200
-    assert main(["export", "--store", str(path), "--format", "csv"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 201

@@ -17,7 +17,6 @@ from steplab.costs.kernel_time import Product, product_s, streaming_s
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
-from steplab.lab.planning import plan_steps
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
@@ -28,7 +27,6 @@ from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import waits_for_host
 from steplab.report.kit.rendering import render
-from steplab.report.plan.steps import forecast_lines, forecast_summary
 from steplab.report.plan.time import time_document
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import catalogue
@@ -482,21 +480,3 @@ def test_an_unknown_field_and_a_wrong_peak_are_refused(capsys: pytest.CaptureFix
     ):
         assert main(["plan", "time", "--model", "tiny", *arguments]) == 2
         assert named in capsys.readouterr().err
-
-
-def test_a_list_of_cells_says_what_is_expected_of_each() -> None:
-    wanted: list[dict[str, object]] = [
-        {"model": "small", "context": 512},
-        {"model": "2.7b", "context": 8192},
-        {"model": "small", "device": "cpu"},
-    ]
-    steps = plan_steps([resolve_step(fields) for fields in wanted])
-    small, large, elsewhere = forecast_lines(steps, "H200 SXM")
-    assert "about " in small
-    assert small.endswith("fits")
-    assert large.endswith("does not fit on H200 SXM")
-    assert "not predicted: " in elsewhere
-    told = forecast_summary(steps, "H200 SXM")
-    assert (
-        told == "3 cells, none measured; predicted for H200 SXM (--gpu); 1 will not fit; the time of 1 is not predicted"
-    )

@@ -12,10 +12,12 @@ from tests.runs import make_run, out_of_memory
 from tests.sure import sure
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported
-from steplab.lab.profiling import is_recorded_elsewhere
+from steplab.errors import SteplabError, Unsupported
+from steplab.lab.keeping import load
+from steplab.lab.profiling import is_recorded_elsewhere, profile
 from steplab.measurement import step_job as session
 from steplab.measurement.clock import Phase
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile import profiler as under_test
 from steplab.measurement.profile.profiler import StepProfiler
@@ -365,7 +367,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def recorded(log: Log, trace: Path | None, phases: list[Phase], kind: str = "cpu") -> tuple[str, ...]:
+def recorded(log: Log, trace: Path, phases: list[Phase], kind: str = "cpu") -> tuple[str, ...]:
     spec = resolve_step({"model": "tiny"})
     profiler = StepProfiler(spec, log.device(kind), num_steps=2, trace=trace)
     return profiler.record(WholeStep(phases=phases), lambda iteration: log.append(f"step {iteration}"))
@@ -380,22 +382,16 @@ def test_nothing_waits_between_the_steps(log: Log, tmp_path: Path) -> None:
 STEP_IN_NVTX = ["<step", "<forward", "forward", ">", "<backward", "backward", ">", ">"]
 
 
-def test_nsys_records_the_steps_and_not_the_one_before(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "profile", None)
-    assert recorded(log, None, [log.phase("forward"), log.phase("backward")], "cuda") == ()
-    warmup = ["<warmup step", *STEP_IN_NVTX[1:], "synchronize"]
-    assert log == [*warmup, "start", *STEP_IN_NVTX, "step 0", *STEP_IN_NVTX, "step 1", "synchronize", "stop"]
-
-
 def test_under_someone_elses_nsys_there_is_no_torch_profiler(
     log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1234")
     monkeypatch.setattr(under_test, "profile", None)
-    (note,) = recorded(log, tmp_path / "trace.json", [log.phase("forward")], "cuda")
+    (note,) = recorded(log, tmp_path / "trace.json", [log.phase("forward"), log.phase("backward")], "cuda")
     assert note.startswith("profile: ")
     assert "import-trace" in note
-    assert log.index("start") < log.index("<step") < log.index("stop")
+    warmup = ["<warmup step", *STEP_IN_NVTX[1:], "synchronize"]
+    assert log == [*warmup, "start", *STEP_IN_NVTX, "step 0", *STEP_IN_NVTX, "step 1", "synchronize", "stop"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -405,13 +401,17 @@ def test_nsys_leaves_the_cpu_to_torch(log: Log, tmp_path: Path, monkeypatch: pyt
     assert len(top_ranges(tmp_path / "trace.json", "step")) == 2
 
 
-def test_a_step_that_fails_under_nsys_ends_the_recording(log: Log) -> None:
+def test_a_step_that_fails_under_nsys_ends_the_recording(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1234")
+
     def fail() -> None:
         if "start" in log:
             explode()
 
     with pytest.raises(ZeroDivisionError):
-        recorded(log, None, [Phase(name="forward", run=fail)], "cuda")
+        recorded(log, tmp_path / "trace.json", [Phase(name="forward", run=fail)], "cuda")
     assert log[-1] == "stop"
     assert log.count(">") == sum(entry.startswith("<") for entry in log)
 
@@ -424,11 +424,21 @@ def test_a_run_may_lack_its_profile_where_nsys_has_it(monkeypatch: pytest.Monkey
     assert not is_recorded_elsewhere(out_of_memory())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_nsys_on_a_device_it_cannot_see_is_refused(log: Log, kind: str) -> None:
-    with pytest.raises(Unsupported, match=f"--nsys.*{kind}"):
-        recorded(log, None, [], kind)
-    assert log == []
+def test_a_trace_that_cannot_be_read_is_kept_and_so_is_the_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(task: StepTask, **how: object) -> Run:
+        Path(sure(task.trace)).write_text("never a trace")
+        return make_run()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("steplab.lab.profiling.measure_in_child", measured)
+    with pytest.raises(SteplabError, match=r"steplab-trace-.*, and the timing is in record") as error:
+        profile("tiny", store=tmp_path / "store.db")
+    [kept] = tmp_path.glob("steplab-trace-*")
+    assert str(kept) in str(error.value)
+    assert kept.read_text() == "never a trace"
+    assert sure(load(store=tmp_path / "store.db")).id in str(error.value)
 
 
 def test_the_ranges_of_a_step_to_be_compiled_are_none(log: Log, tmp_path: Path) -> None:

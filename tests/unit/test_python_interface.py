@@ -25,7 +25,7 @@ from steplab.records.codec import encode_with_summary
 
 COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "cli" / "commands").glob("[!_]*.py")}
 UNDER_ANOTHER_NAME: dict[str, str | None] = {"run": "measure", "list": "list_records", "import": "import_files"}
-UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "schema": None, "completion": None}
+UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "completion": None}
 
 
 # --- warnings ---------------------------------------------------------------------------------------------

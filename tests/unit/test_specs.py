@@ -96,8 +96,8 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
                 yield f"{cls.name}.{ast.unparse(statement.target)}"
 
 
-def test_every_field_has_a_docstring_under_it() -> None:
-    sources = (inspect.getsource(module) for module in MODULES)
+def test_every_field_of_a_spec_has_a_docstring_under_it() -> None:
+    sources = (inspect.getsource(module) for module in MODULES if module.__name__.startswith("steplab.specs"))
     assert [name for source in sources for name in undocumented(ast.parse(source))] == []
 
 

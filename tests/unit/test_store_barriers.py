@@ -4,7 +4,6 @@ A command stops at every statement that takes, waits for or leaves a lock; anoth
 store locked. Both share a thread, so each order is tried once.
 """
 
-import lzma
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tests.cli.program import REPOSITORY
 from tests.runs import make_run
 
 from steplab.cli.app import main
@@ -63,10 +61,6 @@ def stopping(at: int, do: Callable[[], None]) -> Iterator[list[str]]:
         yield met
 
 
-def old_store(path: Path) -> None:
-    path.write_bytes(lzma.decompress((REPOSITORY / "tests" / "golden" / "store_format_1.db.xz").read_bytes()))
-
-
 def new_store(path: Path) -> None:
     with Store.open(path, write=True) as store:
         for name in ("aa", "bb"):
@@ -85,7 +79,6 @@ def ids(path: Path) -> set[str]:
 
 
 COMMANDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
-    "upgrade": (old_store, lambda path: Store.open(path, write=True).close()),
     "rm": (new_store, lambda path: main(["rm", "bb", "--yes", "--store", str(path)])),
     "import": (new_store, lambda path: import_files(exported(path, "cc"), path)),
     "backup": (new_store, lambda path: back_up_store(path.with_name("copy.db"), store=path, force=True)),

@@ -236,11 +236,6 @@ model.num_layers = 1
     assert measure.keywords == {"traces": "kept"}
 
 
-def test_variants_may_have_their_earlier_name(tmp_path: Path) -> None:
-    now, then = (job_of(tmp_path, f'[[ddp]]\n{name} = "flat"\n') for name in ("variants", "contenders"))
-    assert now.args == then.args
-
-
 def test_options_of_attention_reach_what_is_measured(tmp_path: Path) -> None:
     options = 'grid = "tiny"\ndim = 16\npass = "forward"\nrepeats = 3\nseed = 7\nerrors = false\ndevice = "cpu"\n'
     (study,) = job_of(tmp_path, f"[[attention]]\n{options}").args
@@ -257,7 +252,6 @@ def test_options_of_attention_reach_what_is_measured(tmp_path: Path) -> None:
         ('[[ddp]]\ndevice = "cpu"\n', "has no option 'device'"),
         ('[[ddp]]\nlayout = "dp=2"\n', "has no option 'layout'"),
         ('[[ddp]]\nbucket_sizes = "big"\n', "a bucket size must be a number of MB, not 'big'"),
-        ('[[ddp]]\nvariants = "flat"\ncontenders = "naive"\n', "leave contenders out"),
         ("[[ddp]]\nmodel.layers = 2\n", "has no option 'model.layers'"),
     ],
 )

@@ -28,7 +28,6 @@ from cyclopts import (
 from steplab import __version__
 from steplab.cli import commands
 from steplab.cli.conversion import as_meant
-from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import approximated, say
@@ -68,7 +67,7 @@ app = App(
     help="A laboratory for the training step of Transformer language models: measure steps, store the records and "
     "report them.\n\nStart with: steplab run",
     version=__version__,
-    config=(defaults_from_file, as_meant),
+    config=as_meant,
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() reports it
@@ -143,25 +142,14 @@ def _fault_of_the_machine(error: Exception) -> str | None:
         return None
     if "No usable temporary directory" in str(error):
         return f"no writable folder for temporary files; {_FREE_SPACE}"
-    if isinstance(error, FileNotFoundError) and not _is_somewhere():
-        return "the current folder was removed; change to another one"
     if error.errno not in _OF_THE_MACHINE:
         return None
     where = f": {error.filename}" if error.filename else ""
     return f"{error.strerror}{where}; {_OF_THE_MACHINE[error.errno]}"
 
 
-def _is_somewhere() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 @contextmanager
 def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
-    """Print each remark as one line on stderr; show every other warning as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Remark)
         usual, told = warnings.showwarning, set[str]()
@@ -182,7 +170,6 @@ def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
 
 
 def _is_told_elsewhere() -> bool:
-    """True if torchrun's first process reports the same error."""
     from steplab.lab.machine import is_first_rank
 
     try:
@@ -211,14 +198,6 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
 
 
 def _unknown_option(error: UnknownOptionError) -> str:
-    """Suggest another option, the commands that have this one, or, for a key of a file, its table."""
-    if (file := error.token.source) not in ("", "cli"):
-        words = error.command_chain or ()
-        key, table, command = (error.token.keyword or "").strip("[]"), ".".join(words), " ".join(words)
-        known = [name.removeprefix("--") for argument in error.argument_collection for name in argument.names]
-        near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"`steplab {command} --help` lists them"
-        return f"{file}: '{key}' in [{table}] is not an option of `steplab {command}`; {hint}"
     option = (error.token.keyword or error.token.value).partition("=")[0]
     others = [words for words, options in _commands(app) if option in options]
     if not others:

@@ -21,8 +21,7 @@ def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) 
     cyclopts takes "none" and "null" for a missing option, and rounds fractions for whole numbers. No shell expands the
     ~ of `--store=~/runs.db`.
 
-    Raises UserError for a fraction, an infinite number, NaN, or a whole number above 64 bits, from the command line or
-    a file of defaults.
+    Raises UserError for a fraction, an infinite number, NaN, or a whole number above 64 bits.
     """
     for argument in arguments:
         argument.hint = _without_none(argument.hint)
@@ -30,8 +29,7 @@ def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) 
             argument.tokens = [token.evolve(value=os.path.expanduser(token.value)) for token in argument.tokens]
         for token in argument.tokens:
             if asked := _asked_instead(argument.hint, token.value):
-                where = "" if token.source in ("", "cli") else f" in {token.source}"
-                raise UserError(f"{token.keyword or argument.name}{where} must be {asked}, not '{token.value}'")
+                raise UserError(f"{token.keyword or argument.name} must be {asked}, not '{token.value}'")
 
 
 def _without_none(hint: Any) -> Any:

@@ -76,11 +76,13 @@ def field_options(
         for field in (*declared, *others):
             own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
             under: dict[str, Any] = {"group": group} if group and field not in others else own
-            names = [option_name(key) for key in (field.key, field.about.earlier) if key]
             kind = Path if field.about.parse is Path else field.type
             kind = kind if kind is bool or (field in others and kind in (int, Path)) else str
             option = Parameter(
-                name=names, help=_help(field, with_defaults), metavar="" if kind is str else None, **under
+                name=option_name(field.key),
+                help=_help(field, with_defaults),
+                metavar="" if kind is str else None,
+                **under,
             )
             cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
             setattr(cls, _attribute(field), None)
@@ -90,7 +92,6 @@ def field_options(
 
 
 def _help(field: StepField, with_default: bool) -> str:
-    """Choices are listed without their meanings, which `help(steplab.StepSpec)` and docs/measure.md give."""
     choices, default = [*(field.choices or field.about.meanings)], ""
     if with_default and field.default in choices:
         choices[choices.index(field.default)] += " (default)"
@@ -116,7 +117,6 @@ class GivenFields:
 
     declared: ClassVar[tuple[StepField, ...]] = ()
     others: ClassVar[tuple[StepField, ...]] = ()
-    """Further options of a benchmark."""
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """One value per given field, except `without`. Raises UserError for a list."""
@@ -217,6 +217,9 @@ class StudyOptions:
         Parameter(help="Continue the newest study of the same measurements", negative=""),
     ] = False
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
+    dry_run: Annotated[
+        bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
+    ] = False
 
 
 @options

@@ -126,7 +126,7 @@ def write_report(
 
 
 def _saved(view: "View", chosen: str, out: FileOptions) -> str:
-    """The text to print; empty once it is in --output, with its pictures beside it."""
+    """The text to print; empty once it and its pictures are in --output."""
     if out.output is None:
         return view.render(chosen, color=stdout_color(out))
     view.save(out.output, chosen, force=out.force)
@@ -150,7 +150,6 @@ def write_answers(
     name: str | None = None,
     title: str | None = None,
 ) -> None:
-    """Write the records as answers to questions."""
     from steplab.views.reporting import report
 
     view = report(ids, study=study, name=name, title=title, questions=questions, store=out.store)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _LONG_S = 10.0
 """From this time, long stages report again, and the time left is estimated."""
 _SHORT_S = 2.0
-"""Shorter work needs no line."""
 
 _STAGES = {
     "starting": "starting a process",
@@ -221,7 +220,6 @@ class ProgressLine:
             self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: "SweepProgress", before: str = "") -> str:
-        """The mean time of the finished cells, times the cells left."""
         done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
             return ""

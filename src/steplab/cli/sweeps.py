@@ -1,11 +1,14 @@
+import dataclasses
+
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
-from steplab.cli.output import chosen_format, say, write_answers, write_report
+from steplab.cli.output import chosen_format, emit, say, write_answers, write_report
 from steplab.cli.progress import ProgressLine
 from steplab.lab.choosing import records_to_report
-from steplab.lab.sweeping import sweep
+from steplab.lab.sweeping import jobs_of, missing_jobs, sweep
 from steplab.records.disturbances import disturbances
+from steplab.specs.layout import MOST_PROCESSES
 from steplab.specs.question import load_questions
-from steplab.specs.study import StudySpec
+from steplab.specs.study import StudySpec, fitted
 from steplab.units import counted, counted_results, parse_duration
 
 
@@ -14,6 +17,8 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
 
     Raises KeyboardInterrupt with the command that continues.
     """
+    if how.dry_run:
+        return _list_jobs(study, how.resume, out)
     timeout_s = parse_duration(how.timeout)
     if study.questions:
         load_questions(study.questions)  # a wrong file is refused before hours of measuring
@@ -40,3 +45,17 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
     again = "" if chosen == "html" else f"; `steplab report --study {result.study_id} --output page.html` draws it"
     say(f"study {result.study_id}: {summary}{again}")
     return 1 if result.num_failed >= result.num_measured else 0
+
+
+def _list_jobs(study: StudySpec, resume: bool, out: OutputOptions | PageOptions) -> int:
+    most = max(one.gpus for one in (study, *study.includes))
+    needs = f"; they need {counted(most, 'GPU')}" if most else ""
+    jobs = jobs_of(fitted(study, MOST_PROCESSES))  # as if there were GPUs for all of it
+    listed, told = jobs, f"{counted(len(jobs), 'measurement')}, none made"
+    if resume:
+        listed = missing_jobs(study, store=out.store)
+        told = f"{len(listed)} of {counted(len(jobs), 'measurement')} are missing, none made now"
+    if listed:
+        emit("\n".join(job.what for job in listed), dataclasses.replace(out, output=None))
+    say(told + needs)
+    return 0

@@ -24,7 +24,6 @@ from steplab.units import counted
 
 _T = TypeVar("_T")
 _Samples = list[tuple[str, tuple[float, ...]]]
-"""Samples with the ids of their records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,7 +178,6 @@ def _rows(random: Any, num_units: int, count: int) -> Any:
 
 
 def _medians(resampled: Any) -> Any:
-    """Median of each replicate: (count, num_units, samples) -> (count,)."""
     import numpy as np
 
     flat = resampled.reshape(len(resampled), -1)
@@ -213,7 +212,6 @@ def by_interval(low: float | None, high: float | None, threshold: float) -> Deci
 
 
 def _fewest(alpha: float, *, in_turns: bool) -> int:
-    """Units per side that allow a p below alpha, at complete separation."""
     num = FEWEST
     while (max(2 / 2**num, math.erfc(math.sqrt(num / 2))) if in_turns else 2 / math.comb(2 * num, num)) >= alpha:
         num += 1

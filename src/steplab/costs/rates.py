@@ -28,7 +28,6 @@ class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ramp_k: float
     """Elements that a tile's first load and last store add to the inner dimension."""
     bandwidth_share: float
-    """Share of the stated bandwidth."""
     partial_wave: float
     """0: a partly filled last wave of tiles takes as long as a full one; 1: only its part."""
 
@@ -117,7 +116,6 @@ class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spread: float
     """Largest error of 19 of 20 of them, as a share of the measured time."""
     until_utc: str
-    """Date of the newest one."""
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +125,6 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     held_out: dict[str, list[str]] = {}
     """Records left out of the fit: by field of a step, the values."""
     products: dict[str, ProductRates]
-    """By number format."""
     streaming: StreamingRates
     attention: dict[str, dict[str, AttentionRates]]
     """By implementation and pass: forward, backward."""
@@ -157,7 +154,6 @@ class Gpu:
     """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
     peak_sources: dict[str, str] = field(default_factory=dict)
     device_names: tuple[str, ...] = ()
-    """torch's names of it."""
     platform: str = "cuda"
     """Target of its kernels: cuda or rocm."""
     hardware: HardwareSpec | None = None

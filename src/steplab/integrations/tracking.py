@@ -1,6 +1,6 @@
 """A record for experiment trackers: flat parameters, figures and files.
 
-`steplab export --tracker` passes it to MLflow, W&B and TensorBoard; docs/report.md shows others.
+`steplab export --tracker` passes it to MLflow and W&B; docs/report.md shows others.
 """
 
 import os
@@ -33,10 +33,8 @@ class Tracked:
     """Id for folders and runs, without characters that could leave a folder."""
     name: str
     created: datetime
-    """End of the measurement."""
     is_ok: bool
     params: Mapping[str, str | int | float | bool]
-    """Configuration, device and software."""
     metrics: Mapping[str, float]
     """Figures in base units; names end in the unit, as in JSON and CSV."""
     files: Mapping[str, bytes]
@@ -63,15 +61,12 @@ def tracked(record: Record, page: str = "") -> Tracked:
     )
 
 
-def track(one: Tracked, tracker: str, folder: Path) -> str:
-    """Add a record to `mlflow`, `wandb` or `tensorboard` as a run, unless it exists, and return the place.
+def track(one: Tracked, tracker: str) -> str:
+    """Add a record to `mlflow` or `wandb` as a run, unless it exists, and return the place.
 
-    `folder` is TensorBoard's; the others use their variables. Raises UserError without the tracker's library,
-    SteplabError if the tracker refuses.
+    Raises UserError without the tracker's library, SteplabError if the tracker refuses.
     """
     try:
-        if tracker == "tensorboard":
-            return _to_tensorboard(one, folder)
         return _to_mlflow(one) if tracker == "mlflow" else _to_wandb(one)
     except ImportError as error:
         fix = f"run `pip install 'steplab[{tracker}]'`"
@@ -79,7 +74,6 @@ def track(one: Tracked, tracker: str, folder: Path) -> str:
 
 
 def _to_mlflow(one: Tracked) -> str:
-    """Uses the server of MLFLOW_TRACKING_URI and the experiment of MLFLOW_EXPERIMENT_NAME."""
     import mlflow
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
@@ -119,7 +113,8 @@ def _to_wandb(one: Tracked) -> str:
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
         with tempfile.TemporaryDirectory() as folder:
-            _write(one, Path(folder))
+            for file, content in one.files.items():
+                (Path(folder) / file).write_bytes(content)
             run.summary.update(dict(one.metrics))
             artifact = wandb.Artifact(f"steplab-{one.id}", type="report")
             artifact.add_dir(folder)
@@ -128,26 +123,6 @@ def _to_wandb(one: Tracked) -> str:
     except wandb.Error as error:
         raise SteplabError(f"W&B refused record {one.id}: {error}") from error
     return str(run.url or Path(run.dir).parent)
-
-
-def _to_tensorboard(one: Tracked, folder: Path) -> str:
-    """Writes a subfolder with events and files."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    run = folder / f"steplab-{one.id}"
-    try:
-        if not run.exists():
-            with SummaryWriter(str(run)) as writer:
-                writer.add_hparams({"name": one.name, **one.params}, dict(one.metrics), run_name=".")
-            _write(one, run)
-    except OSError as error:
-        raise SteplabError(f"cannot write to {run}: {error.strerror}") from error
-    return str(folder)
-
-
-def _write(one: Tracked, folder: Path) -> None:
-    for file, content in one.files.items():
-        (folder / file).write_bytes(content)
 
 
 def _is_figure(key: str, value: Scalar) -> bool:

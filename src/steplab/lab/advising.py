@@ -44,7 +44,6 @@ class Walk:
     """After these seconds no further change is tried; None: no limit."""
     clock: Callable[[], float]
     on_change: Callable[[str], None]
-    """Called with the next measurement, in words."""
     on_attempt: Callable[[Attempt], None]
     start: Any = None
     """None before it was built."""
@@ -247,7 +246,6 @@ def _lacks_memory(side: Any) -> bool:
 
 
 _PROFILED_STEPS = 5
-"""Timed steps of the profiled run."""
 _NOTICEABLY_OVER = 0.1
 
 
@@ -320,7 +318,6 @@ def advise(
 
 
 def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
-    """Ends all sides."""
     untried, overall = list(walk.untried), walk.overall
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")

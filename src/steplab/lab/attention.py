@@ -50,10 +50,7 @@ def attention(
 
 
 def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> AttentionRun:
-    """Measure a study's cells and store the record, also after an interruption.
-
-    Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
-    """
+    """As `measure_benchmark`."""
     return measure_benchmark(
         AttentionRun(**new_head(), study=study),
         attention_cells(study),

@@ -25,7 +25,6 @@ class Measuring(TypedDict, total=False):
     timeout_s: float | None
     """Longest time of one cell in seconds, or longest pause if it reports progress; None: no limit."""
     on_progress: OnProgress
-    """Called with the processes' progress."""
     on_cell: Callable[[int, Any], None]
     place: Place | None
     """Place of the record in a study; not for an interrupted benchmark."""

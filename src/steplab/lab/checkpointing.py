@@ -37,7 +37,6 @@ class Room:
     usable_bytes: int
     """Memory that is surely available."""
     most_bytes: int
-    """Upper limit."""
 
     def holds(self, predicted: MemoryPrediction) -> bool:
         return _safe_bytes(predicted) <= self.usable_bytes

@@ -28,18 +28,23 @@ class Found:
     """The records named by a text."""
 
     side: Side
-    """Name in the comparison."""
     records: tuple[Record, ...]
-    """The records, at least one, oldest first."""
 
 
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
     """The given records, or those that a text names, in this store or in a file.
 
-    The text is, in this order of trials: `last`, or `last~2` for two records before; a record's whole id; a study's id
-    or name; a name or tag, for all its records; the beginning of a record's or study's id; a git revision, for the
-    newest record of each cell measured in a clean checkout of it. FILE names the records in an export (.jsonl), or the
-    newest of another store (.db); FILE:TEXT the records of TEXT in that store.
+    The text is tried as, in this order:
+
+    - `last`, or `last~2` for two records before
+    - a record's whole id
+    - a study's id or name
+    - a name or tag, for all its records
+    - the beginning of a record's or study's id
+    - a git revision: the newest record of each cell measured in a clean checkout of it
+
+    FILE names the records in an export (.jsonl), or the newest of another store (.db). FILE:TEXT names those of TEXT in
+    that store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
     """
@@ -144,7 +149,6 @@ def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record
 
 
 def _commit(revision: str) -> str | None:
-    """All digits of a revision's commit here, or the beginning of a commit."""
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     except (OSError, subprocess.SubprocessError):

@@ -77,11 +77,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """Measure a study's cells and store the record, also after an interruption.
-
-    `device` is the processes': cuda or cpu. Under torchrun only the first process stores the record. Raises UserError
-    for an unsupported request, and SteplabError if the store cannot be written.
-    """
+    """As `measure_benchmark`. `device` is the processes': cuda or cpu."""
     return measure_benchmark(
         CommRun(**new_head(), study=study),
         collective_cells(study, device),

@@ -102,11 +102,8 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """Measure a study and store the record, also after an interruption.
-
-    The folder `traces` gets a trace of each variant; None: no traces. `force` replaces other files of the same name
-    there. Under torchrun every process calls it, and only the first stores and reads traces. Raises UserError for an
-    unsupported request, and SteplabError if the store cannot be written.
+    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; None: no traces. `force` replaces other
+    files of the same name there.
     """
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
@@ -144,7 +141,6 @@ def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
 
 
 def _with_model(run: DdpRun) -> DdpRun:
-    """With sent bytes and expected memory of each cell, and the overhead model."""
     sent = (with_wire_bytes(cell, run.study) for cell in run.cells)
     cells = tuple(with_expected(cell, run.study, run.facts) for cell in sent)
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))

@@ -177,7 +177,6 @@ def note(record_id: str, text: str, *, store: Path | str | None = None) -> Recor
 
 
 def _existing_store(path: Path | str | None) -> Store:
-    """Opened to write; raises SteplabError without a store."""
     open_store(path, write=False).close()
     return open_store(path, write=True)
 

@@ -125,7 +125,6 @@ def plan_layouts(
 
 
 def _each_link(text: str) -> list[str]:
-    """The alternatives that a text such as network=200Gb/s,400Gb/s names."""
     name, equals, values = text.partition("=")
     return [f"{name}{equals}{value.strip()}" for value in values.split(",")]
 

@@ -5,7 +5,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +15,6 @@ from steplab.records.rows import Row, Scalar
 from steplab.units import counted, parse_duration, parse_size
 
 STUDY = "study"
-"""The kind of studies' rows."""
 
 _OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
     "<=": operator.le,
@@ -34,9 +32,7 @@ _CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Listing:
     rows: tuple[Row, ...]
-    """In the requested order."""
     num_left_out: int
-    """Matching rows beyond the limit."""
     unknown: tuple[tuple[str, str], ...]
     """Id and kind of records of kinds unknown to this version."""
 
@@ -52,28 +48,26 @@ def list_records(
     study: str | None = None,
     name: str | None = None,
     where: str | None = None,
-    since: str | None = None,
     sort: str | None = None,
     limit: int | None = None,
 ) -> Listing:
     """Matching rows; newest first unless `sort` names a field.
 
     `kinds` are values of the field `kind`, or `study` alone for studies. `where` is one or more conditions joined by
-    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `since` is a date,
-    a time or an age such as 2h. `sort` is a field, with ':desc' for the largest first.
+    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `sort` is a field,
+    with ':desc' for the largest first.
 
-    Raises UserError for an invalid kind, field, condition or time.
+    Raises UserError for an invalid kind, field or condition.
     """
     for kind in kinds:
         if kind not in (*KINDS_IN_LISTS, STUDY):
             raise UserError(f"kind '{kind}' is not known; choose one of {', '.join((*KINDS_IN_LISTS, STUDY))}")
     if STUDY in kinds and len(kinds) > 1:
         raise UserError("studies are listed by themselves; give --kind study alone")
-    earliest = _earliest(since) if since else ""
     conditions = _conditions(where) if where else []
     sort_key, descending = _order(sort) if sort else (None, False)
     keys = [condition.key for condition in conditions] + ([sort_key] if sort_key else [])
-    decisive = [*keys, *(["kind"] if kinds else []), *(["created_utc"] if since else [])]
+    decisive = [*keys, *(["kind"] if kinds else [])]
     with open_store(store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
         rows: Iterable[Row]
@@ -88,7 +82,7 @@ def list_records(
             if kinds and STUDY not in kinds and row["kind"] not in kinds:
                 continue
             fields_seen.update(row)
-            if (not since or str(row["created_utc"]) >= earliest) and all(one.holds(row) for one in conditions):
+            if all(one.holds(row) for one in conditions):
                 found.append(row)
         lacking = set(keys) - fields_seen
         if fields_seen and lacking:
@@ -182,17 +176,3 @@ def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
     having = [row for row in rows if row.get(key) is not None]
     having.sort(key=place, reverse=descending)
     return having + [row for row in rows if row.get(key) is None]
-
-
-def _earliest(since: str) -> str:
-    """In the form of records, from a date, a time (default UTC) or an age."""
-    try:
-        moment = datetime.fromisoformat(since)
-    except (ValueError, OverflowError):
-        try:
-            age = timedelta(seconds=parse_duration(since))
-            moment = datetime.now(UTC) - age
-        except (UserError, OverflowError) as error:
-            raise UserError(f"'{since}' is neither a date such as 2026-11-22 nor an age such as 2h or 3d") from error
-    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

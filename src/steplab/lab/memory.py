@@ -110,7 +110,6 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
 
 @functools.lru_cache(maxsize=128)
 def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
-    """Cached: a page needs equal steps several times."""
     from steplab.plan.memory import predict_memory
 
     return predict_memory(spec, device=device)

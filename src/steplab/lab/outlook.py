@@ -83,9 +83,7 @@ class Outlook:
     """Measures and profiles it, if no other prediction exists."""
     store: Path | str | None
     keep_precision: bool
-    """True to keep number formats."""
     opt_in: Collection[str] = ()
-    """Tried opt-in changes, by value."""
     attempts: list[Attempt] = field(default_factory=list)
     gone: set[tuple[str, str]] = field(default_factory=set)
     """Field, value and resolved value of changes that are not tried again."""

@@ -146,7 +146,7 @@ def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None, gpu: Gp
 def _time_of(
     spec: StepSpec, gpu: Gpu, operators: Sequence[Operator], memory: MemoryPrediction | None
 ) -> StepTimePrediction:
-    """operators: those of a traced step, where they are known already, as is its memory."""
+    """operators and memory are a traced step's, if known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     refuse_unknown_step(spec, gpu, operators_are_known=True)
@@ -222,7 +222,7 @@ def plan_accounting(
     counted_in: str = "H100 SXM",
     **fields: object,
 ) -> Accounting:
-    """What training a model takes at scale, by formula; see plan.accounting.
+    """Memory, devices and batch of a model at scale, by formula; see plan.accounting.
 
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
@@ -249,7 +249,6 @@ def plan_accounting(
 
 
 _MOST_PLANNED = 12
-"""Steps that a report predicts."""
 
 
 def chosen_gpu(

@@ -87,8 +87,6 @@ def precision(
 
 
 class _Book:
-    """Stores records under the study that times the same step."""
-
     def __init__(self, store: Store, name: str, study: StudySpec) -> None:
         self.records: list[Numerics] = []
         self._store, self._name, self._study = store, name, study
@@ -133,7 +131,6 @@ def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
 
 
 def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress: OnProgress) -> None:
-    """Store one record per step; if all steps are refused, raise the first refusal."""
     first: SteplabError | None = None
     served = False
     waiting: list[Numerics] = []

@@ -41,7 +41,6 @@ _LEFT = 64
 
 class _Trace(msgspec.Struct, array_like=True, gc=False):
     pieces: list[tuple[str, str, int, str, str]]
-    """Fields of each different piece."""
     phases: list[str]
     operators: list[Operator]
     runs: list[list[int]]
@@ -83,7 +82,6 @@ def _key(spec: StepSpec, what: str) -> str:
 
 @functools.cache
 def _sources() -> tuple[tuple[str, int, int], ...]:
-    """Sizes and times of steplab's files behind a trace."""
     root = Path(__file__).parents[1]
     files = [path for name in _DEPENDS_ON for path in sorted((root / name).glob("*.py"))]
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
@@ -303,8 +301,8 @@ def facts_of(spec: StepSpec) -> ModelFacts | None:
 
 
 def sizes_for_accounting(spec: StepSpec) -> Sizes:
-    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike,
-    and for a mixture of experts."""
+    """The sizes of a model in an accounting. Raises Unsupported for unknown or different blocks, and for a
+    mixture of experts."""
     if spec.model.shape is not None:
         return sizes_of(spec.model.shape)
     what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"

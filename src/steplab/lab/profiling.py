@@ -18,7 +18,7 @@ from steplab.lab.predicting import is_traced
 from steplab.limits import Limits
 from steplab.measurement.jobs import SharesTask, StepTask
 from steplab.measurement.processes.launch import ask, measure_in_child
-from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
+from steplab.measurement.profile.nsys import is_watched_by_nsys
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.time import compiled_shares
 from steplab.reading.bounded import read_bounded
@@ -41,7 +41,6 @@ def profile(
     store: Path | str | None = None,
     profiled_steps: int = 3,
     trace: Path | str | None = None,
-    nsys: bool = False,
     force: bool = False,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
@@ -55,9 +54,9 @@ def profile(
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys`, Nsight
-    Systems records the steps instead of torch.profiler, with its SQLite export in `trace`. A file that is not an
-    earlier trace is replaced only with `force`, and the store never.
+    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file
+    that is not an earlier trace is replaced only with `force`, and the store never. Under `nsys profile` its report has
+    the steps, and the record no profile.
 
     A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
     `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
@@ -67,22 +66,19 @@ def profile(
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
-    target = _destination(trace, nsys, store, force)
+    target = _destination(trace, store, force)
     with open_store(store, write=True) as opened, folder_for(target) as folder:
-        written = folder / ("steps.sqlite" if nsys else "steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
+        written = folder / ("steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
-            StepTask(spec=chosen.spec, profiled_steps=profiled_steps, trace=None if nsys else str(written)),
-            wrapper=nsys_command(written.with_suffix("")) if nsys else (),
+            StepTask(spec=chosen.spec, profiled_steps=profiled_steps, trace=str(written)),
             timeout_s=timeout_s,
             on_progress=on_progress,
         )
         run = completed(run, name, chosen.notes, opened)
-        if nsys and run.timing:
-            run = _with_notes_on_nsys(run, written)
         try:
             if written.exists():
                 kept = target.take(written) if target else written
-                run = with_profile(run, read_profile(kept, None if nsys else "torch.profiler", on_progress))
+                run = with_profile(run, read_profile(kept, "torch.profiler", on_progress))
         except Exception as error:
             where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error
@@ -159,13 +155,13 @@ def read_ranks(
         return dataclasses.replace(profile, file=files[0].name), side_by_side(traces)
 
 
-def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
+def _destination(trace: Path | str | None, store: Path | str | None, force: bool) -> Destination | None:
     """Raises UserError for a name that does not end as a trace's."""
     if trace is None:
         return None
     target = Destination(path=Path(trace), store=store, force=force)
     target.check()
-    if not nsys and not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
+    if not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
         raise UserError(f"cannot write the trace to {target.path}: it is JSON; use a name ending in .json or .json.gz")
     return target
 
@@ -191,13 +187,6 @@ def read_profile(
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
     return read_bounded("profile", Profile, [path], {"source": source, "step_range": step_range}, limits, tell)
-
-
-def _with_notes_on_nsys(run: Run, written: Path) -> Run:
-    notes = ["timing: taken with nsys attached, though not recording"]
-    if not written.exists() and not any(note.startswith("profile: ") for note in run.notes):
-        notes.append("profile: nsys wrote no SQLite export")
-    return dataclasses.replace(run, notes=(*run.notes, *notes))
 
 
 def with_profile(run: Run, found: Profile) -> Run:

@@ -80,7 +80,6 @@ def _measured(
     place: Place,
     **options: Any,
 ) -> Record:
-    """A refused step becomes a record too, for its row."""
     try:
         return work(spec, store=store, place=place, **options)
     except NotStored:
@@ -146,11 +145,8 @@ class SweepProgress:
     index: int
     """Number of the current or just ended measurement, from 0."""
     to_run: int
-    """Measurements of this call."""
     skipped: int
-    """Measurements that a resumed study found finished."""
     what: str
-    """Words that distinguish it within the study."""
     num_steps: int
     """Its warm-up and measured steps; 0: unknown."""
     within: Progress | None = None
@@ -167,9 +163,7 @@ class SweepResult:
     num_measured: int
     """Measurements, also of earlier attempts."""
     num_failed: int
-    """Failed or refused measurements."""
     refusals: tuple[str, ...]
-    """Refused measurements, each with the reason."""
 
 
 def study(

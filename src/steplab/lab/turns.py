@@ -49,7 +49,6 @@ class StoredSession:
 
     def __init__(self, session: Session, store: Store, name: str) -> None:
         self.session = session
-        """Measures the sides."""
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
         self.left: dict[Side, Run] = {}

@@ -33,7 +33,6 @@ from steplab.units import MIB
 OnStep = Callable[[int], None]
 Samples = tuple[PhaseSamples, ...]
 Marks = tuple[Any, Any]
-"""The marks around a call."""
 
 LONGEST_HOLD_S = 0.5
 """The longest hold before a step; Python fills the launch queue in less."""

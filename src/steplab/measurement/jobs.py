@@ -34,9 +34,9 @@ Study = TypeVar("Study")
 class StepTask(msgspec.Struct, kw_only=True):
     spec: StepSpec
     profiled_steps: int = 0
-    """Further steps to profile after timing; 0: none."""
+    """Further steps to profile after timing, if there is a file for their trace."""
     trace: str | None = None
-    """File for their trace, compressed if it ends in .gz; None if nsys records them."""
+    """Compressed if it ends in .gz; None: no profiled steps."""
     snapshot: str | None = None
     """File for the allocator's history of one further step; None: not recorded."""
     marks: str | None = None
@@ -48,7 +48,6 @@ class TurnsTask(msgspec.Struct, kw_only=True):
 
     spec: StepSpec
     session: str
-    """Identity of the session of alternating steps."""
     label: str
 
 
@@ -64,7 +63,6 @@ class SharesTask(msgspec.Struct, kw_only=True):
 
     spec: StepSpec
     gpu: str
-    """Known GPU that gives the rates."""
 
 
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
@@ -88,7 +86,6 @@ class Job:
     """None if the cells are the result."""
     cell: Any = None
     facts: Any = None
-    """Type of facts common to all cells."""
     holds_device: bool = False
     """True if the job holds the device until Python is ahead; that needs longer launch queues (measurement.clock)."""
 

@@ -117,7 +117,6 @@ class _Step:
     start: Any
     end: Any = None
     parts: dict[str, list[Span]] = field(default_factory=dict)
-    """Marks around each run of a phase."""
 
 
 class Recorder:

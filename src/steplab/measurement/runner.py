@@ -1,4 +1,4 @@
-"""What every measurement does in its process: a step, an audit, and the cells of a benchmark on each of its ranks.
+"""The work of every measurement in its process: a step, an audit, and the cells of a benchmark on each of its ranks.
 
 Importing torch and compiling take longer than most cells, so one process measures many. No cell may affect the next:
 memory held by a failure is freed, and the rest is compared with before. A process that cannot go on ends, and another
@@ -36,7 +36,6 @@ class Runner:
     def __init__(self, device: Device, observer: Observer) -> None:
         self.device, self.observer = device, observer
         self.stage = "build"
-        """The stage under way."""
         self.environment = read_environment(device.torch_device)
         observer.on_environment(self.environment)
         self.idle_bytes = allocated_bytes(device)
@@ -53,7 +52,7 @@ class Runner:
         return True
 
     def read_clocks(self) -> None:
-        """Note the clocks, which are those of work if the device is at work."""
+        """Note the clocks; a busy device has those of work."""
         self.environment = read_clocks(self.environment, self.device.torch_device)
 
     def tell_clocks(self) -> None:

@@ -95,9 +95,9 @@ def _watch(task: StepTask, world: World | None) -> Watch | None:
 
     if task.snapshot and task.marks:
         return partial(MemoryRecorder, snapshot=place(task.snapshot), marks=place(task.marks))
-    if not task.profiled_steps:
+    if not task.trace:
         return None
-    return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)
+    return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace))
 
 
 def measure_here(
@@ -224,7 +224,7 @@ class _Cell:
         phases = warm.step.phases
         self.runner.begin("measure", spec.steps)
         device.reset_peak()
-        # Without warm-up steps the clocks read above were those of an idle GPU.
+        # Without warm-up steps the clocks read above were an idle GPU's.
         before_drain = (lambda: None) if spec.warmup else self.runner.read_clocks
         warm.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)

@@ -59,7 +59,6 @@ def _positions() -> ParallelStyle:
 
 
 def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
-    """Gather tokens once for all products of a part; other inputs are unchanged."""
     others = (None,) * (num_inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
 

@@ -24,7 +24,6 @@ def plain_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) ->
 
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
 SHARES, COLUMNS = 64, 16
-"""Tile for adding up shares."""
 _INSTEAD = "use steplab.ops.rms_norm.plain_add_rms_norm"
 
 

@@ -23,7 +23,6 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
-"""Tile and warps of a program."""
 _INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 

@@ -212,7 +212,6 @@ class Chunk:
         self._kept = division.overlaps(number, rank)
         self.dtype = dtype
         self.landed = copies.landing(rank, copies.peers[0]) + landing
-        """From the beginning of a ring."""
         begin = borders[rank] if division.owners is None else 0
         parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self.mine = parts[rank]

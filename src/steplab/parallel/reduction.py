@@ -303,7 +303,6 @@ class GradientReducer:
                 bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """The gradients, which are removed from their parameters."""
         gradients = [self._parameters[index].grad for index in indices]
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
@@ -325,7 +324,6 @@ def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None]
 
 
 def _warn_caller(message: str) -> None:
-    """Warn with a RuntimeWarning, located at the calling line outside this folder."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
         frame, level = frame.f_back, level + 1

@@ -19,7 +19,6 @@ class Tried:
     field: str
     """Changed field, by its name in study files."""
     value: str
-    """New value."""
     along: tuple[str, ...] = ()
     """Words of changes made with it: its requirements, and others of the recipe `fast`."""
     code: tuple[str, ...]
@@ -69,9 +68,7 @@ class Advice(StepRecord):
     best: StepSpec | None = None
     """Fastest step found; None if none ran."""
     start_id: str | None = None
-    """Id of the first step's record."""
     best_id: str | None = None
-    """Id of the fastest step's record."""
     start_s: float | None = None
     """Median seconds of the first step, from the turns of `overall`; None if it failed."""
     best_s: float | None = None
@@ -81,7 +78,6 @@ class Advice(StepRecord):
     None if either fails.
     """
     tried: tuple[Tried, ...] = ()
-    """Changes in the order tried."""
     untried: tuple[str, ...] = ()
     """Applicable changes not tried, in order, for lack of time or after an interruption."""
     untried_shares: tuple[float | None, ...] = ()
@@ -99,7 +95,6 @@ class Advice(StepRecord):
     alternating: str | None = None
     """Reason for a process per turn; None: processes stayed alive."""
     schema: str = "steplab.advice/1"
-    """Format of this record."""
 
     @property
     def kept(self) -> tuple[Tried, ...]:
@@ -116,4 +111,3 @@ ADVICE_ROW: tuple[Figure[Advice], ...] = (
     Figure(key="num_tried", find=lambda advice: len(advice.tried)),
     Figure(key="num_kept", find=lambda advice: len(advice.kept)),
 )
-"""Figures of a walk in lists."""

@@ -45,7 +45,7 @@ class TensorError:
 
     @property
     def ratio(self) -> float | None:
-        """The relative error in multiples of that of plain attention; None where one is missing, or that is zero."""
+        """Relative error over plain attention's; None if one is missing, or plain's is zero."""
         return self.relative / self.plain_relative if self.relative is not None and self.plain_relative else None
 
 
@@ -54,7 +54,6 @@ class AttentionCell(Outcome):
     """One implementation on one shape."""
 
     spec: AttentionSpec
-    """The requested cell."""
     passes: tuple[PhaseSamples, ...] = ()
     """Raw samples of forward, backward and both, one per repeat; empty after a failure."""
     first_call_s: float | None = None
@@ -105,9 +104,7 @@ class AttentionRun(Benchmark[AttentionCell]):
     """A stored attention benchmark: every implementation on every shape."""
 
     study: AttentionStudy
-    """The requested study."""
     schema: str = "steplab.attention/1"
-    """Format of this record."""
 
     @property
     def num_requested(self) -> int:
@@ -123,7 +120,6 @@ class TensorTerm:
     formula: str
     """Size in bytes in symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
-    """Size of each dimension."""
     element_bytes: int
     """Bytes per element."""
     kept: bool = False
@@ -142,11 +138,9 @@ class AttentionAccount:
     """Tensors of plain attention at its memory peak, against the device's memory."""
 
     spec: AttentionSpec
-    """The cell."""
     moment: str
     """Moment of the peak, such as 'backward of the softmax'."""
     terms: tuple[TensorTerm, ...]
-    """Tensors alive at the peak."""
     memory_bytes: int
     """Memory of the device in bytes."""
     memory_source: str

@@ -50,11 +50,8 @@ class Ceilings(MachineRecord):
     """Result of `steplab doctor` on one device."""
 
     environment: Environment
-    """The machine and its software."""
     ceilings: tuple[Ceiling, ...]
-    """The measured rates."""
     schema: str = "steplab.ceilings/1"
-    """Format of this record."""
 
     def matmul(self, dtype: str) -> Ceiling | None:
         return next((c for c in self.ceilings if c.name == "matmul" and c.dtype == dtype), None)

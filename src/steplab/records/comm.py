@@ -20,7 +20,6 @@ class CommRank:
     rank: int
     """From 0."""
     host: str
-    """Name of its machine."""
     device: str
     """Number and name of its device, such as 'cuda:1 NVIDIA H200'."""
 
@@ -75,7 +74,6 @@ class CommCheck:
     """Results of one call against the closed form, over all ranks."""
 
     num_elements: int
-    """Elements compared."""
     num_wrong: int
     """Wrong elements; data are small integers, so sums are exact in every type."""
     first_wrong: str = ""
@@ -87,7 +85,6 @@ class CommCell(Outcome):
     """One collective at one size."""
 
     spec: CommSpec
-    """The requested cell."""
     message_bytes: int
     """Size sent in bytes, S of nccl-tests."""
     wire_bytes: float | None = None
@@ -129,11 +126,8 @@ class CommFit:
     """Line through a collective's times: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
 
     collective: str
-    """Such as all_reduce."""
     way: str
-    """Transport (specs.comm.CommSpec.transport)."""
     dtype: str
-    """Number format of the elements."""
     world_size: int | None
     """Number of ranks; None: all, with the gamma term."""
     alpha_s: float
@@ -143,7 +137,6 @@ class CommFit:
     gamma_s_per_rank: float | None = None
     """Seconds per rank; None: world sizes were not fitted together."""
     num_points: int
-    """Cells fitted."""
     rms_relative: float | None
     """Root mean square of (fitted - measured) / measured, minimised by the fit. None: too few points to differ from the
     line (old records).
@@ -160,7 +153,6 @@ class CommFacts:
     """Facts common to all cells, reported by the ranks."""
 
     ranks: tuple[CommRank, ...] = ()
-    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of transport libraries: {'nccl': '2.28.9'}."""
 
@@ -170,15 +162,11 @@ class CommRun(Benchmark[CommCell]):
     """A stored benchmark of collectives by size, world size and backend."""
 
     study: CommStudy
-    """The requested study."""
     ranks: tuple[CommRank, ...] = ()
-    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of transport libraries: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()
-    """The machine's communication profile."""
     schema: str = "steplab.comm/1"
-    """Format of this record."""
 
     @property
     def num_requested(self) -> int:
@@ -215,7 +203,6 @@ COMM_ROW: tuple[Figure[CommRun], ...] = (
         folds=True,
     ),
 )
-"""Figures of a benchmark in lists."""
 
 
 def _slowest(read: Callable[[RankTimes], Scalar]) -> Callable[[CommCell], Scalar]:

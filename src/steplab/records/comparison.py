@@ -18,13 +18,9 @@ class Ratio:
     """Median of B over median of A, with its uncertainty."""
 
     a: float
-    """Median of A, in the samples' unit."""
     b: float
-    """Median of B, in the same unit."""
     num_a: int
-    """Samples of A."""
     num_b: int
-    """Samples of B."""
     ratio: float
     """b / a; for alternating runs, after removing slowdowns common to both."""
     low: float | None
@@ -36,7 +32,6 @@ class Ratio:
     threshold: float
     """Smallest difference that matters, as a share: 0.01 for 1 %."""
     decision: Decision
-    """Decision from interval and test."""
     more: int | None = None
     """If undecided: further samples or turns per side that would decide. None: too many, or the ratio is near the
     threshold, so no number decides.
@@ -55,7 +50,6 @@ class Unlike:
     """A field that differs between two compared records."""
 
     field: str
-    """Its name in rows."""
     a: Scalar
     """Value in A; None: absent."""
     b: Scalar
@@ -69,17 +63,12 @@ class ComparedFigure:
     cell: str
     """Cell of a study or benchmark; empty: each side has one."""
     name: str
-    """The figure in words."""
     group: Group
-    """Its group in reports."""
     unit: str
-    """Unit of both values."""
     decides: bool
     """True if it decides the comparison."""
     a: float
-    """Median of A."""
     b: float
-    """Median of B."""
     ratio: Ratio | None
     """b / a with its uncertainty; None: single values, without an interval."""
 
@@ -107,7 +96,6 @@ class KernelChange:
     range: str
     """Part of the model; empty: unknown."""
     category: str = ""
-    """Kernel category, if the part is unknown."""
     a: tuple[KernelCount, ...]
     """Kernels of A, longest first."""
     b: tuple[KernelCount, ...]
@@ -131,7 +119,6 @@ class TensorBytes:
     dtype: str | None
     """Number format; None: unknown."""
     num_bytes: int
-    """Their total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,9 +136,7 @@ class MemoryChange:
     shape: tuple[int, ...] | None
     """Shape of each; None: unknown."""
     a: tuple[TensorBytes, ...]
-    """Tensors of A by number format."""
     b: tuple[TensorBytes, ...]
-    """Tensors of B by number format."""
 
     @property
     def change_bytes(self) -> int:
@@ -166,11 +151,9 @@ class Side:
     told: str
     """The request: an id, name, tag, study, file or revision."""
     ids: tuple[str, ...]
-    """Its records."""
     commits: tuple[str, ...] = ()
     """Commits of their working directories; empty: unknown."""
     names: tuple[str, ...] = ()
-    """Their names, each once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -178,9 +161,7 @@ class Comparison:
     """Two records or sets of records, compared cell by cell."""
 
     a: Side
-    """The baseline."""
     b: Side
-    """The side compared with it."""
     figures: tuple[ComparedFigure, ...]
     """Figures of both sides, in the order of A's cells."""
     kernels: tuple[KernelChange, ...] = ()
@@ -188,7 +169,6 @@ class Comparison:
     memory: tuple[MemoryChange, ...] = ()
     """Changes of memory at the peak, largest first."""
     allowed: tuple[Unlike, ...] = ()
-    """Fields that differ with permission."""
     failed: tuple[str, ...] = ()
     """Cells that failed only in B, each with the reason."""
     in_turns: bool = False
@@ -198,7 +178,6 @@ class Comparison:
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the times, as sentences; intervals are widened to the spread of starts on such machines."""
     notes: tuple[str, ...] = ()
-    """Figures not compared, with reasons."""
 
     def __repr__(self) -> str:
         ratios = [f"{figure.name} {figure.ratio.ratio:.3f}×" for figure in self.deciding[:3] if figure.ratio]
@@ -235,13 +214,10 @@ class Point:
     """The runs of a commit; without a commit, one run."""
 
     created_utc: str
-    """End of the last run."""
     commit: str | None
     """Commit of the working directory; None: unknown."""
     ids: tuple[str, ...]
-    """Ids of the runs."""
     value: float
-    """Median of their figures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,9 +227,7 @@ class ChangePoint:
     index: int
     """Index of the first point of the new level."""
     before: float
-    """Median before it."""
     after: float
-    """Median from it on."""
     p: float
     """Probability of a change this clear if the order meant nothing."""
 
@@ -267,13 +241,10 @@ class Series:
     """The history of one step on one device."""
 
     label: str
-    """Step and device in words."""
     metric: str
     """Name in rows; it ends in the unit."""
     points: tuple[Point, ...]
-    """Oldest first."""
     changes: tuple[ChangePoint, ...]
-    """In the order of the points."""
 
     def __repr__(self) -> str:
         told = f"{counted(len(self.points), 'point')}, {counted(len(self.changes), 'change')} of level"

@@ -23,7 +23,6 @@ allocates its state.
 """
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
-"""Collectives that a step may call."""
 _ROUNDING_BYTES = 16 * MIB
 """Largest difference between two counts of the same tensors that rounding explains."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
@@ -37,11 +36,8 @@ class StateMemory:
     moment: str
     """One of MOMENTS: time of the reading."""
     parameters_bytes: int
-    """Parameters, including padding of a flat buffer."""
     gradients_bytes: int
-    """Gradients, including the buffers behind them."""
     optimizer_bytes: int
-    """Tensors of the optimizer."""
     allocated_bytes: int | None = None
     """All tensors of this variant on the device, including memory that peer copies share outside the allocator. None:
     the allocator keeps no count.
@@ -139,7 +135,6 @@ class TracedSteps:
     """
 
     num_steps: int
-    """Steps in the trace."""
     step_s: float
     """Seconds from a step's first work to its last; on a CPU, where steps follow at once, the mean."""
     communication_s: float
@@ -160,7 +155,6 @@ class DdpCell(Outcome):
     """One variant's measurement."""
 
     contender: Variant
-    """The variant as the study lists it."""
     ranks: tuple[DdpRank, ...] = ()
     """Samples by rank; empty after a failure."""
     messages: tuple[Messages, ...] = ()
@@ -180,7 +174,6 @@ class DdpCell(Outcome):
     expected: tuple[StateMemory, ...] = ()
     """Memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""
     notes: tuple[str, ...] = ()
-    """Gaps and their reasons."""
 
     @property
     def num_calls(self) -> int | None:
@@ -201,7 +194,6 @@ class CurvePoint:
     bucket_mb: float
     """Bucket size in 1e6 bytes."""
     num_buckets: float
-    """Buckets of this size."""
     exposed_s: float
     """Exposed seconds if all calls overlap backward: the last bucket, or the link's delay."""
     serial_s: float
@@ -221,9 +213,7 @@ class OverheadModel:
     backward_s: float
     """Median seconds of the baseline's backward pass."""
     num_fitted: int
-    """Variants fitted, by their communication alone."""
     worst_fit: float
-    """Largest relative error of the fit."""
     best_bucket_mb: float
     """Bucket size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
     least_serial_s: float
@@ -239,9 +229,7 @@ class RankPlace:
     rank: int
     """From 0."""
     host: str
-    """Name of the machine."""
     device: str
-    """Name of its device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,11 +239,8 @@ class DdpFacts:
     backend: str
     """nccl or gloo."""
     places: tuple[RankPlace, ...]
-    """Place of each rank."""
     num_parameters: int
-    """Parameters of the model."""
     num_tensors: int
-    """Parameter tensors, each with a gradient."""
     gradient_bytes: int
     """Bytes of all gradients."""
     knows_tokens: bool = True
@@ -267,13 +252,11 @@ class DdpRun(Benchmark[DdpCell]):
     """A stored study of data-parallel variants of one step."""
 
     study: DdpStudy
-    """The requested study."""
     facts: DdpFacts | None = None
     """Facts about ranks and model; None: no process reported."""
     model: OverheadModel | None = None
     """Fitted overhead model; None: too few measurements."""
     schema: str = "steplab.ddp/1"
-    """Format of this record."""
 
     @property
     def num_requested(self) -> int:
@@ -328,7 +311,6 @@ COMPARED: tuple[Figure[DdpCell], ...] = (
     _time("step time", "time", partial(DdpRank.samples, phase="step"), decides=True),
     _time("communication by itself", "communication", lambda rank: rank.alone_s),
 )
-"""The figures that are compared."""
 
 
 def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:

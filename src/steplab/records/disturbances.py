@@ -28,7 +28,6 @@ class Disturbance:
     word: str
     """Short name, for a column or a label."""
     text: str
-    """Sentence with numbers."""
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:

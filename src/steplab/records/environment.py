@@ -32,7 +32,6 @@ class DeviceInfo:
     other_processes: int | None = None
     """Other processes with the GPU open, read with `sm_clock_hz`; None: unknown."""
     threads: int | None = None
-    """Threads of torch on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +39,9 @@ class Environment:
     """Hardware and software, which may explain differences between runs of one spec."""
 
     device: DeviceInfo
-    """The device that computed."""
     host: str
-    """Operating system and machine type."""
     cpu: str
-    """Name of the processor."""
     num_cpus: int
-    """Logical processors."""
     python: str
     """Python version, such as 3.12.0."""
     torch: str
@@ -58,7 +53,6 @@ class Environment:
     triton: str | None = None
     """Triton version; None: not installed."""
     driver: str | None = None
-    """GPU driver version, from NVML."""
     flash_triton: str | None = None
     """Kernels of attention flash_triton in 16 bits: hopper or portable; None: unknown, or none."""
     git_commit: str | None = None

@@ -15,7 +15,6 @@ class Failure:
     failed. timeout: too slow. error: the model or torch raised.
     """
     message: str
-    """The failure on one line."""
     phase: str | None = None
     """Stage of the failure, such as build, compile, warmup or measure."""
     requested_bytes: int | None = None
@@ -25,7 +24,6 @@ class Failure:
     signal: str | None = None
     """Signal that ended the process, such as SIGKILL."""
     last_lines: tuple[str, ...] = ()
-    """Last lines of the process's stderr."""
     rank: int | None = None
     """Rank that failed; None: one process, or unknown."""
 

@@ -1,4 +1,4 @@
-"""Meaning of each field of a dataclass, from its declaration or docstring, for JSON Schema and `help`."""
+"""Meaning of each field of a dataclass, from its declaration or docstring, for `help`."""
 
 import ast
 import dataclasses

@@ -26,9 +26,7 @@ class MeasuredFigure:
     """One figure of a cell."""
 
     name: str
-    """Such as step time, forward, peak allocated."""
     group: Group
-    """Its group in reports."""
     unit: str
     """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]
@@ -68,7 +66,7 @@ class Figure(Generic[Item]):
     """One figure of a run, or of a cell of a benchmark."""
 
     key: str
-    """Name in rows, JSON and CSV; ends in the unit, by which tables write its values."""
+    """Name in rows, JSON and CSV; ends in the unit, from which tables format it."""
     find: Callable[[Item], Scalar]
     """Function that reads the value; it gives None for a missing value."""
     header: str | None = None

@@ -12,7 +12,6 @@ class Evidence:
     what: str
     """Meaning, such as 'idle while the host launches, forward'."""
     value: float
-    """Value in base units."""
     unit: str
     """s, B, FLOP, %, or '' for a count."""
 
@@ -51,11 +50,8 @@ class Finding:
     kind: str
     """Name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
-    """The problem, on one line."""
     saw: str
-    """Evidence in words, with numbers and units."""
     why: str
-    """Reason that it matters, for newcomers."""
     change: str
     """The change as you would type or write it."""
     evidence: tuple[Evidence, ...]
@@ -73,7 +69,6 @@ class Finding:
     at_most: bool = False
     """True if `saves_s` is an upper bound."""
     prediction: str = ""
-    """Method of the prediction, and its omissions."""
     fields: dict[str, str] = field(default_factory=dict)
     """Spec fields that make the change, by their names in study files, such as {'compile': 'default'}."""
     after: str = ""
@@ -108,11 +103,9 @@ class Findings:
     """All findings on a run."""
 
     run_id: str
-    """Id of the run."""
     created_utc: str
     """Time of the diagnosis: ISO 8601, UTC."""
     steplab_version: str
-    """Version of steplab that diagnosed."""
     step_s: float | None
     """Median step seconds without a profiler; None: not timed."""
     findings: tuple[Finding, ...]
@@ -120,7 +113,6 @@ class Findings:
     not_looked_at: tuple[str, ...] = ()
     """Missing data, diagnoses that need it, and how to record it."""
     schema: str = "steplab.findings/1"
-    """Format of this record."""
 
     def __repr__(self) -> str:
         told = "; ".join(finding.title for finding in self.findings[:3]) or "nothing found"

@@ -18,11 +18,9 @@ class AxisTraffic:
     collective: str
     """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str = ""
-    """Content in words."""
     phase: str
     """Phase of sending: forward, backward, after backward, or optimizer."""
     ranks: int
-    """Ranks that exchange them."""
     link: str
     """Slowest link crossed, such as 'NVLink 4'."""
     messages: int
@@ -42,7 +40,6 @@ class LayoutTime:
     """Predicted time of a step on a layout, for the slowest ranks."""
 
     seconds: float
-    """Central value."""
     low_s: float
     """Lower end of the 90 % interval."""
     high_s: float
@@ -64,7 +61,6 @@ class LayoutTime:
     bubble_s: float
     """Seconds of filling and draining a pipeline."""
     ranks: str
-    """Ranks of these figures."""
     traffic: tuple[AxisTraffic, ...]
     """Messages of those ranks in a step; their `exposed_s` sums to `exposed_s`."""
 
@@ -90,7 +86,6 @@ class LayoutCandidate:
     device_bytes: int | None = None
     """Device memory that surely suffices."""
     worst_rank: str = ""
-    """Ranks that need most memory."""
     time: LayoutTime | None = None
     """Predicted time; None: a link is unknown, or it does not fit. A layout that you gave has a time all the same."""
 
@@ -104,9 +99,7 @@ class LayoutPlan:
     gpu: str
     """Name of the GPU in hardware.toml."""
     gpus: int
-    """Number of GPUs."""
     gpus_per_node: int
-    """GPUs per node."""
     global_batch: int
     """Sequences per step over all ranks."""
     usable_bytes: int
@@ -128,11 +121,8 @@ class LayoutPlan:
     model: ModelFacts | None = None
     """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
-    """Sources of GPU and link figures."""
     notes: tuple[str, ...] = ()
-    """Assumptions and omissions."""
     schema: str = "steplab.layout_plan/1"
-    """Format of this record."""
 
     @property
     def between_nodes(self) -> bool:

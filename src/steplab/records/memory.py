@@ -32,7 +32,6 @@ class AllocatorState:
     reserved_bytes: int
     """Bytes held from the device."""
     num_device_allocations: int
-    """Requests for device memory so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,7 @@ class Stretch:
     name: str
     """Phase, dotted module, or operator (aten::mm)."""
     start: Natural
-    """Position of its start."""
     end: Natural
-    """Position of its end."""
     in_backward: bool = False
     """True for a module's forward call inside the backward pass (activation checkpointing)."""
 
@@ -37,7 +35,6 @@ class Owned:
     """Memory with a known owner."""
 
     address: Natural
-    """Address of the tensor's storage."""
     position: Natural
     """Position of the tensor at that address; identifies the allocation."""
     category: str
@@ -51,13 +48,10 @@ class Made:
     """An operator's result in newly allocated memory."""
 
     address: Natural
-    """Address of its storage."""
     position: Natural
-    """Position right after its allocation."""
     op: str
     """Operator, such as aten::mm."""
     shape: tuple[Natural, ...]
-    """Sizes of the dimensions."""
     dtype: str
     """Such as float32."""
 
@@ -67,9 +61,7 @@ class Saved:
     """A tensor saved by autograd for backward."""
 
     address: Natural
-    """Address of its storage."""
     position: Natural
-    """Position when autograd saved it."""
     module: str
     """Innermost running module, '' for none. For a tensor outside autograd's graph: the block with this input, else the
     module that made it.
@@ -77,7 +69,6 @@ class Saved:
     op: str
     """Backward node, such as MmBackward0; '' if checkpointing or the model holds it."""
     shape: tuple[Natural, ...]
-    """Sizes of the dimensions."""
     dtype: str
     """Such as float32."""
     storage_bytes: Natural
@@ -89,13 +80,10 @@ class Marks:
     """All notes of the recorder on one step."""
 
     device_index: Natural = 0
-    """Index into the snapshot's device_traces."""
     source: str = "cuda allocator"
     """Source of the history, as in MemoryProfile.source."""
     phases: tuple[Stretch, ...] = ()
-    """Phases of the step, in order."""
     modules: tuple[Stretch, ...] = ()
-    """Forward calls of modules, outer before inner."""
     operators: tuple[Stretch, ...] = ()
     """Operators that allocated; empty for a compiled step."""
     owned: tuple[Owned, ...] = ()
@@ -103,7 +91,6 @@ class Marks:
     made: tuple[Made, ...] = ()
     """Outputs of operators that allocated; empty for a compiled step."""
     saved: tuple[Saved, ...] = ()
-    """Saved tensors, in order of saving."""
     block_bytes: tuple[Natural, ...] = ()
     """Bytes reserved per `alloc` event, in order: the high-water mark counts these, and the history lacks them. Empty:
     unknown.
@@ -117,11 +104,9 @@ class Marks:
     outside_bytes: int | None = None
     """Memory outside the allocator, as MemoryProfile.outside_bytes."""
     notes: tuple[str, ...] = ()
-    """Facts that could not be recorded."""
     history_sha256: str | None = None
     """`history_digest` of the matching history; None in old files."""
     schema: str = field(default=MARKS_SCHEMA)
-    """Format of this file."""
 
 
 def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:

@@ -65,7 +65,6 @@ class MemoryTimeline:
     time_s: tuple[float, ...]
     """Ascending seconds since the recording began; event numbers if events lack times."""
     categories: tuple[str, ...]
-    """Categories in stacking order."""
     allocated_bytes: tuple[tuple[int, ...], ...]
     """Bytes per category, from each time to the next."""
     by_event: bool = False
@@ -90,9 +89,7 @@ class MemoryPhase:
     name: str
     """forward, backward, optimizer, or step."""
     start_s: float
-    """Start on the timeline's axis."""
     end_s: float
-    """End on the timeline's axis."""
     peak_bytes: int
     """Peak of allocated bytes in the phase."""
 
@@ -134,11 +131,9 @@ class SavedTensors:
     op: str
     """Backward node that saved them, such as MmBackward0."""
     shape: tuple[int, ...]
-    """Shape of each tensor of the group."""
     dtype: str
     """Data type of each, such as float32."""
     count: int
-    """Tensors in the group."""
     stored_bytes: int
     """Bytes not held by an earlier group: a tensor saved twice counts once, a parameter never."""
     category: str = "activations"
@@ -158,9 +153,7 @@ class BlockMemory:
     input_bytes: int | None = None
     """Bytes of its input, one residual-stream tensor; None: unknown."""
     input_shape: tuple[int, ...] | None = None
-    """Shape of that input."""
     input_dtype: str | None = None
-    """Data type of that input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +161,6 @@ class LeftOut:
     """Entries omitted from a list that would be too long."""
 
     count: int
-    """Entries omitted."""
     num_bytes: int
     """Bytes of these entries."""
 
@@ -218,7 +210,6 @@ class MemoryProfile:
     blocks_left_out: LeftOut | None = None
     """Kinds omitted from `blocks`, with the saved bytes of one block each; None: none."""
     num_events: int = 0
-    """Recorded allocations and releases."""
     device: str | None = None
     """Device of the history, such as 'cuda:0'; None: there is only one."""
     device_name: str | None = None
@@ -226,7 +217,6 @@ class MemoryProfile:
     file: str | None = None
     """Name of the imported file; None: measured here."""
     notes: tuple[str, ...] = field(default=())
-    """Gaps and their reasons."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} by {self.source}: {format_bytes(self.peak_bytes)} at the peak>"

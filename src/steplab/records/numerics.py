@@ -24,9 +24,7 @@ class Elements:
     """Counts of tensor elements, in the tensors' own type."""
 
     num_elements: int
-    """Elements of all tensors together."""
     num_inf: int
-    """Infinite elements."""
     num_nan: int
     """NaN elements."""
     num_zero: int
@@ -66,13 +64,9 @@ class ModuleAudit:
     parameters: tuple[str, ...] = ()
     """Types of its parameters, without submodules'."""
     inputs: tuple[str, ...] = ()
-    """Types of input tensors."""
     outputs: tuple[str, ...] = ()
-    """Types of output tensors."""
     gradients: tuple[str, ...] = ()
-    """Types of its parameters' gradients."""
     output_gradients: tuple[str, ...] = ()
-    """Types of the gradients of its outputs."""
     output_elements: Elements | None = None
     """Counts over floating-point outputs of all calls; None: without them."""
     gradient_elements: Elements | None = None
@@ -88,13 +82,9 @@ class OperationAudit:
     op: str
     """Torch's name, such as linear, layer_norm or cross_entropy."""
     rule: Rule
-    """Autocast's treatment on this device."""
     inputs: tuple[str, ...]
-    """Floating-point input types, before autocast."""
     outputs: tuple[str, ...]
-    """Output types."""
     calls: int
-    """Calls in the step."""
     parts: tuple[str, ...] = ()
     """Inner operations under the rule; empty: the rule applies to the operation itself."""
 
@@ -134,11 +124,8 @@ class MatmulAudit:
     node: str | None
     """Calling node of autograd's graph, such as MmBackward0; None in the forward pass."""
     inputs: tuple[str, ...]
-    """Input types, in order."""
     outputs: tuple[str, ...]
-    """Result types."""
     calls: int
-    """Calls in the step."""
     fp8: Fp8Losses | None = None
     """Losses of a product of operands in fp8; None: other types, or another library's casts."""
 
@@ -171,11 +158,8 @@ class Audit:
     reference_loss: float | None
     """The loss in fp32; None as for `loss`, or without an fp32 run."""
     modules: tuple[ModuleAudit, ...]
-    """Audits of modules, in the model's order."""
     operations: tuple[OperationAudit, ...]
-    """Audits of operations, by first call."""
     matmuls: tuple[MatmulAudit, ...]
-    """Audits of matrix products, by first call."""
     gradient_exponents: tuple[tuple[int, int], ...] = ()
     """Histogram of fp32 gradients as in LossScaling: pairs (e, count with magnitude in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
@@ -198,7 +182,6 @@ class Binade:
     spacing: float
     """Spacing of the accumulator's type there; 0 for the first addition."""
     num_additions: int
-    """Additions within these bounds."""
     added: float
     """Increase per addition, except the last, which may cross the upper bound."""
 
@@ -208,21 +191,15 @@ class Accumulation:
     """One number, added many times."""
 
     accumulator: str
-    """Type of the sum."""
     addend: str
-    """Type of the rounded number."""
     cast: bool
     """True if cast to the sum's type before each addition."""
     number: float
-    """The number as written."""
     addend_value: float
-    """The number in the addend's type, exactly."""
     num_additions: int
-    """Additions in total."""
     num_rounded: int
     """Additions with an exact sum that the accumulator's type had to round."""
     result: float
-    """Final sum, exactly."""
     binades: tuple[Binade, ...]
     """Additions by binade of the sum, in order."""
 
@@ -240,6 +217,4 @@ class Numerics(StepRecord):
     audit: Audit | None = None
     """Audit of the step; None without a step, or after a failure."""
     accumulations: tuple[Accumulation, ...] = ()
-    """Sums of the accumulation study."""
     schema: str = "steplab.numerics/1"
-    """Format of this record."""

@@ -54,9 +54,7 @@ class RankMemory:
     ranks: str
     """In words, such as 'ranks 0 to 3'."""
     first_rank: int
-    """Number of the first."""
     num_ranks: int
-    """Ranks that do the same."""
     has: str
     """Their parts of the model, such as 'embedding, blocks 0 to 7'."""
     in_flight: int
@@ -64,15 +62,12 @@ class RankMemory:
     peak_bytes: int
     """Peak of allocated bytes."""
     peak_phase: str
-    """Phase of the peak."""
     peak_where: str
-    """Moment of the peak in words."""
     phase_peaks: dict[str, int]
     """Peak bytes by phase."""
     reserved_bytes: int
     """Most bytes reserved, including the cache."""
     terms: tuple[Term, ...]
-    """Terms of the peak."""
     parameters_bytes: int
     """Bytes of a rank's weights."""
     gradients_bytes: int
@@ -90,15 +85,12 @@ class MemoryPrediction:
     at_peak: dict[str, int]
     """Bytes by category at the peak, as MemoryProfile.at_peak."""
     peak_phase: str
-    """Phase of the peak."""
     peak_where: str
     """Moment in words, such as 'backward of the last block, gradient of the softmax'."""
     terms: tuple[Term, ...]
-    """Terms of the peak."""
     phase_peaks: dict[str, int] = field(default_factory=dict)
     """Peak bytes by phase."""
     notes: tuple[str, ...] = ()
-    """Assumptions and omissions."""
     kind: PredictionKind = "dry_run"
     """Method: `peak_bytes` is a dry run's result, an estimate, or a lower bound."""
     reserved_bytes: int | None = None
@@ -118,7 +110,6 @@ class MemoryPrediction:
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
     schema: str = "steplab.memory_prediction/1"
-    """Format of this record."""
 
     def __repr__(self) -> str:
         step = f"{describe(self.spec)}: " if self.spec else ""

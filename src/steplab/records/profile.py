@@ -13,7 +13,6 @@ from steplab.units import counted, format_time
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
 """Phases in order; gradient sync waits for gradients averaged over data-parallel ranks."""
 OUTSIDE = "outside"
-"""Phase of work outside PHASES."""
 ATTENTION_PARTS = ("scores", "softmax", "values")
 """Endings of the ranges of plain attention's parts."""
 
@@ -69,7 +68,6 @@ class OpStats:
     name: str
     """Such as aten::mm."""
     category: str
-    """Category of its longest kernel."""
     phase: str
     """Phase of its calls, as in KernelStats."""
     range: str
@@ -113,7 +111,6 @@ class PhaseTime:
     host_s: float | None = None
     """Host seconds; None: the trace marks no phases."""
     num_kernels: int = 0
-    """Kernels launched by the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +135,7 @@ class HostCallStats:
     name: str
     """Such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
     phase: str
-    """Phase of the call."""
     range: str
-    """Range of the call."""
     calls: int
     """Calls in all profiled steps."""
     total_s: float
@@ -152,9 +147,7 @@ class Timeline:
     """Kernels of one step as parallel lists, for the timeline chart and export."""
 
     names: tuple[str, ...]
-    """Names of the different kernels."""
     categories: tuple[str, ...]
-    """Category of each name."""
     kernel: tuple[int, ...]
     """Index into `names` per kernel, by start."""
     stream: tuple[int, ...]
@@ -162,7 +155,6 @@ class Timeline:
     start_ns: tuple[int, ...]
     """Start of each kernel, in ns from the step's window."""
     duration_ns: tuple[int, ...]
-    """Duration of each kernel in ns."""
     phases: tuple[tuple[str, int, int], ...]
     """Name, start and end of each phase on the device, in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
@@ -190,9 +182,7 @@ class CompiledShares:
     products: float
     """Share of time in matrix products; above 1 if a busier GPU lowers its clock."""
     kernels: float
-    """Share of the model's kernels."""
     host: float
-    """Share of Python's launch time."""
     reads_at: tuple[str, ...] = ()
     """Code that reads tensor values on the host, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
@@ -214,7 +204,6 @@ class Profile:
     phases: tuple[PhaseTime, ...]
     """Phases in order; `outside` is last, if present."""
     kernels: tuple[KernelStats, ...]
-    """Kernels, largest total first."""
     ops: tuple[OpStats, ...]
     """Operators that launched kernels, largest device time first."""
     host_calls: tuple[HostCallStats, ...] = ()
@@ -226,7 +215,6 @@ class Profile:
     timeline: Timeline | None = None
     """Timeline of the last step; None: not stored."""
     num_launches: int = 0
-    """Host calls that launched the window's kernels."""
     compiled: CompiledShares | None = None
     """Predicted effect of compiling; None: not an eager CUDA step, or no dry run possible (see notes)."""
     file: str | None = None

@@ -13,9 +13,7 @@ class RankSamples:
     rank: int
     """From 0, over all processes."""
     host: str
-    """Name of its machine."""
     device_name: str
-    """Name of its device."""
     back_to_back: tuple[PhaseSamples, ...]
     """Samples of each phase, including `step`, of measured steps back to back."""
     peaks: tuple[PeakMemory, ...] = ()

@@ -50,7 +50,6 @@ def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step |
 DESCRIPTION: Figure[Any] = Figure(
     key="description", header="description", shared="{}", rank=3, folds=True, find=lambda run: run.study.name
 )
-"""Name of a benchmark's study."""
 
 
 def head(record: Record, kind: str) -> Row:
@@ -121,7 +120,6 @@ def _figures(run: Run) -> Iterator[MeasuredFigure]:
 
 
 def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
-    """Step time, rates from it, phases, and compile time."""
     if not run.timing:
         return
     for phase in run.timing.back_to_back:
@@ -142,7 +140,6 @@ def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
 
 
 def _profiled(run: Run) -> Iterator[MeasuredFigure]:
-    """Device time per profiled step by kernel category, and communication."""
     profile = run.profile
     if profile is None:
         return

@@ -80,7 +80,6 @@ class Utilization:
     value: float | None
     """flops / median step time / (peak x num_devices); None without a peak."""
     num_devices: int = 1
-    """Devices that executed those FLOPs."""
 
     @property
     def label(self) -> str:

@@ -49,7 +49,6 @@ def _hfu(run: Run) -> Utilization | None:
 
 
 def _used(run: Run) -> Utilization | None:
-    """The utilization that names the peak."""
     return _mfu(run) or _hfu(run)
 
 
@@ -58,7 +57,6 @@ def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization],
 
 
 def _seen(run: Run) -> MemoryProfile | None:
-    """The memory profile of a run without measured memory, such as an imported snapshot."""
     return run.memory_profile if run.memory is None else None
 
 
@@ -124,4 +122,3 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),
 )
-"""Figures in column order."""

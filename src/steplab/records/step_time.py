@@ -23,13 +23,11 @@ class TimePart:
     what: str
     """Operator as in torch's traces; 'fused' for kernels merged by a compiler."""
     dtype: str
-    """Number format of the computation."""
     kernels: int
     """Kernels launched per step."""
     seconds: float
     """Central value of their total time, with gaps."""
     flops: float
-    """FLOPs of all of them."""
     moved_bytes: float
     """Least bytes that they move."""
 
@@ -41,7 +39,6 @@ class PhaseTimes:
     phase: str
     """forward, backward, optimizer or step."""
     seconds: float
-    """Central value."""
     low_s: float
     """Lower end of the 90 % interval."""
     high_s: float
@@ -51,7 +48,6 @@ class PhaseTimes:
     host_s: float
     """Launch time on a fast host; the device waits if it is longer."""
     slow_host_s: float
-    """The same on a slow host."""
     bound: Bound
     """Largest part of the central value: products at the peak, memory, or waiting for the host."""
 
@@ -68,7 +64,6 @@ class StepTimePrediction:
     phases: tuple[PhaseTimes, ...]
     """Times by phase; the last is the step."""
     parts: tuple[TimePart, ...]
-    """Components of device time."""
     is_fitted: bool
     """True if rates were fitted for this GPU, precision and compile mode. Otherwise others' rates apply, with a wider
     interval unless steps were measured on this GPU.
@@ -80,17 +75,13 @@ class StepTimePrediction:
     fit: CardFit | None = None
     """Fit of the predicted memory on the GPU; None: not predicted."""
     least_device_bytes: int | None = None
-    """Predicted least memory of the GPU."""
     model: ModelFacts | None = None
     """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
-    """Sources of GPU figures and rates."""
     notes: tuple[str, ...] = ()
-    """Assumptions and omissions."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
     schema: str = "steplab.step_time_prediction/1"
-    """Format of this record."""
 
     def __repr__(self) -> str:
         step = f"{describe(self.spec)}: " if self.spec else ""
@@ -124,15 +115,11 @@ class PlannedStep:
     """Predicted memory and time of a step; a missing prediction has a reason."""
 
     spec: StepSpec
-    """The step to predict."""
     memory: MemoryPrediction | None
-    """Its memory on a CUDA device."""
     time: StepTimePrediction | None
-    """Its time on one GPU."""
     layout: LayoutPlan | None = None
     """Its time on the GPUs of its layout."""
     why_not: tuple[str, ...] = ()
-    """Reasons for missing predictions."""
 
     def __repr__(self) -> str:
         told = [format_bytes(self.memory.peak_bytes)] if self.memory else []

@@ -8,15 +8,11 @@ class TimeCheck:
     """A prediction and a measurement of the same step."""
 
     id: str
-    """Id of the record."""
     gpu: str
     """Name of the GPU in hardware.toml, else in the record."""
     cell: str
-    """The step in words."""
     precision: str
-    """Number formats of the step."""
     compiled: bool
-    """True for a compiled model."""
     predicted_step_time_s: float | None = None
     """Central value; None: not predicted."""
     low_s: float | None = None

@@ -48,7 +48,6 @@ class Energy:
     seconds: float
     """Host seconds between the two readings."""
     num_steps: int
-    """Steps in that time."""
     limited_s: float | None = None
     """Seconds with a clock lowered by the power limit; None: not reported."""
 
@@ -75,7 +74,6 @@ class Timing:
     """Raw times of one step, as lists of phases."""
 
     warmup: tuple[PhaseSamples, ...]
-    """Warm-up steps, back to back."""
     back_to_back: tuple[PhaseSamples, ...]
     """Measured steps without synchronisation between them, as in training: the headline."""
     synchronised: tuple[PhaseSamples, ...] = ()
@@ -93,7 +91,7 @@ class Timing:
     one_thread_s: tuple[float, ...] = ()
     """Seconds of further CPU steps with one thread; empty if the first was no faster, or none was tried."""
     energy: Energy | None = None
-    """Of the back-to-back steps, of the first rank's GPU. None: not reported, or the steps took less than a second."""
+    """The first rank's GPU during the back-to-back steps. None: not reported, or the steps took less than a second."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         return find_phase(self.back_to_back, name)

@@ -13,7 +13,6 @@ class TracedRank:
     """One rank; compute, exposed and idle sum to the step, except for copies alone (HTA's temporal breakdown)."""
 
     rank: int
-    """Number of the rank."""
     step_s: float
     """Seconds from the steps' first work to their last, divided by their number."""
     compute_s: float
@@ -37,7 +36,6 @@ class Meeting:
     """A collective of the step, the same in every step."""
 
     collective: str
-    """Such as all_reduce."""
     group: str
     """Ranks or name of its process group; '': unknown."""
     number: int
@@ -45,7 +43,6 @@ class Meeting:
     num_steps: int
     """Steps with it on two or more ranks."""
     last_rank: int
-    """Rank most often last."""
     late_s: float
     """Median seconds of this rank after the middle of the others."""
     transfer_s: float
@@ -63,7 +60,6 @@ class PathPart:
     """A stretch of the last step's critical path."""
 
     rank: int
-    """Rank that it runs through."""
     what: str
     """work, up to the arrival at a collective; or the collective."""
     time_s: float
@@ -75,13 +71,9 @@ class TracedRanks:
     """All ranks with traces."""
 
     num_steps: int
-    """Steps in every trace."""
     ranks: tuple[TracedRank, ...]
-    """One entry per rank, by number."""
     meetings: tuple[Meeting, ...]
-    """Collectives of a step, longest wait first."""
     path: tuple[PathPart, ...]
-    """Critical path through the last step."""
     clock_error_s: float | None
     """Median difference in seconds between a collective's ends on aligned clocks; None: none found in two ranks."""
 

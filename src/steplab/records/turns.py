@@ -30,7 +30,6 @@ class Turns:
     label: str
     """Name of the run in the session, such as 'A'."""
     turns: tuple[Turn, ...] = ()
-    """This run's turns, by place."""
     alternating: str | None = None
     """Reason for a process per turn; None: one process waited between turns."""
 

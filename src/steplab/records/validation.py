@@ -24,7 +24,6 @@ from steplab.specs.model import TransformerShape
 LARGEST = 1e18
 """Bound of every time, count and size: thirty billion years, or an exabyte."""
 LARGEST_FLOPS = 1e30
-"""Bound of FLOPs and FLOP/s."""
 LONGEST_NAME = 255
 """Most characters of a user's name for a record."""
 
@@ -32,7 +31,6 @@ _OF_TENSORS = frozenset(
     {"loss", "reference_loss", "largest", "smallest", "largest_gradient", "suggested_scale", "number", "addend_value",
      "result", "start", "spacing", "added"}
 )  # fmt: skip
-"""Tensor values, of any size and sign."""
 _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
      "gradient_exponents", "temperature_c", "outside_bytes", "predicted_share", "untried_shares"}
@@ -82,7 +80,6 @@ def cleaned(value: Any) -> Any:
 
 
 def _problems(value: Any, name: str) -> Iterator[Problem]:
-    """All problems of a value and those inside it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in _checked_fields(type(value)):
             content = getattr(value, field.name)
@@ -118,7 +115,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_plain_counts(values: Sequence[Any]) -> bool:
-    """True for numbers that every field allows, checked all at once."""
     if not values or not set(map(type, values)) <= {int, float}:
         return False
     total = sum(values)  # NaN if any is NaN

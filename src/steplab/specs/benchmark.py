@@ -68,15 +68,11 @@ class Benchmark(Generic[Options]):
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
         """Raises UserError for an invalid name or type of an option."""
         options, known, found = {field.key: field for field in self.own}, self.names, dict[str, object]()
-        earlier = {field.about.earlier: field.key for field in self.own}
-        for given, value in table.items():
-            name = earlier.get(given, given)
+        for name, value in table.items():
             if name not in known:
-                raise UserError(f"[[{self.name}]] has no option '{given}'; choose one of {', '.join(sorted(known))}")
-            if name != given and name in table:
-                raise UserError(f"[[{self.name}]] has {name} and, by its earlier name, {given}; leave {given} out")
+                raise UserError(f"[[{self.name}]] has no option '{name}'; choose one of {', '.join(sorted(known))}")
             if name in options:
-                value = _read(f"[[{self.name}]] {given}", value, options[name].annotation)
+                value = _read(f"[[{self.name}]] {name}", value, options[name].annotation)
             found[name] = value
         return found
 

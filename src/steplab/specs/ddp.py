@@ -181,7 +181,6 @@ class DdpOptions(Spread):
         Declared(
             help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
             "bucket size",
-            earlier="contenders",
             group="variants",
         ),
     ] = KINDS[1:]

@@ -5,7 +5,7 @@ and, for the options of a benchmark, next to its cells:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
-It determines the command line's option and help, study files, the checks of a value, table columns and entries, the
+It determines the option and help, study files, the checks of a value, table columns and entries, the
 words of labels, captions and descriptions, and the key under which a study's cell is stored.
 """
 
@@ -36,8 +36,6 @@ class Declared:
     """Help of the option, without the choices and the default."""
     key: str | None = None
     """Name in study files and, with hyphens, of the option; None: the field's own name."""
-    earlier: str | None = None
-    """An earlier name, which is accepted too."""
     choices: tuple[str, ...] = ()
     """The valid texts, for a field of type str with choices from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)

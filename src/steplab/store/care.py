@@ -33,7 +33,6 @@ class Condition:
     file_system: str | None
     """Network file system under the store; None: local, or unknown."""
     num_records: int
-    """Records read, also damaged ones."""
     damage: tuple[str, ...]
     """SQLite's findings; empty for a sound file."""
     records: tuple[str, ...]

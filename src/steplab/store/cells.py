@@ -9,15 +9,6 @@ import msgspec
 from steplab.specs.step import STEP_FIELDS, StepSpec
 from steplab.specs.study import Part, StudySpec
 
-_FIELDS_OF_FORMAT_1 = (
-    *("model", "batch", "context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer"),
-    *("warmup", "steps", "seed", "device"),
-)
-_OF_SEVERAL_PROCESSES = (
-    *("layout", "data_parallel", "bucket_size_mb", "reshard_after_forward", "pipeline_schedule", "microbatches"),
-)
-_SIZES_OF_FORMAT_1 = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
-
 
 def cell_key(spec: StepSpec) -> str:
     """Sixteen hexadecimal digits of the SHA-256 of the spec's non-default fields, as canonical JSON sorted by name.
@@ -39,26 +30,7 @@ def study_keys(study: StudySpec) -> list[str]:
 
 def study_fingerprint(study: StudySpec) -> str:
     """Key of a study over all measurements, without order and name."""
-    return _fingerprint(study_keys(study))
-
-
-def fingerprint_of_format_1(study: StudySpec) -> str | None:
-    """The study's fingerprint in format 1; None if a cell uses a newer field."""
-    keys = [_key_of_format_1(cell) for cell in study.cells]
-    return _fingerprint([key for key in keys if key]) if all(keys) and not study.parts else None
-
-
-def _key_of_format_1(spec: StepSpec) -> str | None:
-    fields = _FIELDS_OF_FORMAT_1 + (_OF_SEVERAL_PROCESSES if spec.layout.world_size > 1 else ())
-    known = {*_FIELDS_OF_FORMAT_1, *_OF_SEVERAL_PROCESSES}
-    shape = spec.model.shape
-    newer_parts = shape is not None and _beyond_defaults(shape).keys() - set(_SIZES_OF_FORMAT_1)
-    if _beyond_defaults(spec).keys() - known or newer_parts:
-        return None
-    values = {name: msgspec.to_builtins(getattr(spec, name)) for name in fields}
-    if shape is not None:
-        values["model"]["shape"] = {name: getattr(shape, name) for name in _SIZES_OF_FORMAT_1}
-    return _short_hash(_json(values))
+    return _short_hash("\n".join(sorted(study_keys(study))).encode())
 
 
 def _beyond_defaults(value: Any) -> dict[str, object]:
@@ -72,10 +44,6 @@ def _beyond_defaults(value: Any) -> dict[str, object]:
 
 def _json(value: object) -> bytes:
     return msgspec.json.encode(value, order="sorted")
-
-
-def _fingerprint(keys: list[str]) -> str:
-    return _short_hash("\n".join(sorted(keys)).encode())
 
 
 def _short_hash(text: bytes) -> str:

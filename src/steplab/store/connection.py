@@ -1,12 +1,10 @@
 """Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix."""
 
-import itertools
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +149,7 @@ class Connection:
 
 
 def open_to_write(path: Path, timeout_s: float) -> Connection:
-    """Open, create or upgrade the store at `path`, and prove it writable.
+    """Open or create the store at `path`, and prove it writable.
 
     Raises SteplabError otherwise, and for a file that is damaged, another program's or a newer steplab's; such files
     stay unchanged.
@@ -166,11 +164,16 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
         connection = Connection(path, sqlite)
         try:
             _check_origin(path, sqlite)
+            if 0 < (seen := schema.version(sqlite)) < schema.CURRENT_VERSION:
+                raise SteplabError(
+                    f"the store {path} has format {seen}, which only development versions wrote; `steplab export "
+                    "--store` reads it, and `steplab import` puts the records into a new store"
+                )
             _use_journal(path, sqlite, timeout_s)
             with connection.transaction():
                 _check_origin(path, sqlite)  # another process may have been faster
-                _keep_earlier_format(connection)
-                schema.migrate(sqlite)
+                if schema.is_blank(sqlite):
+                    schema.create(sqlite)
             _prove_writable(sqlite)
         except BaseException:
             sqlite.close()
@@ -190,28 +193,6 @@ def _patience(path: Path) -> Callable[[int, int, int], None]:
             raise SteplabError(locked(path))
 
     return step
-
-
-def aside(path: Path, what: str) -> Path:
-    """An unused path next to a store for a related file: store.db.WHAT-TIME."""
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    names = (f"{path.name}.{what}-{stamp}{f'.{number}' if number else ''}" for number in itertools.count())
-    return next(other for name in names if not (other := path.with_name(name)).exists())
-
-
-def _keep_earlier_format(connection: Connection) -> None:
-    """Copy a store before its upgrade, and warn the user."""
-    seen = schema.version(connection.sqlite)
-    if 0 < seen < schema.CURRENT_VERSION:
-        kept = aside(connection.path, f"format-{seen}")
-        with closing(_connect(connection.path, "mode=ro", _COPY_WAITS_S)) as reader:
-            # SQLite cannot copy through a connection that has begun to write.
-            Connection(connection.path, reader).copy_to(kept)
-        text = (
-            f"the store {connection.path} is upgraded from format {seen} to {schema.CURRENT_VERSION}; earlier "
-            f"versions of steplab can read the copy {kept.name}"
-        )
-        warn_caller(Remark(text))
 
 
 def _make_folder(path: Path) -> None:
@@ -240,7 +221,7 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
                 raise
             # A full disk has no room for companions, nor can others write.
             sqlite, seen = _reader(path, _BARE, timeout_s)
-        if seen:  # formats share tables; writers update keys of cells
+        if seen:
             return Connection(path, sqlite)
         sqlite.close()
     raise SteplabError(f"no store at {path} yet, the file is empty; create one: `steplab run`")

@@ -352,7 +352,6 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
 
 
 def _default_cell(record: Record) -> str | None:
-    """The key of a record from elsewhere than the study, such as an export."""
     if record.cell is None:
         return None
     watched = [
@@ -362,7 +361,6 @@ def _default_cell(record: Record) -> str | None:
 
 
 def _measured(record: Record) -> Record:
-    """The record without tags and comment, which may differ between stores."""
     return dataclasses.replace(record, tags=(), comment="")
 
 

@@ -5,7 +5,7 @@ import msgspec
 from steplab.records.codec import new_id, now_utc
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
-from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
+from steplab.store.cells import study_fingerprint, study_keys
 from steplab.store.connection import Connection, text_of
 from steplab.store.selection import FINISHED, NOT_SUPERSEDED, unique_id
 
@@ -49,9 +49,8 @@ class StudyTable:
     def find_study(self, study: StudySpec) -> str | None:
         """Id of the newest study with the same cells, in any order, under any name."""
         found = self._connection.query(
-            "SELECT id FROM study WHERE fingerprint IN (?, ?) ORDER BY created_utc DESC, seq DESC LIMIT 1",
+            "SELECT id FROM study WHERE fingerprint = ? ORDER BY created_utc DESC, seq DESC LIMIT 1",
             study_fingerprint(study),
-            fingerprint_of_format_1(study),
         )
         return str(found[0][0]) if found else None
 

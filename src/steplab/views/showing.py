@@ -85,7 +85,6 @@ def _writer(document: Document, json: str) -> Callable[[str, bool], str]:
 
 
 def _document(shown: Any, store: Path | str | None) -> Document:
-    """The document of anything but a record; its module loads on demand."""
     match shown:
         case Findings():
             from steplab.report.profile.verdict import findings_document
@@ -121,7 +120,6 @@ def _document(shown: Any, store: Path | str | None) -> Document:
 
 
 def _blocks(section: Section) -> Iterator[Block]:
-    """Blocks of a section and its subsections, in reading order."""
     for block in section.blocks:
         if isinstance(block, Section):
             yield from _blocks(block)

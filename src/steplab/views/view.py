@@ -21,8 +21,8 @@ class View:
     """A report, written when looked at: text at a prompt, HTML in a notebook."""
 
     write: Callable[..., str]
-    """Function from one of FORMATS, or `notebook`, and the use of colours to the text; if it is `pictured`, also from
-    what takes the pictures and long tables of md and latex."""
+    """Makes the text from one of FORMATS, or `notebook`, and the use of colours; if `pictured`, also from the taker of
+    pictures and long tables of md and latex."""
     store: Path | str | None = None
     """Store of the records, which no file may replace; None: the default store."""
     pictured: bool = False

@@ -3,7 +3,6 @@
 For example: steplab export --format perfetto ID --output step.json
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -20,17 +19,17 @@ def export(
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
     format: Annotated[
-        Literal["jsonl", "csv", "perfetto"] | None,
+        Literal["jsonl", "perfetto"] | None,
         Parameter(
-            help="jsonl: records for `steplab import`; csv: a row per run; perfetto: a run's timeline, "
-            "for ui.perfetto.dev [default: by --output's suffix, else jsonl]"
+            help="jsonl: records for `steplab import`; perfetto: a run's timeline, for ui.perfetto.dev "
+            "[default: by --output's suffix, else jsonl]"
         ),
     ] = None,
     tracker: Annotated[
-        Literal["mlflow", "wandb", "tensorboard"] | None,
+        Literal["mlflow", "wandb"] | None,
         Parameter(
             help="Tracker: mlflow (MLFLOW_TRACKING_URI's server), wandb (a folder for `wandb sync`, "
-            "or its server with WANDB_MODE=online), tensorboard (folder --output, else runs)",
+            "or its server with WANDB_MODE=online)",
         ),
     ] = None,
     out: FileOptions = FileOptions(),
@@ -40,7 +39,7 @@ def export(
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
-        if format or (out.output and tracker != "tensorboard"):
+        if format or out.output:
             raise UserError("--tracker excludes --format and --output; run the command twice")
         _track(ids, study, tracker, out)
         return
@@ -48,29 +47,15 @@ def export(
     from steplab.lab.choosing import records_of
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
-    from steplab.records.rows import run_row
-    from steplab.records.run import Run
-    from steplab.report.kit.rendering import render
-    from steplab.report.run.columns import rows_document
 
-    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto"))
+    chosen = chosen_format(format, out, allowed=("jsonl", "perfetto"))
     with open_store(out.store, write=False) as opened:
         if chosen == "perfetto":
             emit(_timeline(opened.get(_only(ids))), out, chosen)
             return
         study_id = opened.study_id(study) if study else None
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
-        if chosen == "jsonl":
-            emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
-        else:
-            # A row takes a hundredth of its record's memory, and a store may exceed the memory.
-            rows = [run_row(record) if isinstance(record, Run) else None for record in records]
-            if ids and None in rows:
-                raise UserError(
-                    f"csv has one row per run, and {rows.count(None)} of these records are not runs; use "
-                    "--format jsonl for all kinds, or `steplab report ID --format csv` for one record"
-                )
-            emit(render(rows_document([row for row in rows if row is not None]), "csv"), out, chosen)
+        emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
 
 
 def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
@@ -89,7 +74,7 @@ def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptio
     with ProgressLine() as line:
         for record in records:
             page = report(record, store=out.store, on_progress=line.within).render("html")
-            places.append(track(tracked(record, page), tracker, out.output or Path("runs")))
+            places.append(track(tracked(record, page), tracker))
     for place in dict.fromkeys(places):
         say(f"exported {counted(places.count(place), 'record')} to {place}")
 

@@ -26,7 +26,6 @@ def list_(
         Parameter(help="Only this study: the beginning of its id, its name, or last"),
     ] = None,
     name: Annotated[str | None, Parameter(help="Only records of this name")] = None,
-    since: Annotated[str | None, Parameter(help="Only records since a date, a time or an age: 2h, 3d")] = None,
     sort: Annotated[str | None, Parameter(help="Sort by FIELD or FIELD:desc [default: newest first]")] = None,
     columns: Annotated[str | None, Parameter(help="Columns, in order [default: those that differ]")] = None,
     limit: Annotated[int, Parameter(help="Most records to list")] = 40,
@@ -49,7 +48,6 @@ def list_(
         study=study,
         name=name,
         where=where,
-        since=since,
         sort=sort,
         limit=limit,
     )
@@ -59,7 +57,7 @@ def list_(
     else:
         document = list_document(found.rows, keys)
     emit_document(document, chosen, out)
-    if not found.rows and any((kind, where, study, name, since)):
+    if not found.rows and any((kind, where, study, name)):
         say("no record matches; `steplab list` without conditions shows all")
     for record_id, unknown_kind in found.unknown:
         say(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 plan = App(name="plan", help_format="plaintext")
 
 _OF_MEASURING = ("warmup", "steps", "seed")
-"""Fields that do not affect predictions."""
 
 
 @step_options(without=_OF_MEASURING)

@@ -24,10 +24,6 @@ def profile(
         Path | None,
         Parameter(help="File for the raw trace (.json or .json.gz), for Perfetto"),
     ] = None,
-    nsys: Annotated[
-        bool,
-        Parameter(help="Profile with Nsight Systems; --trace then names its SQLite export", negative=""),
-    ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say
@@ -38,9 +34,7 @@ def profile(
     spec = measured.spec()
     chosen = chosen_format(out.format, out, beside=[trace])
     with measuring_step(spec, measured, out) as how:
-        record = measure_and_profile(
-            spec, profiled_steps=profiled_steps, trace=trace, force=out.force, nsys=nsys, **how
-        )
+        record = measure_and_profile(spec, profiled_steps=profiled_steps, trace=trace, force=out.force, **how)
     show_profile(record, chosen, out)
     if record.failure:
         say_failed(record)

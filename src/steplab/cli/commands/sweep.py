@@ -7,7 +7,6 @@ Exit codes: 0 if any cell was measured, 1 if all failed.
 For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
 """
 
-import dataclasses
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -27,24 +26,11 @@ def sweep(
             "instead of timing (precision)"
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        Parameter(
-            help="Only list the cells, with predicted time and peak; with --resume, the missing ones",
-            negative="",
-        ),
-    ] = False,
-    gpu: Annotated[str, Parameter(help="GPU for which --dry-run predicts, such as A100 SXM 80GB")] = "H200 SXM",
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import emit, say
     from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
-    from steplab.lab.planning import plan_steps
-    from steplab.lab.sweeping import jobs_of, missing_jobs
-    from steplab.report.plan.steps import forecast_lines, forecast_summary
-    from steplab.specs.hardware import hardware_named
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
     if layout := processes.as_layout():  # it could contradict a layout that the sweep lists
@@ -56,17 +42,4 @@ def sweep(
     if watch:
         parts = tuple(Part(kind=watch, step=cell) for cell in asked.cells)
         asked = StudySpec(name=name, description="", cells=(), parts=parts)
-    steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
-    if dry_run:
-        if how.resume:
-            missing = {job.key for job in missing_jobs(asked, store=out.store)}
-            steps = [step for step, job in zip(steps, jobs_of(asked), strict=True) if job.key in missing]
-            if not steps:
-                say("nothing is missing")
-                return 0
-        name_of_gpu = hardware_named(gpu).name
-        planned = plan_steps(steps, gpu=name_of_gpu)
-        emit("\n".join(forecast_lines(planned, name_of_gpu)), dataclasses.replace(out, output=None))
-        say(forecast_summary(planned, name_of_gpu))
-        return 0
     return run_study(asked, how, out)

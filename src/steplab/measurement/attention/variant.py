@@ -53,7 +53,6 @@ class AttentionVariant:
     function: AttentionFn
     inputs: Inputs
     ready: set[AttentionPass] = field(default_factory=set)
-    """Passes that can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
     """Seconds of each repeat, by pass."""
     interleaved: tuple[str, ...] = ()

@@ -56,7 +56,6 @@ class Buffers:
         return self.receive.numel(), num_wrong, first
 
     def _expected(self, index: Tensor) -> Tensor:
-        """The expected elements by the definition of the collective; `index` counts the elements received."""
         n, part = self.spec.world_size, self.spec.part_elements
         mine = self.rank * part
         match self.spec.collective:

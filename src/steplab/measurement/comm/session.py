@@ -125,8 +125,6 @@ class _Session:
 
 
 class _Share:
-    """One rank's part of a cell, freed with it."""
-
     def __init__(
         self, spec: CommSpec, world: World, group: dist.ProcessGroup | None, together: Together, make: MakeCall
     ) -> None:

@@ -40,7 +40,6 @@ class MeasuredVariant:
         self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
         self.peak: PeakMemory | None = None
-        """Peak memory of the warm-up steps."""
         self._begin("build", 0)
         self.step = VariantStep(study.step, variant, world)
         self._look("initialised")
@@ -160,7 +159,6 @@ class MeasuredVariant:
         self.step.make_gradients_unsent()
 
     def _look(self, moment: str) -> None:
-        """Note the memory; the last look of a moment counts."""
         assert self.step.optimizer is not None
         held = state_memory(
             moment,

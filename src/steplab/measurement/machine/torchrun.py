@@ -12,7 +12,6 @@ import psutil  # type: ignore[import-untyped]
 from steplab.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-"""The machine's own address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, Torchru
 from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
-"""Wait for the others to join."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A collective raises after this wait, as a last resort: processes.conversation learns sooner of a rank that died or
 makes no progress.

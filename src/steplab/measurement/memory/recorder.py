@@ -45,7 +45,6 @@ class _Testimony:
     before: dict[int, int]
     """Without a history: address and bytes of earlier storages."""
     counted: Marks
-    """The allocator's own figures."""
 
 
 class MemoryRecorder:

@@ -142,7 +142,6 @@ class StepSightings:
         return see
 
     def _modules_by_number(self) -> dict[int, str]:
-        """The innermost module of each node, by number: inner calls come later."""
         return {number: name for name, first, end in self._calls for number in range(first, end)}
 
     def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:

@@ -127,13 +127,13 @@ class Place:
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
     def module(self) -> str:
-        """The module whose forward pass is running, or whose backward pass is; '' outside of any."""
+        """The module that runs, forward or backward; '' outside of any."""
         if self.phase == "forward":
             return self._open[-1]
         node = running_node()
         if node is None:
             return ""
-        # Of several boundaries at one number the last one counts: no node was made between them.
+        # The last of several boundaries at one number counts: no node was made between them.
         index = bisect_right(self._boundaries, sequence_number(node), key=lambda boundary: boundary[0])
         return self._boundaries[index - 1][1] if index else ""
 
@@ -195,7 +195,7 @@ class Operators(TorchDispatchMode):
             self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """Its losses, from the operands before their casts. `b` is a transposed view of what was cast."""
+        """Its losses, from the operands before their casts. `b` is a transposed view."""
         if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
             return
         (_, a_MS, of_a), (_, b_NS, of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]

@@ -51,7 +51,6 @@ _CAUSE_S = 5.0
 _ANSWER_S = 3.0
 EXIT_S = 10.0
 """Time for processes to end after their last message."""
-_WRAPPER_EXIT_S = 600.0
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
 """Words in the error of a rank that lost another."""
 
@@ -154,18 +153,16 @@ class Conversation:
         listener: Listener,
         timeout_s: float | None,
         *,
-        wrapper: Sequence[str] = (),
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """`timeout_s` limits each wait for the processes. `wrapper` and `surroundings` are of a single process.
+        """`timeout_s` limits each wait for the processes. `surroundings` are of a single process.
 
         Without a request a process loads the modules of the job `ahead_of`, and is then ready for `begin`. Raises
         SteplabError if the system does not let one start.
         """
         size = request.processes if request is not None else 1
         self._listener, self._is_alone = listener, size == 1
-        self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
         self._open: dict[Any, _Rank] = {}
@@ -178,7 +175,7 @@ class Conversation:
                 opened.callback(wire.connection.close)
                 with theirs:
                     process = Started(
-                        [*wrapper, *python_running(CHILD, str(theirs.fileno()), *([ahead_of] if ahead_of else []))],
+                        python_running(CHILD, str(theirs.fileno()), *([ahead_of] if ahead_of else [])),
                         folder=surroundings.folder,
                         environment=surroundings.environment if size == 1 else environment_of(place),
                         pass_fds=[theirs.fileno(), *([scratch.lock] if scratch else [])],
@@ -212,7 +209,7 @@ class Conversation:
         if listener.refusal is not None:
             raise listener.refusal
         if failure is None and not listener.is_ready:
-            deadline_s = time.monotonic() + self._exit_s
+            deadline_s = time.monotonic() + EXIT_S
             for rank in self._ranks:
                 rank.process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
         return failure
@@ -313,7 +310,7 @@ class Conversation:
             if rank.failure is not None and not self._gone:
                 return self._named(rank, rank.failure)
         rank = (self._gone or self._ended_early())[0]
-        code = rank.process.exit_code(self._exit_s)
+        code = rank.process.exit_code(EXIT_S)
         if code is None and not self._is_alone:
             message = f"the process ended, or was cut off, during {rank.stage}"
             return self._named(rank, Failure(kind="crashed", message=message, phase=rank.stage))

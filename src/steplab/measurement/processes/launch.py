@@ -5,7 +5,6 @@ everything it started.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +35,13 @@ _PROCESS_BYTES = 128 * MIB
 def measure_in_child(
     task: StepTask,
     *,
-    wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
     """Measure one cell in a new process and return its record, which may be a failure.
 
-    `wrapper` is the command of a profiler that records the further steps, if the task names no trace. If that fails,
-    the record has a note and files are missing.
+    If recording the further steps fails, the record has a note and files are missing.
 
     Raises UserError (or the child's SteplabError) for an impossible request. KeyboardInterrupt ends the child and
     passes on.
@@ -61,7 +58,6 @@ def measure_in_child(
         processes=task.spec.layout.world_size,
         timeout_s=timeout_s,
         on_progress=on_progress,
-        wrapper=wrapper,
         surroundings=surroundings,
     )
     if isinstance(answer.result, Run):
@@ -124,13 +120,12 @@ def ask(
     processes: int = 1,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
-    wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Answer:
     """Have a process do a job with one result. Raises a process's SteplabError."""
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
-    failure = converse(request, listener, timeout_s, wrapper, surroundings)
+    failure = converse(request, listener, timeout_s, surroundings)
     result = failure or listener.result
     if result is None:  # it waits for a turn, which this job does not have
         result = Failure(kind="error", message="the process gave no result", phase=listener.progress.stage)
@@ -141,13 +136,11 @@ def converse(
     request: Request,
     listener: Listener,
     timeout_s: float | None,
-    wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Failure | None:
     """Have a request served, pass the messages to `listener`, and return the failure; None if the last message came.
 
-    Several processes are started here; under torchrun this one is one of them. `wrapper` and `surroundings` are of a
-    single one.
+    Several processes are started here; under torchrun this one is one of them. `surroundings` are of a single one.
 
     Raises a process's SteplabError, and UserError if the processes do not fit into memory, or if torchrun started
     another number. KeyboardInterrupt ends the processes and passes on.
@@ -162,7 +155,7 @@ def converse(
         return Rank(request, listener, timeout_s, around).serve()
     if request.processes > 1:
         refuse_too_many(request.processes)
-    with Conversation(request, listener, timeout_s, wrapper=wrapper, surroundings=surroundings) as conversation:
+    with Conversation(request, listener, timeout_s, surroundings=surroundings) as conversation:
         return conversation.listen()
 
 

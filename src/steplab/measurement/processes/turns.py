@@ -285,7 +285,6 @@ def _end(side: Side) -> None:
 
 
 def _both(earlier: Run, later: Run) -> Run:
-    """One record of two processes, with the samples of both and the larger peaks."""
     assert earlier.timing is not None
     assert later.timing is not None
     assert earlier.turns is not None

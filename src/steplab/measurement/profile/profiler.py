@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from steplab.errors import Unsupported
 from steplab.measurement.clock import OnStep, Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.profile.nsys import is_watched_by_nsys
@@ -28,15 +27,10 @@ class StepProfiler:
 
     stage, export_stage = "profile", "trace"
 
-    def __init__(self, spec: StepSpec, device: Device, *, num_steps: int, trace: Path | None) -> None:
-        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz; None: nsys records. Raises
-        Unsupported for nsys without a GPU.
-        """
+    def __init__(self, spec: StepSpec, device: Device, *, num_steps: int, trace: Path) -> None:
+        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz."""
         self._device = device
         self._on_cuda = device.torch_device.type == "cuda"
-        if trace is None and not self._on_cuda:
-            why = f"nsys records what runs on a CUDA GPU, and this step runs on {device.torch_device.type}"
-            raise Unsupported("--nsys", why, "leave it out: torch.profiler records this device")
         self.num_steps = num_steps
         """Without the warm-up step."""
         self._trace = trace
@@ -56,16 +50,14 @@ class StepProfiler:
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)
-            if self._trace is None:
-                self._record_with_nsys(phases, on_step)
-            elif self._on_cuda and is_watched_by_nsys():
+            if self._on_cuda and is_watched_by_nsys():
                 self._record_with_nsys(phases, on_step)
                 notes.append(
                     "profile: torch.profiler cannot run beside nsys, which has the steps with their ranges in its own "
                     "report; export that with `nsys export --type sqlite` for `steplab import-trace`"
                 )
             else:
-                self._record_with_torch(self._trace, phases, on_step, on_export)
+                self._record_with_torch(phases, on_step, on_export)
         return tuple(notes)
 
     def _notes(self, left_out: tuple[str, ...]) -> list[str]:
@@ -79,9 +71,7 @@ class StepProfiler:
             notes.append("kernels: torch.profiler records only the host's operators on mps, not its kernels")
         return notes
 
-    def _record_with_torch(
-        self, trace: Path, phases: Sequence[Phase], on_step: OnStep, on_export: Callable[[], None]
-    ) -> None:
+    def _record_with_torch(self, phases: Sequence[Phase], on_step: OnStep, on_export: Callable[[], None]) -> None:
         self._device.synchronize()
         # Without a schedule: after the last cycle of one, torch has nothing left to export.
         with profile(activities=activities_on(self._device.torch_device), record_shapes=True) as profiler:
@@ -89,9 +79,9 @@ class StepProfiler:
             self._step(phases, "warmup step")
             self._steps(phases, on_step)
         on_export()
-        unfinished = trace.with_name(f"unfinished-{trace.name}")
+        unfinished = self._trace.with_name(f"unfinished-{self._trace.name}")
         profiler.export_chrome_trace(str(unfinished))
-        unfinished.replace(trace)  # the trace is either whole or missing
+        unfinished.replace(self._trace)  # the trace is either whole or missing
 
     def _record_with_nsys(self, phases: Sequence[Phase], on_step: OnStep) -> None:
         self._step(phases, "warmup step")

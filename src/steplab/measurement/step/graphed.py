@@ -109,7 +109,6 @@ class GraphedStep:
         self._replayed = 0
         self.module = step.module
         self.batches = step.batches
-        """Steps use them in rotation."""
         self.phases: tuple[Phase, ...] = ()
         """In order of execution; empty before recording."""
         self.peak: PeakMemory | None = None

@@ -50,7 +50,6 @@ class WholeStep:
     """A step known only by its phases."""
 
     phases: Sequence[Phase]
-    """In order of execution."""
     module: nn.Module | None = None
     """None: unknown."""
 
@@ -199,7 +198,6 @@ class ModelStep:
         self._end_backward()
 
     def _share(self, loss: Tensor) -> Tensor:
-        """A micro-step's share of the step's loss, which is the mean over all micro-steps."""
         return loss if self._num_micro_steps == 1 else loss / self._num_micro_steps
 
     @property

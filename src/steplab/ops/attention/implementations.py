@@ -73,7 +73,6 @@ class Implementation:
     name: str
     """Name that --attention takes."""
     summary: str
-    """Short description, for the help text."""
     devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
     """Kinds of supported devices; rocm: AMD GPUs, which torch calls cuda."""
     trains_on_cpu: bool = True
@@ -108,7 +107,6 @@ class Implementation:
     copies_below: int = 1
     """Inputs and gradients are copied, padded, unless the bytes of one head of one token are a multiple of this."""
     workspaces: tuple[Workspace, ...] = ()
-    """Temporary memory of its backward pass."""
     expands_groups: bool = False
     """True if its backward makes gradients of keys and values for every head of queries, and then sums them over shared
     heads."""

@@ -210,7 +210,6 @@ def _columns_of(tiles: Tiles, of_head: Columns) -> Columns:
 
 
 def _num_parts(parts: Columns) -> int:
-    """Parts of SUMS_WIDTH columns that hold the sums of dQ."""
     return (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
 
 

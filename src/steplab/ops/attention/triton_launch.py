@@ -54,7 +54,6 @@ class Call(NamedTuple):
     products: str
     causal: bool
     scale: float
-    """Scale of the scores, above zero."""
 
 
 def num_multiprocessors(device: torch.device) -> int:

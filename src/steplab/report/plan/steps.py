@@ -11,7 +11,6 @@ from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Se
 from steplab.report.kit.grouping import told_once
 from steplab.report.memory.figures import smallest_card
 from steplab.report.plan.document import ANSWERS
-from steplab.specs.step import describe
 from steplab.specs.study import in_common, labels
 
 _MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
@@ -107,35 +106,7 @@ def _missing(steps: Sequence[PlannedStep]) -> Sentences:
     return Sentences.of((f"{why} ({'; '.join(names)})" for why, names in found.items()), "finding")
 
 
-def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:
-    """A line per step: name, expected time and peak, and fit."""
-    return [f"{describe(step.spec)}: {_expected(step, gpu)}" for step in steps]
-
-
-def _expected(step: PlannedStep, gpu: str) -> str:
-    parts = []
-    if time := _time(step):
-        low, high = units.format_time(time.low_s), units.format_time(time.high_s)
-        parts.append(f"about {units.format_time(time.seconds)} a step ({low} to {high})")
-    if step.memory is not None:
-        parts.append(f"peak {units.format_bytes(step.memory.peak_bytes)}")
-        verdict = _verdict(step, gpu)
-        if verdict not in (None, "not known"):
-            parts.append("fits" if verdict == "fits" else f"{verdict} on {gpu}")
-    return ", ".join(parts) or f"not predicted: {'; '.join(step.why_not)}"
-
-
 def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
     """None if its memory was not predicted for the GPU."""
     cards = step.memory.cards if step.memory else ()
     return next((card.verdict for card in cards if card.gpu == gpu), None)
-
-
-def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
-    failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
-    unknown = sum(_time(step) is None for step in steps)
-    text = f"{units.counted(len(steps), 'cell')}, none measured"
-    if unknown < len(steps):
-        text += f"; predicted for {gpu} (--gpu)"
-    text += f"; {failing} will not fit" if failing else ""
-    return text + (f"; the time of {unknown} is not predicted" if unknown else "")
