@@ -59,7 +59,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     refuse_planning_only(spec.model)
     choice = None
     if spec.attention == "auto":
-        choice = chosen_by_auto(spec, shape, device_name(device), hopper=hopper_kernels_on(device))
+        choice = chosen_by_auto(spec, shape, device_name(device), hopper=hopper_kernels_on(device, shape.head_dim))
     attention = choice.implementation if choice else spec.attention
     with device:
         module = Transformer(

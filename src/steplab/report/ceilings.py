@@ -52,11 +52,7 @@ def _attention_kernels(env: Environment) -> Iterator[str]:
     elif env.device.compute_capability != "9.0":
         yield f"Attention flash_triton runs its portable kernels, with Triton {env.triton}."
     elif env.flash_triton == "portable":
-        why = (
-            "is too old for the Hopper ones"
-            if too_old(env.triton)
-            else "is newer than those tried with the Hopper ones"
-        )
+        why = "is too old for the Hopper ones" if too_old(env.triton) else "does not compile the Hopper ones correctly"
         yield (
             f"Attention flash_triton runs its portable kernels: Triton {env.triton} {why}; {remedy(env.triton)}. "
             "Until then cuDNN's attention (--attention sdpa_cudnn) is faster."

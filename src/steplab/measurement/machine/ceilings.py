@@ -13,6 +13,7 @@ from steplab.measurement.machine.environment import read_clocks, read_environmen
 from steplab.measurement.machine.load import OtherProcesses
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
+from steplab.ops.attention.triton_tuning import hopper_kernels_on
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import new_head
 from steplab.units import GIB, MIB
@@ -45,6 +46,9 @@ def measure_ceilings(device_name: str, observer: Observer, world: World | None =
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
     others = OtherProcesses()
+    if environment.device.kind == "cuda" and environment.triton:
+        observer.on_stage("flash_triton", 0)
+        hopper_kernels_on(device.torch_device)  # an untested Triton is tried
     ceilings = tuple(_measure(device, observer.on_stage))
     environment = dataclasses.replace(environment, other_cpus=others.mean_cpus())
     return Ceilings(

@@ -12,7 +12,7 @@ import torch
 
 from steplab.git import git
 from steplab.measurement.machine import nvml
-from steplab.ops.attention.triton_tuning import hopper_kernels_on
+from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.memory import Memory
 from steplab.records.ranks import RankSamples
@@ -111,7 +111,7 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
 def _flash_triton(device: torch.device) -> str | None:
     if device.type != "cuda" or _version_of("triton") is None:
         return None
-    return "hopper" if hopper_kernels_on(device) else "portable"
+    return kernels_known(device)
 
 
 def _cpu_name() -> str:

@@ -66,7 +66,7 @@ def _choice(
         num_keys=num_keys,
         causal=causal,
         grouped=grouped,
-        hopper=hopper_kernels_on(device),
+        hopper=hopper_kernels_on(device, head_dim),
     )
 
 

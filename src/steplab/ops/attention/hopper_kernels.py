@@ -1,7 +1,7 @@
 """The choice of flash_triton's kernels in bf16 and fp16: for Hopper, in Gluon, or portable ones.
 
-Gluon's interface changes with Triton's versions, so the Hopper kernels run with the tried ones alone. This file imports
-neither torch nor Triton, so that plans can read it.
+Gluon's interface changes with Triton's versions. With an untested version, triton_trial tests the kernels at their
+first call. This file imports neither torch nor Triton, so that plans can read it.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ def installed_triton() -> str | None:
 
 def planned_on(gpu: str) -> bool:
     """True if a plan for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assumes them: on Hopper GPUs, unless the
-    Triton installed here is not a tried one."""
+    Triton installed here is too old."""
     words = gpu.removeprefix("NVIDIA ").split()
     installed = installed_triton()
-    return bool(words) and words[0].startswith(("H1", "H2", "H8", "GH")) and (not installed or is_tried(installed))
+    return bool(words) and words[0].startswith(("H1", "H2", "H8", "GH")) and not (installed and too_old(installed))

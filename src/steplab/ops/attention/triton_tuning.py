@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from ..errors import Unsupported
-from .hopper_kernels import is_tried
 from .triton_tensors import columns
+from .triton_trial import hopper_kernels_run, known_to_run
 
 Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
@@ -59,19 +59,21 @@ def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
 
 def tiles_if_any(kernel: Kernel, device: torch.device, bits: int, head_dim: int, tokens: int) -> Tiles | None:
     """The same for numbers of `bits` bits on a device, or None."""
-    hopper = bits == 16 and hopper_kernels_on(device)
+    hopper = bits == 16 and hopper_kernels_on(device, head_dim)
     return _found(kernel, *_gpu(device), hopper, bits, head_dim, tokens)
 
 
-def hopper_kernels_on(device: torch.device) -> bool:
-    """True if the Hopper kernels run on a device, with the installed Triton."""
-    return _gpu(device)[1] == (9, 0) and hopper_kernels_run()
+def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
+    """True if the Hopper kernels for heads of this width run on a device, with the installed Triton."""
+    return _gpu(device)[1] == (9, 0) and hopper_kernels_run(head_dim)
 
 
-def hopper_kernels_run() -> bool:
-    import triton
-
-    return is_tried(triton.__version__)
+def kernels_known(device: torch.device) -> Variant | None:
+    """The kernels of a GPU in 16 bits, without a trial; None: not known before flash_triton has run."""
+    if _gpu(device)[1] != (9, 0):
+        return "portable"
+    runs = known_to_run()
+    return None if runs is None else "hopper" if runs else "portable"
 
 
 @cache
