@@ -163,7 +163,11 @@ class Adapted(nn.Module):
 
 
 def adapted(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Any]:
-    workload = build_workload(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
+    return adapters_on(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
+
+
+def adapters_on(spec: StepSpec, device: torch.device) -> tuple[nn.Module, Any]:
+    workload = build_workload(spec, device)
     model: Any = workload.module
     model.requires_grad_(False)
     for layer in model.model.layers:
