@@ -21,6 +21,7 @@ from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.storages import Storages
+from steplab.fake_step.tensor_parallel import split_for_tp
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
@@ -28,7 +29,7 @@ from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
-from steplab.specs.layout import SINGLE
+from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 
@@ -44,6 +45,7 @@ def fake_step(
     *,
     cut: Callable[[ModelStep], None] = lambda step: None,
     compiled: bool = False,
+    with_state: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """A context that builds the step, and a function that runs it eagerly, as one process on CUDA does.
 
@@ -52,6 +54,7 @@ def fake_step(
         listen: receives every event.
         cut: removes blocks once the step is built.
         compiled: run as the spec's `compile`, without the operators of compiled code.
+        with_state: the optimizer has its state before the first run.
 
     The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
     added up and put into other tensors.
@@ -84,6 +87,12 @@ def fake_step(
         ):
             watcher.begin("build")
             step = _built(spec, storages, watcher, doing, cut)
+            if with_state and step.optimizer is not None:
+                watcher.begin("optimizer")
+                for parameter in step.module.parameters():
+                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+                step.optimizer_step()
+                _name_state(step, storages)
             if compiled and spec.compile != "off":
                 if spec.checkpointing != "none":
                     why = "a trace does not show what compiled code computes again"
@@ -155,12 +164,12 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
     found: list[ModelStep] = []
-    with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
+    alone = dataclasses.replace(spec, layout=Layout(tp=spec.layout.tp), **_ALONE)
+    with fake_step(alone, Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]
 
 
 _ALONE: dict[str, Any] = {
-    "layout": SINGLE,
     "pass_name": "forward_backward",
     "data_parallel": "bucketed",
     "microbatches": None,
@@ -174,6 +183,8 @@ def _built(
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
+    if spec.layout.tp > 1:
+        split_for_tp(workload.module, spec.layout.tp, spec.model.label)
     # An overlapped update needs the same memory and operators; without overlap a phase makes its state.
     step = ModelStep(workload, dataclasses.replace(spec, update=AFTER, compile="off"), _CPU)
     cut(step)
@@ -194,14 +205,18 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
         watcher.begin(phase.name)
         with HostMade(lambda made: _tell_place(watcher, made)) if phase.name == "forward" else nullcontext():
             phase.run()
-        if phase.name == "optimizer" and step.optimizer is not None:
-            for state in step.optimizer.state.values():
-                for key, value in state.items():
-                    piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
-                    if piece is not None:
-                        piece.category, piece.what = "optimizer_state", f"{key} of a weight"
+        if phase.name == "optimizer":
+            _name_state(step, storages)
         elif phase.name == "forward":
             storages.call_rest("activations")
+
+
+def _name_state(step: ModelStep, storages: Storages) -> None:
+    for state in step.optimizer.state.values() if step.optimizer else ():
+        for key, value in state.items():
+            piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
+            if piece is not None:
+                piece.category, piece.what = "optimizer_state", f"{key} of a weight"
 
 
 def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a t
 each block. A third-party model's other parts belong to the root, which stays gathered throughout the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -16,12 +17,16 @@ from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.weights import Weight, weights_of
 from steplab.records.run import ModelFacts
-from steplab.specs.layout import SINGLE
+from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec, refuse_stages_without_blocks
 from steplab.specs.step_choices import AFTER
 
 _FP32_BYTES = 4
+TP_OF_TRANSFORMERS = (
+    "tp is by transformers' plan of this configuration, with all tokens on every rank and all-reduces between products "
+    "(no sequence parallelism); it is planned, not run, and a weight that embedding and head share stays whole"
+)
 
 
 class SpreadModel(Protocol):
@@ -86,6 +91,17 @@ class OwnModel:
         return self.shape.d_model
 
 
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """Messages of tensor parallelism by transformers' plan, in one pass over a part of a model."""
+
+    forward: int
+    """All-reduces of the residual stream."""
+    backward: int
+    gathered_width: int
+    """Elements of a token that are gathered forward, such as logits."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """Facts of a traced model that layouts need, without its parts."""
@@ -99,6 +115,11 @@ class Spread:
     batch_bytes: int
     """Bytes of a batch of the traced step."""
     batch: int
+    layers_in_config: int | None
+    """Number of layers in its configuration; None: another number than that of its blocks."""
+    of_block: "OverRanks"
+    """Messages along tp."""
+    of_ends: "OverRanks"
     is_tied: bool
     """True if two of its parts share a weight, such as embedding and head."""
 
@@ -113,6 +134,8 @@ class Known:
     """Why layouts cannot spread it."""
     inner_width: int | None = None
     key_width: int | None = None
+    experts: tuple[int, int] | None = None
+    """Number of experts of a block, and of those that a token takes; None: no experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,23 +144,32 @@ class ForeignModel:
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
+    split: Callable[[int], Spread]
+    """The model as one of tp ranks has it. Raises Unsupported for a model without a plan for it."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
+    _spread: dict[int, Spread] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
         return self.spread.num_layers
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        known = self.spread
+        known = self.spread_over(tp)
         return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
+    def spread_over(self, tp: int) -> Spread:
+        if tp not in self._spread:
+            self._spread[tp] = self.split(tp) if tp > 1 else self.spread
+        return self._spread[tp]
+
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-        key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed, spec.compile)
+        step = (spec.context, spec.pass_name, spec.precision, spec.attention, spec.compile)
+        key = (split.ranks, batch, recomputed, *step)
         if key not in self._known:
             of_two = replace(
                 spec,
-                layout=SINGLE,
+                layout=Layout(tp=split.ranks),
                 batch=batch,
                 accumulation=1,
                 pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
@@ -166,8 +198,8 @@ class ForeignModel:
         return self.spread.embedding[0].row_elements
 
     def refuse_unplanned(self, spec: StepSpec) -> None:
-        """Raise Unsupported or UserError for a pipeline whose stages cannot be told."""
-        layout, spread = spec.layout, self.spread
+        """Raise Unsupported or UserError for a pipeline whose stages cannot be told, and for tp without a plan."""
+        layout, spread = spec.layout, self.spread_over(spec.layout.tp)
         if layout.pp == 1:
             return
         refuse_stages_without_blocks(layout.pp, spec.pipeline_schedule, self.num_layers)
