@@ -23,12 +23,12 @@ from steplab.specs.step import StepSpec
 _BLOCKS = 2
 
 
-def known_of(spec: StepSpec) -> Known:
+def known_of(spec: StepSpec, of: int | None) -> Known:
     """The model of a spec, with a rank's weights along tp; other axes are ignored.
 
-    Raises Unsupported as `fake_step` does.
+    of: as in `with_blocks`, to build two blocks alone; None: all. Raises Unsupported as `fake_step` does.
     """
-    with built_on_fakes(spec) as step:
+    with built_on_fakes(spec if of is None else _built_less(spec, _BLOCKS, of)) as step:
         facts = facts_of(step.workload)
         assert facts is not None
         blocks = blocks_of(step.module)

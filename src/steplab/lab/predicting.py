@@ -293,13 +293,14 @@ def spread_model(spec: StepSpec) -> ForeignModel | None:
         instead = "measure it with `steplab run`, or plan one process"
         raise Unsupported(f"planning layouts of {spec.model.label}", known.why_not, instead)
     trace = partial(_trace_two_blocks, known.spread.layers_in_config)
-    return ForeignModel(facts=known.facts, spread=known.spread, trace=trace, split=partial(_spread_over, spec))
+    split = partial(_spread_over, known.spread, spec)
+    return ForeignModel(facts=known.facts, spread=known.spread, trace=trace, split=split)
 
 
-def _spread_over(spec: StepSpec, tp: int) -> Spread:
-    found = _known(spec, tp).spread
+def _spread_over(whole: Spread, spec: StepSpec, tp: int) -> Spread:
+    found = _known(spec, tp, whole.layers_in_config).spread
     assert found is not None
-    return found
+    return replace(found, num_layers=whole.num_layers)
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
@@ -335,11 +336,11 @@ def sizes_for_accounting(spec: StepSpec) -> Sizes:
     )
 
 
-def _known(spec: StepSpec, tp: int = 1) -> Known:
+def _known(spec: StepSpec, tp: int = 1, of: int | None = None) -> Known:
     def find() -> Known:
         from steplab.fake_step.spread import known_of
 
-        return known_of(alone)
+        return known_of(alone, of)
 
     alone = replace(
         spec,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
-from steplab.errors import Unsupported
+from steplab.errors import SteplabError, Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
@@ -148,7 +148,7 @@ class ForeignModel:
     """The model as one of tp ranks has it. Raises Unsupported for a model without a plan for it."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
-    _spread: dict[int, Spread] = field(default_factory=dict)
+    _spread: dict[int, Spread | SteplabError] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -159,9 +159,16 @@ class ForeignModel:
         return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
     def spread_over(self, tp: int) -> Spread:
+        """Raises SteplabError as `split` does."""
         if tp not in self._spread:
-            self._spread[tp] = self.split(tp) if tp > 1 else self.spread
-        return self._spread[tp]
+            try:
+                self._spread[tp] = self.split(tp) if tp > 1 else self.spread
+            except SteplabError as error:
+                self._spread[tp] = error
+        found = self._spread[tp]
+        if isinstance(found, SteplabError):
+            raise found
+        return found
 
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
         step = (spec.context, spec.pass_name, spec.precision, spec.attention, spec.compile)
