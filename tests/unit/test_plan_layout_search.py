@@ -217,7 +217,12 @@ def test_models_that_are_not_known_are_refused() -> None:
 
 def test_a_configuration_is_spread_along_every_axis_as_what_it_is() -> None:
     plan = planned(
-        spec=JOB | {"compile": "off", "model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"}
+        spec=JOB
+        | {
+            "compile": "off",
+            "checkpointing": "none",
+            "model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}",
+        }
     )
     assert plan.spec.model.label == "hf:llama-tiny"
     reasons = {each.layout: each.reason for each in plan.candidates if not each.time}

@@ -58,8 +58,8 @@ def known_of(spec: StepSpec, of: int | None) -> Known:
             is_tied=len(list(step.module.named_parameters(remove_duplicate=False)))
             > len(list(step.module.parameters())),
         )
-        widths = {"inner_width": work.inner_width, "key_width": work.key_width}
-        return Known(facts=facts, spread=spread, experts=work.experts, **widths)
+        inner, key = work.inner_width, work.key_width
+        return Known(facts=facts, spread=spread, inner_width=inner, key_width=key, experts=work.experts)
 
 
 def with_blocks(
@@ -109,7 +109,8 @@ def _kind(block: nn.Module) -> list[object]:
 
 
 def _over_ranks(modules: Iterable[nn.Module], tp: int) -> OverRanks:
-    styled: list[tuple[str, Any]] = [(each.tp_style, each) for each in modules if getattr(each, "tp_style", None)]
+    every: Iterable[Any] = modules
+    styled = [(each.tp_style, each) for each in every if getattr(each, "tp_style", None)]
     forward, backward = (sum(SUMS.get(style, (0, 0))[place] for style, _ in styled) for place in (0, 1))
     return OverRanks(forward, backward, sum(tp * each.weight.shape[0] for style, each in styled if style in GATHERED))
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import AFTER, ALONE
 
 _CPU = torch.device("cpu")
 _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -164,16 +164,9 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
     found: list[ModelStep] = []
-    alone = dataclasses.replace(spec, layout=Layout(tp=spec.layout.tp), **_ALONE)
+    alone = dataclasses.replace(spec, layout=Layout(tp=spec.layout.tp), pass_name="forward_backward", **ALONE)
     with fake_step(alone, Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]
-
-
-_ALONE: dict[str, Any] = {
-    "pass_name": "forward_backward",
-    "data_parallel": "bucketed",
-    "microbatches": None,
-}
 
 
 def _built(
@@ -242,18 +235,19 @@ def _within_its_block(name: str) -> str:
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
     """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails without a conversion. With
-    content, they take each other's memory instead.
+    content, they take each other's memory instead. Draws of truncated normals read what they drew, and are left out.
     """
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
 
-    before = torch.utils.swap_tensors
+    before, init = torch.utils.swap_tensors, cast(Any, nn.init)
     torch.utils.swap_tensors = convert
+    drawn, init._no_grad_trunc_normal_ = init._no_grad_trunc_normal_, lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        torch.utils.swap_tensors = before
+        torch.utils.swap_tensors, init._no_grad_trunc_normal_ = before, drawn
 
 
 @contextmanager

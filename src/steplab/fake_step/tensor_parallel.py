@@ -41,6 +41,7 @@ def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
     text = model.config.get_text_config()
     for size in ("num_attention_heads", "num_key_value_heads"):
         _divided(getattr(text, size, None) or tp, tp, size)
+    gathered: Any = _Gathered.apply
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, inner in model.named_modules():
         style = plan.get(_general(name))
@@ -56,7 +57,7 @@ def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
             inner.register_parameter(key, _part(parameter, its, tp, f"{name}.{key}"))
         inner.tp_style = style
         if style in GATHERED:
-            inner.register_forward_hook(lambda _, __, made: _Gathered.apply(made, tp))
+            inner.register_forward_hook(lambda _, __, made: gathered(made, tp))
 
 
 def _general(name: str) -> str:

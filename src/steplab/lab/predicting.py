@@ -16,7 +16,6 @@ from typing import TypeVar
 import msgspec
 
 from steplab.errors import Unsupported
-from steplab.plan.accounting import Sizes, sizes_of
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
@@ -24,13 +23,14 @@ from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
 from steplab.plan.layout.weights import elements
 from steplab.plan.memory import predict_memory
+from steplab.plan.model_sizes import Sizes, sizes_of
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import ModelFacts
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import ALONE
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
 """A context that builds a step and yields a function that runs it; both emit events."""
@@ -347,11 +347,7 @@ def _known(spec: StepSpec, tp: int = 1, of: int | None = None) -> Known:
         layout=Layout(tp=tp),
         compile="off",
         checkpointing="none",
-        update=AFTER,
-        data_parallel="bucketed",
-        microbatches=None,
-        pipeline_schedule="1f1b",
-        reshard_after_forward="auto",
+        **ALONE,
     )
     return kept_facts(alone, "known", Known, find)
 

@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
 from steplab.costs.rates import LEAST_PER_S
 from steplab.errors import UserError
 from steplab.plan.formulas import Formula, root, symbol
+from steplab.plan.model_sizes import Sizes
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
 from steplab.specs.hardware import HardwareSpec, network_of
 from steplab.specs.layout import Layout
-from steplab.specs.model import TransformerShape
 from steplab.units import GIB, counted, format_message, three_digits
 
 BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"
@@ -97,44 +96,6 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
         own_links=own_links,
         link="as given" if given else _OF_A_TORUS if own_links else "in one direction of its link",
         gpus_per_node=None if own_links or given else network.gpus_per_node if network else 8,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """A model's sizes, as the derivations use them."""
-
-    width: int
-    inner: int
-    """Inner width of the feed-forward blocks."""
-    num_layers: int
-    num_parameters: int
-    matrices: int
-    """Elements of a block's matrices."""
-    kinds: str
-    """Number of these matrices, in words."""
-    key_width: int
-    """Width of keys; 0: no attention."""
-    plain_layers: int = 0
-    """Matrices of a block that is only a feed-forward block."""
-    experts: tuple[int, int] | None = None
-    """Number of experts of a block, and of those that a token takes; None: no experts."""
-    num_active: int = 0
-    """Parameters that one token uses, in a mixture of experts."""
-
-
-def sizes_of(shape: TransformerShape) -> Sizes:
-    """The sizes of steplab's Transformer."""
-    number = len(shape.feed_forward_layers)
-    return Sizes(
-        width=shape.d_model,
-        inner=shape.d_ff,
-        num_layers=shape.num_layers,
-        num_parameters=num_parameters(shape),
-        matrices=num_attention_weights(shape) + num_feed_forward_weights(shape),
-        kinds=f"{number} of its feed-forward part" + (", 4 of its attention" if shape.num_heads else ""),
-        key_width=shape.kv_width if shape.num_heads else 0,
-        plain_layers=0 if shape.num_heads else number,
     )
 
 

@@ -20,45 +20,13 @@ from steplab.records.run import ModelFacts
 from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec, refuse_stages_without_blocks
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import ALONE
 
 _FP32_BYTES = 4
 TP_OF_TRANSFORMERS = (
     "tp is by transformers' plan of this configuration, with all tokens on every rank and all-reduces between products "
     "(no sequence parallelism); it is planned, not run, and a weight that embedding and head share stays whole"
 )
-
-
-class SpreadModel(Protocol):
-    """A model as plan.layout needs it."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def is_own(self) -> bool:
-        """True for steplab's Transformer."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Its sizes."""
-
-    def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        """The weights of a part on a rank; `block`: of one block."""
-
-    def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-        """The parts of a micro-step; see `parts_of`."""
-
-    def table_bytes(self, spec: StepSpec) -> int:
-        """Bytes of its buffers, such as a rotary table."""
-
-    def input_bytes(self, spec: StepSpec) -> int:
-        """Bytes of one batch."""
-
-    @property
-    def width(self) -> int:
-        """Elements of a token in the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +56,7 @@ class OwnModel:
 
     @property
     def width(self) -> int:
+        """Elements of a token in the residual stream."""
         return self.shape.d_model
 
 
@@ -181,11 +150,7 @@ class ForeignModel:
                 accumulation=1,
                 pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
                 checkpointing=recomputed,
-                update=AFTER,
-                data_parallel="bucketed",
-                microbatches=None,
-                pipeline_schedule="1f1b",
-                reshard_after_forward="auto",
+                **ALONE,
             )
             found = parts_of_run(partial(self.trace, of_two, compiled=False))
             if spec.compile != "off":  # the memory of compiled code; its operators are the eager step's
@@ -214,6 +179,10 @@ class ForeignModel:
             why = "its embedding and head share a weight" if spread.is_tied else "nothing comes before its blocks"
             what = f"layout {layout} for {spec.model.label}"
             raise Unsupported(what, f"{why}, and stages are cut between blocks", f"use fsdp={layout.world_size}")
+
+
+SpreadModel = OwnModel | ForeignModel
+"""A model as plan.layout needs it."""
 
 
 class Trace(Protocol):
