@@ -284,7 +284,7 @@ def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan(
     assert sure(planned.memory).peak_bytes < plan_memory(alone).peak_bytes
     with pytest.raises(UserError, match="tp=8 does not divide num_attention_heads 4"):
         plan_memory(dataclasses.replace(alone, layout=Layout(tp=8)))
-    with pytest.raises(Unsupported, match="transformers has no tensor-parallel plan for gpt2"):
+    with pytest.raises(UserError, match="transformers has no tensor-parallel plan for gpt2"):
         plan_memory(of_config(GPT2, layout="tp=2"))
 
 

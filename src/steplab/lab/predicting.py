@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from steplab.errors import Unsupported
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
@@ -35,7 +35,7 @@ from steplab.specs.step_choices import ALONE
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
 """A context that builds a step and yields a function that runs it; both emit events."""
 T = TypeVar("T")
-_LEFT = 64
+_LEFT = 512
 
 
 class _Trace(msgspec.Struct, array_like=True, gc=False):
@@ -293,14 +293,15 @@ def spread_model(spec: StepSpec) -> ForeignModel | None:
         instead = "measure it with `steplab run`, or plan one process"
         raise Unsupported(f"planning layouts of {spec.model.label}", known.why_not, instead)
     trace = partial(_trace_two_blocks, known.spread.layers_in_config)
-    split = partial(_spread_over, known.spread, spec)
+    split = partial(_spread_over, known, spec)
     return ForeignModel(facts=known.facts, spread=known.spread, trace=trace, split=split)
 
 
-def _spread_over(whole: Spread, spec: StepSpec, tp: int) -> Spread:
-    found = _known(spec, tp, whole.layers_in_config).spread
-    assert found is not None
-    return replace(found, num_layers=whole.num_layers)
+def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
+    found = _known(spec, tp, whole)
+    if found.spread is None or whole.spread is None:
+        raise UserError(found.why_not)
+    return replace(found.spread, num_layers=whole.spread.num_layers)
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
@@ -336,11 +337,16 @@ def sizes_for_accounting(spec: StepSpec) -> Sizes:
     )
 
 
-def _known(spec: StepSpec, tp: int = 1, of: int | None = None) -> Known:
+def _known(spec: StepSpec, tp: int = 1, whole: Known | None = None) -> Known:
     def find() -> Known:
         from steplab.fake_step.spread import known_of
 
-        return known_of(alone, of)
+        try:
+            return known_of(alone, whole.spread.layers_in_config if whole and whole.spread else None)
+        except SteplabError as error:
+            if whole is None:
+                raise
+            return replace(whole, spread=None, why_not=str(error))  # kept too, for a search tries many sizes of tp
 
     alone = replace(
         spec,
