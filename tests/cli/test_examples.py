@@ -7,7 +7,7 @@ from tests.cli.program import REPOSITORY, Program, finish, tiny
 from tests.cli.test_bad_input import TINY_LLAMA
 
 from steplab.lab.predicting import facts_of, sizes_for_accounting
-from steplab.plan.accounting import sizes_of
+from steplab.plan.model_sizes import sizes_of
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
 

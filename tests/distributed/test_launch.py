@@ -129,7 +129,7 @@ def test_a_pipeline_of_another_model_is_refused_before_any_rank_starts(steplab: 
     result = steplab("run", *tiny(batch="2", model="faulty:raises", layout="pp=2"))
     assert result.code == 2
     (line,) = result.stderr.splitlines()
-    assert "only steplab's own Transformer is cut into stages" in line
+    assert "only steplab's own Transformer is split along tp and pp" in line
 
 
 def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:

@@ -18,6 +18,7 @@ from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
 from steplab.fake_step.step import operators_of_fake
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
+from steplab.lab.predicting import spread_model
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.step import ModelStep
@@ -25,8 +26,10 @@ from steplab.measurement.step_job import facts_of
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
 from steplab.plan.dry_run.events import READS_A_VALUE
+from steplab.plan.dry_run.sizes import Split
 from steplab.plan.fusion import kernels_of
 from steplab.records.run import Run
+from steplab.specs.layout import Layout
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -182,7 +185,11 @@ class Adapted(nn.Module):
 
 
 def adapted(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Any]:
-    workload = build_workload(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
+    return adapters_on(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
+
+
+def adapters_on(spec: StepSpec, device: torch.device) -> tuple[nn.Module, Any]:
+    workload = build_workload(spec, device)
     model: Any = workload.module
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -258,6 +265,46 @@ def test_a_pipeline_of_a_configuration_has_all_of_it_once_and_sends_the_residual
         plan_memory(of_config(QWEN2, batch=4, layout="pp=2"))
     with pytest.raises(UserError, match="the model has 2 blocks; valid for pp: 1 to 2"):
         plan_memory(of_config(LLAMA, batch=4, layout="pp=4"))
+
+
+def test_a_convolution_is_a_product_of_patches_and_filters() -> None:
+    spec = of_config(VIT, attention="sdpa", precision="bf16")
+    operators = [op for op in operators_of_fake(spec) if "convolution" in op.name]
+    of_patches = 2 * 2 * 16 * (3 * 8 * 8) * 64  # of 2 images of 4 x 4 patches; images have no gradient
+    assert [(op.phase, op.kind, op.flops) for op in operators] == [
+        ("forward", "matmul", of_patches),
+        ("backward", "matmul", of_patches),
+    ]
+    (planned,) = plan_steps([spec])
+    assert planned.memory is not None
+    assert planned.time is not None
+
+
+def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan() -> None:
+    spec = of_config(LLAMA, attention="sdpa", precision="bf16", layout="tp=2")
+    model = sure(spread_model(spec))
+    for whole, local in zip(model.weights("block", 1), model.weights("block", 2), strict=True):
+        assert local.elements * (1 if "norm" in whole.name else 2) == whole.elements
+    flops = [
+        sum(op.flops for those in model.parts(spec, split=Split(tp, False), gathering=None, batch=2, recomputed="none")
+            .operators.values() for op in those if op.kind == "matmul")
+        for tp in (1, 2)
+    ]  # fmt: skip
+    assert flops[0] == 2 * flops[1]
+    (planned,) = plan_steps([spec])
+    time = sure(sure(planned.layout).candidates[0].time)
+    assert [(each.collective, each.phase, each.messages) for each in time.traffic] == [
+        ("all_reduce", "forward", 2 * 2),
+        ("all_gather", "forward", 1),
+        ("all_reduce", "backward", 5 * 2 + 1),
+    ]
+    assert any("no sequence parallelism" in note for note in sure(planned.memory).notes)
+    alone = of_config(LLAMA, attention="sdpa", precision="bf16")
+    assert sure(planned.memory).peak_bytes < plan_memory(alone).peak_bytes
+    with pytest.raises(UserError, match="tp=8 does not divide num_attention_heads 4"):
+        plan_memory(dataclasses.replace(alone, layout=Layout(tp=8)))
+    with pytest.raises(UserError, match="transformers has no tensor-parallel plan for gpt2"):
+        plan_memory(of_config(GPT2, layout="tp=2"))
 
 
 @pytest.mark.parametrize("config", first(2, [LLAMA, mixtral(4), QWEN2]), ids=lambda config: config["model_type"])

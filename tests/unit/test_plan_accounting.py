@@ -136,6 +136,24 @@ def test_any_model_has_the_state_of_its_parameters(model: str) -> None:
     assert own["S"] == 16 * num_parameters(MODEL_SIZES[model])
 
 
+def test_experts_are_gathered_whole_and_multiplied_by_the_rows_that_tokens_take(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 500,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+    }))  # fmt: skip
+    found = plan_accounting(model=f"hf:{path}", mesh="fsdp=4", gpu="H100 SXM")
+    own = figures(found) | {figure.symbol.text: figure.value for figure in found.given}
+    of_expert, others = 3 * 64 * 128, 64 * (64 + 32 + 32 + 64) + 64 * 8
+    assert (own["E"], own["E_a"], own["k"]) == (8 * of_expert + others, 2 * of_expert + others, 2)
+    assert own["P"] - own["P_a"] == 2 * 6 * of_expert
+    assert own["S"] == 16 * own["P"]
+    assert own["T_math"] == pytest.approx(own["T_FSDP"])  # at the least batch
+    (question,) = (each for each in found.questions if "expert parallelism" in each.title)
+    assert own["T_EP"] / own["T_rows"] == pytest.approx(3 / 4 * 4 * 64 / own["W"] / (6 * 64 * 128 / own["C"]))
+    assert "Balance is an assumption" in question.remarks[0]
+
+
 def test_a_gpus_communications_share_one_link() -> None:
     """An H100: 989 TFLOP/s in bf16 and 450 GB/s in one direction; 8b's blocks, by summed times."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=32,tp=2")

@@ -216,17 +216,21 @@ def test_models_that_are_not_known_are_refused() -> None:
         planned(spec={"model": "toy"})
 
 
-def test_a_configuration_is_spread_along_dp_fsdp_and_pp_as_what_it_is() -> None:
+def test_a_configuration_is_spread_along_every_axis_as_what_it_is() -> None:
     plan = planned(
-        spec=JOB | {"compile": "off", "model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"}
+        spec=JOB
+        | {
+            "compile": "off",
+            "checkpointing": "none",
+            "model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}",
+        }
     )
     assert plan.spec.model.label == "hf:llama-tiny"
     reasons = {each.layout: each.reason for each in plan.candidates if not each.time}
     found = {each.layout for each in plan.candidates if each.time}
-    assert found >= {"dp=16", "dp=8,fsdp=2", "dp=4,fsdp=4", "dp=2,fsdp=8", "fsdp=16", "dp=8,pp=2"}
-    assert not any("tp" in layout for layout in found)
-    split = [reason for layout, reason in reasons.items() if "tp" in layout]
-    assert all("only steplab's own Transformer can be split along tp" in reason for reason in split)
+    assert found >= {"dp=16", "dp=8,fsdp=2", "dp=4,fsdp=4", "dp=2,fsdp=8", "fsdp=16", "dp=8,pp=2", "dp=8,tp=2"}
+    assert "tp=16 does not divide" in reasons["tp=16"]
+    assert any("with all tokens on every rank and all-reduces" in note for note in plan.notes)
     assert any("pipelines of this model are planned, not run" in note for note in plan.notes)
     assert any("within a node a GPU is assumed to send" in note for note in plan.notes)
     assert plan.model is not None

@@ -39,12 +39,31 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
         if second.dim() == 3:
             return Product(m=rows.shape[0] // groups + _HALF_TILE, n=second.shape[-1], k=rows.shape[-1], batch=groups)
         return Product(m=rows.shape[0], n=second.shape[-1], k=rows.shape[-1] // groups + _HALF_TILE, batch=groups)
+    if name in ("convolution", "convolution_backward"):
+        return _convolution(args[1:], args[0], sum(args[10][:2])) if len(args) > 9 else _convolution(args, None, 1)
     if name in _FACTORS:
         first, second = args[_FACTORS[name] :][:2]
         batch = first.shape[0] if first.dim() == 3 else 1
         sizes = {"m": first.shape[-2], "n": second.shape[-1], "k": first.shape[-1]}
         return Product(**sizes, batch=batch, transposed=first.stride(-1) != 1 and first.stride(-2) == 1)
     return None
+
+
+def _convolution(args: tuple[Any, ...], gradient: Tensor | None, times: int) -> Product:
+    """A convolution as the product of its patches by its filters; gradient: of the output, for `times` products of the
+    backward pass."""
+    given, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
+    sizes, kernel = given.shape[2:], weight.shape[2:]
+    if transposed:  # each input element is multiplied by a filter
+        rows, width = math.prod(sizes), weight.shape[0] // groups
+        return Product(m=given.shape[0] * rows, n=weight[0].numel(), k=width, batch=groups * max(times, 1))
+    if gradient is not None:
+        made = list(gradient.shape[2:])
+    else:
+        along = zip(sizes, kernel, stride, padding, dilation, strict=True)
+        made = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in along]
+    outputs = weight.shape[0] // groups
+    return Product(m=given.shape[0] * math.prod(made), n=outputs, k=weight[0].numel(), batch=groups * max(times, 1))
 
 
 def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> float:
@@ -69,7 +88,7 @@ def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
 
 
 _UNKNOWN = (
-    *("convolution", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
+    *("_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
 """Prefixes of their names."""

@@ -1,28 +1,34 @@
 """A third-party model for layouts: its weights, and traces of a step with two of its blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
+from steplab.fake_step.tensor_parallel import GATHERED, SUMS
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import facts_of
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.sizes import Count
-from steplab.plan.layout.model import Known, Spread
+from steplab.plan.layout.model import Known, OverRanks, Spread
 from steplab.plan.layout.weights import Weight
 from steplab.specs.step import StepSpec
 
 _BLOCKS = 2
 
 
-def known_of(spec: StepSpec) -> Known:
-    """The model of a spec; the layout is ignored. Raises Unsupported as `fake_step` does."""
-    with built_on_fakes(spec) as step:
+def known_of(spec: StepSpec, of: int | None) -> Known:
+    """The model of a spec, with a rank's weights along tp; other axes are ignored.
+
+    of: as in `with_blocks`, to build two blocks alone; None: all. Raises Unsupported as `fake_step` does.
+    """
+    with built_on_fakes(spec if of is None else _built_less(spec, _BLOCKS, of)) as step:
         facts = facts_of(step.workload)
         assert facts is not None
         blocks = blocks_of(step.module)
@@ -37,7 +43,10 @@ def known_of(spec: StepSpec) -> Known:
             behind |= parameter is first
             if id(parameter) not in inside:
                 ends[behind].append(_weight(name, parameter))
+        within = set().union(*(block.modules() for block in blocks))
         spread = Spread(
+            of_block=_over_ranks(blocks[0].modules(), spec.layout.tp),
+            of_ends=_over_ranks(set(step.module.modules()) - within, spec.layout.tp),
             num_layers=len(blocks),
             embedding=tuple(ends[0]),
             block=tuple(_weight(name, parameter) for name, parameter in blocks[0].named_parameters()),
@@ -45,17 +54,30 @@ def known_of(spec: StepSpec) -> Known:
             buffer_bytes=sum(buffer.nbytes for buffer in step.module.buffers()),
             batch_bytes=_bytes_of(step.batches[0]),
             batch=spec.batch,
+            layers_in_config=work.num_layers if work.num_layers == len(blocks) else None,
             is_tied=len(list(step.module.named_parameters(remove_duplicate=False)))
             > len(list(step.module.parameters())),
         )
-        return Known(facts=facts, spread=spread, inner_width=work.inner_width, key_width=work.key_width)
+        inner, key = work.inner_width, work.key_width
+        return Known(facts=facts, spread=spread, inner_width=inner, key_width=key, experts=work.experts)
 
 
 def with_blocks(
-    spec: StepSpec, listen: Listener, *, blocks: int, compiled: bool
+    spec: StepSpec, listen: Listener, *, blocks: int, of: int | None, compiled: bool = False, with_state: bool = False
 ) -> AbstractContextManager[Callable[[], None]]:
-    """As `fake_step`, with only the model's first `blocks` blocks."""
-    return fake_step(spec, Count(0, ""), listen, cut=partial(_cut, number=blocks), compiled=compiled)
+    """As `fake_step`, with only the model's first `blocks` blocks; of: as in `Spread.layers_in_config`."""
+    cut, less = partial(_cut, number=blocks), _built_less(spec, blocks, of)
+    return fake_step(less, Count(0, ""), listen, cut=cut, compiled=compiled, with_state=with_state)
+
+
+def _built_less(spec: StepSpec, blocks: int, of: int | None) -> StepSpec:
+    """A spec of whose blocks only the first are built, which is faster than to cut the others off."""
+    config = spec.model.hf_config or {}
+    key = next((key for key in ("num_hidden_layers", "n_layer") if config.get(key) == of), None)
+    if key is None:
+        return spec
+    by_layer = {name: each[:blocks] for name, each in config.items() if isinstance(each, list) and len(each) == of}
+    return replace(spec, model=replace(spec.model, hf_config={**config, **by_layer, key: blocks}))
 
 
 def _cut(step: ModelStep, number: int) -> None:
@@ -84,6 +106,13 @@ def _kind(block: nn.Module) -> list[object]:
         choices = {key: value for key, value in vars(inner).items() if isinstance(value, plain) and key != "training"}
         found.append((name, type(inner).__name__, sorted(choices.items(), key=lambda one: one[0])))
     return found
+
+
+def _over_ranks(modules: Iterable[nn.Module], tp: int) -> OverRanks:
+    every: Iterable[Any] = modules
+    styled = [(each.tp_style, each) for each in every if getattr(each, "tp_style", None)]
+    forward, backward = (sum(SUMS.get(style, (0, 0))[place] for style, _ in styled) for place in (0, 1))
+    return OverRanks(forward, backward, sum(tp * each.weight.shape[0] for style, each in styled if style in GATHERED))
 
 
 def _weight(name: str, parameter: nn.Parameter) -> Weight:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.storages import Storages
+from steplab.fake_step.tensor_parallel import split_for_tp
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
@@ -29,9 +30,9 @@ from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
-from steplab.specs.layout import SINGLE
+from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import AFTER, ALONE
 
 _CPU = torch.device("cpu")
 _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -45,6 +46,7 @@ def fake_step(
     *,
     cut: Callable[[ModelStep], None] = lambda step: None,
     compiled: bool = False,
+    with_state: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """A context that builds the step, and a function that runs it eagerly, as one process on CUDA does.
 
@@ -53,6 +55,7 @@ def fake_step(
         listen: receives every event.
         cut: removes blocks once the step is built.
         compiled: run as the spec's `compile`, without the operators of compiled code.
+        with_state: the optimizer has its state before the first run.
 
     The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
     added up and put into other tensors.
@@ -85,6 +88,12 @@ def fake_step(
         ):
             watcher.begin("build")
             step = _built(spec, storages, watcher, doing, cut)
+            if with_state and step.optimizer is not None:
+                watcher.begin("optimizer")
+                for parameter in step.module.parameters():
+                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+                step.optimizer_step()
+                _name_state(step, storages)
             if compiled and spec.compile != "off":
                 if spec.checkpointing != "none":
                     why = "a trace does not show what compiled code computes again"
@@ -158,16 +167,9 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
     found: list[ModelStep] = []
-    with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
+    alone = dataclasses.replace(spec, layout=Layout(tp=spec.layout.tp), pass_name="forward_backward", **ALONE)
+    with fake_step(alone, Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]
-
-
-_ALONE: dict[str, Any] = {
-    "layout": SINGLE,
-    "pass_name": "forward_backward",
-    "data_parallel": "bucketed",
-    "microbatches": None,
-}
 
 
 def _built(
@@ -177,6 +179,8 @@ def _built(
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
+    if spec.layout.tp > 1:
+        split_for_tp(workload.module, spec.layout.tp, spec.model.label)
     # An overlapped update needs the same memory and operators; without overlap a phase makes its state.
     step = ModelStep(workload, dataclasses.replace(spec, update=AFTER, compile="off"), _CPU)
     cut(step)
@@ -197,12 +201,8 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
         watcher.begin(phase.name)
         with HostMade(lambda made: _tell_place(watcher, made)) if phase.name == "forward" else nullcontext():
             phase.run()
-        if phase.name == "optimizer" and step.optimizer is not None:
-            for state in step.optimizer.state.values():
-                for key, value in state.items():
-                    piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
-                    if piece is not None:
-                        piece.category, piece.what = "optimizer_state", f"{key} of a weight"
+        if phase.name == "optimizer":
+            _name_state(step, storages)
         elif phase.name == "forward":
             storages.call_rest("activations")
 
@@ -212,6 +212,14 @@ def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
     for each in tree_leaves(made):
         if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
             each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
+
+
+def _name_state(step: ModelStep, storages: Storages) -> None:
+    for state in step.optimizer.state.values() if step.optimizer else ():
+        for key, value in state.items():
+            piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
+            if piece is not None:
+                piece.category, piece.what = "optimizer_state", f"{key} of a weight"
 
 
 def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
@@ -237,18 +245,19 @@ def _within_its_block(name: str) -> str:
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
     """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails without a conversion. With
-    content, they take each other's memory instead.
+    content, they take each other's memory instead. Draws of truncated normals read what they drew, and are left out.
     """
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
 
-    before = torch.utils.swap_tensors
+    before, init = torch.utils.swap_tensors, cast(Any, nn.init)
     torch.utils.swap_tensors = convert
+    drawn, init._no_grad_trunc_normal_ = init._no_grad_trunc_normal_, lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        torch.utils.swap_tensors = before
+        torch.utils.swap_tensors, init._no_grad_trunc_normal_ = before, drawn
 
 
 @contextmanager

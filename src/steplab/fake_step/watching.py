@@ -50,6 +50,8 @@ _NO_KERNEL = frozenset(
         *("new_empty", "new_empty_strided", "lift_fresh"),
     }
 )
+_RANDOM = (_aten.uniform_.default, _aten.normal_.default)
+"""Operators that fill weights while a model is built, and change no tensor without content."""
 _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 """Operators that read only the elements of their first tensor that the second, of indices, names."""
 _NOT_READ = {"nll_loss_backward": 1, "zero": 0}
@@ -175,6 +177,8 @@ class Watcher(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if self._phase == "build" and func in _RANDOM:
+            return args[0]
         self._calls += 1
         node: Any = torch._C._current_autograd_node() if self._is_engines else None
         accumulates = node is not None and _ACCUMULATE in node.name()

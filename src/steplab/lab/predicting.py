@@ -15,28 +15,27 @@ from typing import TypeVar
 
 import msgspec
 
-from steplab.errors import Unsupported
-from steplab.plan.accounting import Sizes, sizes_of
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import ForeignModel, Known, own_facts
+from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
 from steplab.plan.layout.weights import elements
 from steplab.plan.memory import predict_memory
+from steplab.plan.model_sizes import Sizes, sizes_of
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import ModelFacts
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
-from steplab.specs.layout import SINGLE
+from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
-from steplab.units import format_count
+from steplab.specs.step_choices import ALONE
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
 """A context that builds a step and yields a function that runs it; both emit events."""
 T = TypeVar("T")
-_LEFT = 64
+_LEFT = 512
 
 
 class _Trace(msgspec.Struct, array_like=True, gc=False):
@@ -260,23 +259,24 @@ def operators_of(spec: StepSpec) -> Sequence[Operator]:
     """
     deep = _deep_model(spec)
     if deep is None:
-        return _operators_of(spec, None)
-    few, more = _operators_of(spec, 2), _operators_of(spec, 3)
+        return _operators_of(spec, None, None)
+    few, more = (_operators_of(spec, blocks, deep.spread.layers_in_config) for blocks in (2, 3))
     return RepeatedBlocks(few, more, deep.num_layers)
 
 
-def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
+def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[Operator, ...]:
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.spread import with_blocks
         from steplab.fake_step.step import fake_step
 
         if blocks is None:
             return fake_step(spec, Count(0, ""), tell)
-        return with_blocks(spec, tell, blocks=blocks, compiled=False)
+        return with_blocks(spec, tell, blocks=blocks, of=of, with_state=True)
 
     found: list[Event] = []
     with kept(spec, f"operators {blocks}", trace)(found.append) as run:
-        run()  # makes the optimizer's state
+        if blocks is None:
+            run()  # makes the optimizer's state
         found.clear()
         run()
         return tuple(event for event in found if isinstance(event, Operator))
@@ -290,7 +290,16 @@ def spread_model(spec: StepSpec) -> ForeignModel | None:
     if known.spread is None:
         instead = "measure it with `steplab run`, or plan one process"
         raise Unsupported(f"planning layouts of {spec.model.label}", known.why_not, instead)
-    return ForeignModel(facts=known.facts, spread=known.spread, trace=_trace_two_blocks)
+    trace = partial(_trace_two_blocks, known.spread.layers_in_config)
+    split = partial(_spread_over, known, spec)
+    return ForeignModel(facts=known.facts, spread=known.spread, trace=trace, split=split)
+
+
+def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
+    found = _known(spec, tp, whole)
+    if found.spread is None or whole.spread is None:
+        raise UserError(found.why_not)
+    return replace(found.spread, num_layers=whole.spread.num_layers)
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
@@ -301,8 +310,7 @@ def facts_of(spec: StepSpec) -> ModelFacts | None:
 
 
 def sizes_for_accounting(spec: StepSpec) -> Sizes:
-    """The sizes of a model in an accounting. Raises Unsupported for unknown or different blocks, and for a
-    mixture of experts."""
+    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike."""
     if spec.model.shape is not None:
         return sizes_of(spec.model.shape)
     what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"
@@ -311,9 +319,6 @@ def sizes_for_accounting(spec: StepSpec) -> Sizes:
         raise Unsupported(what, why, "install torch and transformers, or replace the sizes of a built-in model")
     known = _known(spec)
     facts, spread = known.facts, known.spread
-    if facts.num_active_parameters:
-        told = f"{format_count(facts.num_parameters)} parameters, {format_count(facts.num_active_parameters)} active"
-        raise Unsupported(what, f"it is a mixture of experts ({told}), which gathers more than it multiplies", instead)
     if spread is None or not (known.inner_width and known.key_width):
         raise Unsupported(what, known.why_not or "its widths are not known", instead)
     matrices = [each for each in spread.block if min(each.rows, each.row_elements) > 1]
@@ -325,34 +330,37 @@ def sizes_for_accounting(spec: StepSpec) -> Sizes:
         matrices=elements(matrices),
         kinds=f"{len(matrices)} of them",
         key_width=known.key_width,
+        experts=known.experts,
+        num_active=facts.num_active_parameters or facts.num_parameters,
     )
 
 
-def _known(spec: StepSpec) -> Known:
+def _known(spec: StepSpec, tp: int = 1, whole: Known | None = None) -> Known:
     def find() -> Known:
         from steplab.fake_step.spread import known_of
 
-        return known_of(spec)
+        try:
+            return known_of(alone, whole.spread.layers_in_config if whole and whole.spread else None)
+        except SteplabError as error:
+            if whole is None:
+                raise
+            return replace(whole, spread=None, why_not=str(error))  # kept too, for a search tries many sizes of tp
 
     alone = replace(
         spec,
-        layout=SINGLE,
+        layout=Layout(tp=tp),
         compile="off",
         checkpointing="none",
-        update=AFTER,
-        data_parallel="bucketed",
-        microbatches=None,
-        pipeline_schedule="1f1b",
-        reshard_after_forward="auto",
+        **ALONE,
     )
     return kept_facts(alone, "known", Known, find)
 
 
-def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
+def _trace_two_blocks(of: int | None, spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.spread import with_blocks
 
-        return with_blocks(spec, tell, blocks=2, compiled=compiled)
+        return with_blocks(spec, tell, blocks=2, of=of, compiled=compiled)
 
     with kept(spec, f"two blocks {compiled}", trace)(listen) as run:
         run()

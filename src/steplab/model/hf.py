@@ -5,6 +5,7 @@ tokens), encoder-decoders (T5: sequences) and vision models (ViT: classification
 """
 
 import importlib.util
+from collections.abc import Iterator
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -21,7 +22,7 @@ from steplab.specs.step import StepSpec
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 """Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
-_INNER = ("intermediate_size", "n_inner", "ffn_dim")
+_INNER = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
 """Names of the inner width of feed-forward blocks, in configurations."""
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all known types."""
@@ -76,6 +77,7 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         inner_width=inner or 4 * text.hidden_size if attention_width else None,
         is_causal=task == "causal",
         num_active_parameters=_num_active(model, config),
+        experts=_experts(model, config),
     )
 
 
@@ -129,17 +131,25 @@ def _sizes(text: Any) -> tuple[int | None, int | None]:
     return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
 
 
-def _num_active(model: nn.Module, config: Any) -> int | None:
-    """Parameters that one token uses in a mixture of experts; None: all."""
+def _parts_of_experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, int]]:
+    """The experts of each block, their number, and the number of those that a token takes."""
     text = config.get_text_config()
     chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
-    inactive = 0.0
     for part in model.modules() if chosen else ():
         experts = getattr(part, "experts", None)
-        if not isinstance(experts, nn.Module):
-            continue
-        number = len(experts) if isinstance(experts, nn.ModuleList) else next(experts.parameters()).shape[0]
-        inactive += num_parameters(experts) * (1 - min(chosen, number) / number)
+        if isinstance(experts, nn.Module):
+            number = len(experts) if isinstance(experts, nn.ModuleList) else next(experts.parameters()).shape[0]
+            yield experts, number, min(chosen, number)
+
+
+def _experts(model: nn.Module, config: Any) -> tuple[int, int] | None:
+    return next(((number, chosen) for _, number, chosen in _parts_of_experts(model, config)), None)
+
+
+def _num_active(model: nn.Module, config: Any) -> int | None:
+    """Parameters that one token uses in a mixture of experts; None: all."""
+    of_all = _parts_of_experts(model, config)
+    inactive = sum(num_parameters(experts) * (1 - chosen / number) for experts, number, chosen in of_all)
     return round(num_parameters(model) - inactive) if inactive else None
 
 

@@ -31,6 +31,8 @@ class Workload:
     is_causal: bool = True
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
+    experts: tuple[int, int] | None = None
+    """Number of experts of a block, and of those that a token takes; None: no experts."""
     knows_tokens: bool = True
     """True if its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()

@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
 from steplab.costs.rates import LEAST_PER_S
 from steplab.errors import UserError
 from steplab.plan.formulas import Formula, root, symbol
+from steplab.plan.model_sizes import Sizes
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
 from steplab.specs.hardware import HardwareSpec, network_of
 from steplab.specs.layout import Layout
-from steplab.specs.model import TransformerShape
 from steplab.units import GIB, counted, format_message, three_digits
 
 BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"
@@ -100,40 +99,6 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """A model's sizes, as the derivations use them."""
-
-    width: int
-    inner: int
-    """Inner width of the feed-forward blocks."""
-    num_layers: int
-    num_parameters: int
-    matrices: int
-    """Elements of a block's matrices."""
-    kinds: str
-    """Number of these matrices, in words."""
-    key_width: int
-    """Width of keys; 0: no attention."""
-    plain_layers: int = 0
-    """Matrices of a block that is only a feed-forward block."""
-
-
-def sizes_of(shape: TransformerShape) -> Sizes:
-    """The sizes of steplab's Transformer."""
-    number = len(shape.feed_forward_layers)
-    return Sizes(
-        width=shape.d_model,
-        inner=shape.d_ff,
-        num_layers=shape.num_layers,
-        num_parameters=num_parameters(shape),
-        matrices=num_attention_weights(shape) + num_feed_forward_weights(shape),
-        kinds=f"{number} of its feed-forward part" + (", 4 of its attention" if shape.num_heads else ""),
-        key_width=shape.kv_width if shape.num_heads else 0,
-        plain_layers=0 if shape.num_heads else number,
-    )
-
-
 def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device, counted: Device) -> Accounting:
     """All derivations for a model.
 
@@ -175,9 +140,13 @@ class _Facts:
         self.N = symbol("N", mesh.fsdp * mesh.tp)
         self.C, self.W = symbol("C", device.flops_per_s), symbol("W", device.axis_bytes_per_s)
         self.alpha = symbol("α", device.flops_per_s / device.axis_bytes_per_s)
+        self.Ea, self.k = self.E, symbol("k", 1)
+        if sizes.experts:  # all are gathered, and a token is multiplied by some
+            self.Ea = symbol("E_a", sizes.matrices - (sizes.num_parameters - sizes.num_active) / sizes.num_layers)
+            self.k = symbol("k", sizes.experts[1])
         # The book's F, for blocks of other matrices than two of D x F.
         self.is_plain = sizes.matrices == 2 * self.num_parts * sizes.width * sizes.inner
-        self.Fe = self.F if self.is_plain else symbol("F_e", sizes.matrices / (2 * self.num_parts * sizes.width))
+        self.Fe = self.F if self.is_plain else symbol("F_e", self.Ea.value / (2 * self.num_parts * sizes.width))
 
     def given(self) -> Iterator[Figure]:
         device = self.device
@@ -185,6 +154,11 @@ class _Facts:
         yield _given(self.F, "", "inner width of the feed-forward blocks")
         yield _given(self.L, "", "blocks")
         yield _given(self.E, "", f"elements of a block's matrices: {self.sizes.kinds}")
+        if self.sizes.experts:
+            number, chosen = self.sizes.experts
+            yield _given(self.Ea, "", "elements of E that multiply a token: of its own experts alone")
+            yield _given(self.k, "", f"experts that a token takes of {number}: {chosen} rows a token are multiplied")
+            yield _given(symbol("P_a", self.sizes.num_active), "", "parameters that one token uses")
         yield _given(self.P, "", "parameters, all of them")
         yield _given(self.X, "devices", "that shard the weights and split the batch (FSDP)")
         yield _given(self.Y, "devices", "that split each matrix (tensor parallelism)")
@@ -216,6 +190,8 @@ class _Facts:
         yield self._sharded()
         yield self._least_batch()
         yield self._best_split()
+        if self.sizes.experts:
+            yield self._expert_parallel(self.sizes.experts[0])
         yield self._what_else()
 
     # --- memory ---------------------------------------------------------------------------------------------
@@ -247,6 +223,8 @@ class _Facts:
         per_block: Formula = self.D + self.F
         if self.sizes.key_width:
             per_block = 4 * self.D + 2 * symbol("K", self.sizes.key_width) + self.F
+        if self.sizes.experts:
+            per_block = 4 * self.D + 2 * symbol("K", self.sizes.key_width) + self.k * (self.D + self.F)
         per_token = _line("a", 2 * self.L * per_block, "bytes", "saved for a token")
         return per_token, _line("A", self.tokens * per_token.symbol, "bytes", "saved for the batch")
 
@@ -303,7 +281,7 @@ class _Facts:
         X, Y, MX, MY, N, Fe = self.X, self.Y, self.MX, self.MY, self.N, self.Fe
         title = "From which batch on is the forward pass compute-bound?"
         alpha = _line("α", self.C / self.W, "", "FLOPs for each byte that is received")
-        width = _line("F_e", self.E / (2 * self.num_parts * self.D), "", "elements of E for each number that Y moves")
+        width = _line("F_e", self.Ea / (2 * self.num_parts * self.D), "", "elements of E for each number that Y moves")
         most = _line("Y_max", MY * Fe / self.alpha, "devices", "from which on tensor parallelism alone costs more")
         shared = (alpha, *(() if self.is_plain else (width,)), most)
         if not self._tp_fits:
@@ -319,7 +297,7 @@ class _Facts:
         batch = overall.symbol
         moved: Formula = 4 * self.num_parts * batch * self.D / (X * self.W * MY)
         times = [
-            _line("T_math", 2 * self.E * batch / (N * self.C), "s", "a block's products on a device, at that batch"),
+            _line("T_math", 2 * self.Ea * batch / (N * self.C), "s", "a block's products on a device, at that batch"),
             _line("T_FSDP", 2 * self.E / (Y * self.W * MX), "s", "gathering a block's weights, two bytes each"),
         ]
         bounds = [overlapping]
@@ -343,15 +321,20 @@ class _Facts:
 
     def _least_tokens(self) -> tuple[Line, Line, Line]:
         Y, MX, MY, Fe = self.Y, self.MX, self.MY, self.Fe
-        overlapping = _line("b", self.alpha / (MX * Y), "tokens", "a device, if both communications overlap")
+        gathered = self._more(self.alpha)
+        overlapping = _line("b", gathered / (MX * Y), "tokens", "a device, if both communications overlap")
         if self.mesh.tp == 1:
-            alone = _line("b", self.alpha / MX, "tokens", "a device, whose weights alone are communicated")
+            alone = _line("b", gathered / MX, "tokens", "a device, whose weights alone are communicated")
             return alone, alone, _line("B", self.N * alone.symbol, "tokens", "the overall batch")
         apart = _line(
-            "b_sum", self.alpha * Fe * MY / (MX * Y * (MY * Fe - self.alpha * Y)), "tokens", "a device, if they do not"
+            "b_sum", gathered * Fe * MY / (MX * Y * (MY * Fe - self.alpha * Y)), "tokens", "a device, if they do not"
         )
         per_device = overlapping if self.device.own_links else apart
         return overlapping, apart, _line("B", self.N * per_device.symbol, "tokens", "the overall batch")
+
+    def _more(self, formula: Formula) -> Formula:
+        """Times the weights that are gathered for each that multiplies a token."""
+        return formula * self.E / self.Ea if self.sizes.experts else formula
 
     def _if_not(self, apart: Line) -> str:
         if self.mesh.tp == 1:
@@ -368,9 +351,11 @@ class _Facts:
     def _best_split(self) -> Question:
         MX, MY, Fe, N = self.MX, self.MY, self.Fe, self.N
         batch = self._least_tokens()[-1].symbol if self._tp_fits else self.tokens
-        X = _line("X_opt", root(batch * MX * N / (Fe * MY)), "devices", "where T_FSDP = T_TP, which is least")
+        X = _line(
+            "X_opt", root(batch * MX * N / (self._more(Fe) * MY)), "devices", "where T_FSDP = T_TP, which is least"
+        )
         Y = _line("Y_opt", N / X.symbol, "devices", "the others")
-        squared: Formula = self.alpha**2
+        squared = self._more(self.alpha**2)
         if not self.device.own_links:  # the sum of two equal times is twice each, and enters squared
             squared = 4 * squared
         floor = _line("b_min", squared / (MX * MY * Fe), "tokens", "a device, at the best split of any N")
@@ -392,7 +377,7 @@ class _Facts:
     def _best_whole_split(self, batch: float) -> tuple[int, int]:
         def taken(split: tuple[int, int]) -> float:
             fsdp, tp = split
-            weights = self.Fe.value / (tp * self.mesh.fsdp_axes) if fsdp > 1 else 0.0
+            weights = self._more(self.Fe).value / (tp * self.mesh.fsdp_axes) if fsdp > 1 else 0.0
             activations = batch / (fsdp * self.mesh.tp_axes) if tp > 1 else 0.0
             return max(weights, activations) if self.device.own_links else weights + activations
 
@@ -402,8 +387,28 @@ class _Facts:
         alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
         if tp > 1 and alpha * tp >= MY * Fe:
             return math.inf
-        gathered = alpha * weight_bytes / 2 / (MX * tp)
+        gathered = self._more(self.alpha).value * weight_bytes / 2 / (MX * tp)
         return gathered if self.device.own_links or tp == 1 else gathered / (1 - alpha * tp / (MY * Fe))
+
+    def _expert_parallel(self, number: int) -> Question:
+        ranks = max(x for x, _ in self._splits() if number % x == 0)
+        N_e = symbol("N_e", ranks)
+        rows = _line("R", self.k * self.tokens / self.N, "tokens", "rows that the experts of a device multiply")
+        sent = _line("T_EP", 4 * self.D * rows.symbol * (N_e - 1) / (N_e * self.W), "s", "to the experts and back")
+        products = _line("T_rows", 6 * self.D * self.F * rows.symbol / self.C, "s", "three products of these rows")
+        ratio = sent.symbol.value / products.symbol.value
+        return Question(
+            title="What does expert parallelism send?",
+            answer=f"With {number} experts over {ranks} devices, {number // ranks} on each, every token travels to its "
+            f"{self.k.value:.0f} experts and back, which takes {three_digits(ratio)} times as long as their products, "
+            "at any batch; no device gathers experts.",
+            figures=_figures(rows, sent, products),
+            source=BOOK,
+            remarks=(
+                "Balance is an assumption: every expert gets as many rows. If the busiest device gets f times as many, "
+                "both times are f times as long, and the others wait.",
+            ),
+        )
 
     def _what_else(self) -> Question:
         fsdp, tp = self.mesh.fsdp, self.mesh.tp

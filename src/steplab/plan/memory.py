@@ -18,7 +18,7 @@ from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.model import SpreadModel, own_facts
+from steplab.plan.layout.model import TP_OF_TRANSFORMERS, SpreadModel, own_facts
 from steplab.plan.layout.prediction import predict_layout_memory
 from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
@@ -71,6 +71,7 @@ def predict_memory(
         refuse_unserved_attention(spec, platform)
     if model is not None:
         workspace, notes = workspace_of(device), _notes(spec, workspace_of(device).value, device, traced=True)
+        notes += [TP_OF_TRANSFORMERS] if spec.layout.tp > 1 else []
         return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=True, model=model)
     if open_step is not dry_step:
         ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)

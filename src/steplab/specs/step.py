@@ -39,8 +39,8 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
     if layout.world_size == layout.dp:
         return
     if model.kind != "transformer":
-        if layout.tp > 1:
-            why = "only steplab's own Transformer can be split along tp"
+        if layout.tp > 1 and model.kind != "hf":
+            why = "only steplab's own Transformer and transformers' models with a plan can be split along tp"
             fix = f"{only_dp} or fsdp={layout.world_size}; pp=2 can be planned"
             raise Unsupported(f"{what} for {model.name}", why, fix)
         if spec.compile not in ("off", "block"):

@@ -3,7 +3,7 @@ refused with a reason and a replacement: its `unused`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.ops.triton_places import NAMES as LOSS_NAMES
@@ -25,6 +25,14 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 Reshard = Literal["auto", "always", "never"]
 
 AFTER: Final = "after"
+ALONE: Final[dict[str, Any]] = {
+    "update": AFTER,
+    "data_parallel": "bucketed",
+    "microbatches": None,
+    "pipeline_schedule": "1f1b",
+    "reshard_after_forward": "auto",
+}
+"""The choices of a step that only several processes have, as of one process."""
 OVERLAPPED: Final = "overlapped"
 IN_FLIGHT = ("overlap", "bucketed")
 """Strategies of data parallelism that send gradients while others are still being made."""

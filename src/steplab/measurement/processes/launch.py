@@ -48,8 +48,8 @@ def measure_in_child(
     """
     spec = task.spec
     refuse_planning_only(spec.model)
-    if spec.layout.pp > 1 and spec.model.shape is None:
-        why = "only steplab's own Transformer is cut into stages; other models can be planned so"
+    if max(spec.layout.pp, spec.layout.tp) > 1 and spec.model.shape is None:
+        why = "only steplab's own Transformer is split along tp and pp; other models can be planned so"
         raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, f"use fsdp={spec.layout.world_size}")
     answer = ask(
         "step",

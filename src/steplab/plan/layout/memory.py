@@ -417,6 +417,8 @@ class _Rank:
             return self._share("communication", all_of, "gathered weights")
         weights = of_embedding if part == "embedding" else 0 if part == "head" else width * unit
         message = of_embedding if part == "embedding" and phase == "forward" else width * unit
+        if not sharing.model.is_own and part == "embedding" and phase == "forward":
+            weights, message = width * unit, of_head + width * unit  # the root's message lasts until block 0 is there
         if phase == "backward" and block == stage.blocks[0] and part == "block":
             message = of_embedding
         if part == "embedding" and phase == "backward":

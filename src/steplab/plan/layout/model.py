@@ -4,56 +4,29 @@ Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a t
 each block. A third-party model's other parts belong to the root, which stays gathered throughout the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
-from steplab.errors import Unsupported
+from steplab.errors import SteplabError, Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.weights import Weight, weights_of
 from steplab.records.run import ModelFacts
-from steplab.specs.layout import SINGLE
+from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec, refuse_stages_without_blocks
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import ALONE
 
 _FP32_BYTES = 4
-
-
-class SpreadModel(Protocol):
-    """A model as plan.layout needs it."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def is_own(self) -> bool:
-        """True for steplab's Transformer."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Its sizes."""
-
-    def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        """The weights of a part on a rank; `block`: of one block."""
-
-    def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-        """The parts of a micro-step; see `parts_of`."""
-
-    def table_bytes(self, spec: StepSpec) -> int:
-        """Bytes of its buffers, such as a rotary table."""
-
-    def input_bytes(self, spec: StepSpec) -> int:
-        """Bytes of one batch."""
-
-    @property
-    def width(self) -> int:
-        """Elements of a token in the residual stream."""
+TP_OF_TRANSFORMERS = (
+    "tp is by transformers' plan of this configuration, with all tokens on every rank and all-reduces between products "
+    "(no sequence parallelism); it is planned, not run, and a weight that embedding and head share stays whole"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +56,19 @@ class OwnModel:
 
     @property
     def width(self) -> int:
+        """Elements of a token in the residual stream."""
         return self.shape.d_model
+
+
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """Messages of tensor parallelism by transformers' plan, in one pass over a part of a model."""
+
+    forward: int
+    """All-reduces of the residual stream."""
+    backward: int
+    gathered_width: int
+    """Elements of a token that are gathered forward, such as logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +84,11 @@ class Spread:
     batch_bytes: int
     """Bytes of a batch of the traced step."""
     batch: int
+    layers_in_config: int | None
+    """Number of layers in its configuration; None: another number than that of its blocks."""
+    of_block: "OverRanks"
+    """Messages along tp."""
+    of_ends: "OverRanks"
     is_tied: bool
     """True if two of its parts share a weight, such as embedding and head."""
 
@@ -113,6 +103,8 @@ class Known:
     """Why layouts cannot spread it."""
     inner_width: int | None = None
     key_width: int | None = None
+    experts: tuple[int, int] | None = None
+    """Number of experts of a block, and of those that a token takes; None: no experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,32 +113,44 @@ class ForeignModel:
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
+    split: Callable[[int], Spread]
+    """The model as one of tp ranks has it. Raises Unsupported for a model without a plan for it."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
+    _spread: dict[int, Spread | SteplabError] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
         return self.spread.num_layers
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        known = self.spread
+        known = self.spread_over(tp)
         return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
+    def spread_over(self, tp: int) -> Spread:
+        """Raises SteplabError as `split` does."""
+        if tp not in self._spread:
+            try:
+                self._spread[tp] = self.split(tp) if tp > 1 else self.spread
+            except SteplabError as error:
+                self._spread[tp] = error
+        found = self._spread[tp]
+        if isinstance(found, SteplabError):
+            raise found
+        return found
+
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-        key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed, spec.compile)
+        step = (spec.context, spec.pass_name, spec.precision, spec.attention, spec.compile)
+        key = (split.ranks, batch, recomputed, *step)
         if key not in self._known:
             of_two = replace(
                 spec,
-                layout=SINGLE,
+                layout=Layout(tp=split.ranks),
                 batch=batch,
                 accumulation=1,
                 pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
                 checkpointing=recomputed,
-                update=AFTER,
-                data_parallel="bucketed",
-                microbatches=None,
-                pipeline_schedule="1f1b",
-                reshard_after_forward="auto",
+                **ALONE,
             )
             found = parts_of_run(partial(self.trace, of_two, compiled=False))
             if spec.compile != "off":  # the memory of compiled code; its operators are the eager step's
@@ -166,8 +170,8 @@ class ForeignModel:
         return self.spread.embedding[0].row_elements
 
     def refuse_unplanned(self, spec: StepSpec) -> None:
-        """Raise Unsupported or UserError for a pipeline whose stages cannot be told."""
-        layout, spread = spec.layout, self.spread
+        """Raise Unsupported or UserError for a pipeline whose stages cannot be told, and for tp without a plan."""
+        layout, spread = spec.layout, self.spread_over(spec.layout.tp)
         if layout.pp == 1:
             return
         refuse_stages_without_blocks(layout.pp, spec.pipeline_schedule, self.num_layers)
@@ -175,6 +179,10 @@ class ForeignModel:
             why = "its embedding and head share a weight" if spread.is_tied else "nothing comes before its blocks"
             what = f"layout {layout} for {spec.model.label}"
             raise Unsupported(what, f"{why}, and stages are cut between blocks", f"use fsdp={layout.world_size}")
+
+
+SpreadModel = OwnModel | ForeignModel
+"""A model as plan.layout needs it."""
 
 
 class Trace(Protocol):

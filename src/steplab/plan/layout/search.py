@@ -16,7 +16,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_of
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
-from steplab.plan.layout.model import ForeignModel, own_model
+from steplab.plan.layout.model import TP_OF_TRANSFORMERS, ForeignModel, own_model
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import sharing_of
@@ -90,6 +90,8 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
     notes, facts = [*said, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
     if job.model is not None and any(each.spec and each.spec.layout.pp > 1 for each in found):
         notes.append("pipelines of this model are planned, not run: steplab cuts only its own Transformer into stages")
+    if job.model is not None and any(each.spec and each.spec.layout.tp > 1 for each in found):
+        notes.append(TP_OF_TRANSFORMERS)
     if job.update == OVERLAPPED:
         notes.append("times assume the update after the backward pass: its overlap across ranks is not predicted")
     reached, stated = job.machine.network_bytes_per_s, job.machine.network_stated_bytes_per_s
@@ -225,9 +227,9 @@ class _Search:
             spec = dataclasses.replace(self._spec(layout, per_rank, batch, schedule), checkpointing=checkpointing)
             if self._job.model is not None:
                 self._job.model.refuse_unplanned(spec)
+            return self.judged(spec)
         except SteplabError as error:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
-        return self.judged(spec)
 
     def judged(self, spec: StepSpec, *, timed: bool = False) -> LayoutCandidate:
         """timed: with the time of a layout that does not fit, on GPUs with enough memory."""

@@ -28,7 +28,7 @@ class Sharing:
     gathered_bytes: int
     """Bytes of an element as FSDP2 gathers it."""
     splits_tokens: bool
-    """True if tensor parallelism splits the tokens between the products (sequence parallelism), as in steplab."""
+    """True if tensor parallelism splits the tokens between the products (sequence parallelism): steplab's own model."""
     model: SpreadModel
     gathering: Gathering | None
     buckets: Buckets | None
@@ -85,7 +85,7 @@ def sharing_of(
         reshard=spec.reshards,
         weight_bytes=width,
         gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision and model.is_own else width,
-        splits_tokens=sequence_parallel,
+        splits_tokens=sequence_parallel and model.is_own,
         model=model,
         gathering=gathering if kind == "fsdp2" else None,
         buckets=buckets,

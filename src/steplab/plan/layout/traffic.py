@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from steplab.costs.communication import bus_factor
 from steplab.plan.layout.links import Group
-from steplab.plan.layout.model import SpreadModel
+from steplab.plan.layout.model import ForeignModel, SpreadModel
 from steplab.plan.layout.ranks import RankGroup
 from steplab.plan.layout.sharing import Sharing, weight_bytes
 from steplab.plan.layout.weights import Weight, trained
@@ -52,7 +52,7 @@ def groups_of(spec: StepSpec) -> dict[str, Group]:
 
 def traffic_of(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> tuple[Traffic, ...]:
     of_data = (*_data_parallel(spec, sharing), *_sharded(spec, rank, sharing))
-    return (*of_data, *_split(spec, rank), *_staged(spec, rank, sharing))
+    return (*of_data, *_split(spec, rank, sharing), *_staged(spec, rank, sharing))
 
 
 def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
@@ -118,15 +118,14 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
             )  # fmt: skip
 
 
-def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
+def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if spec.layout.tp == 1:
         return
-    assert spec.model.shape is not None
     group, tokens = groups_of(spec)["tp"], spec.tokens * spec.micro_steps
     calls = spec.micro_steps * spec.num_microbatches
     stream = weight_bytes(spec)
     product = 2 if spec.precision in ("bf16", "bf16_pure") else 4
-    whole = tokens * spec.model.shape.d_model // calls
+    whole = tokens * sharing.model.width // calls
     blocks, ends = len(rank.blocks), (rank.stages[0].first, rank.stages[-1].last)
     again = 0
     if spec.checkpoints_apply and spec.checkpointing != "none":
@@ -145,6 +144,19 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
                 count=number * calls, group=group, beside=False,
             )  # fmt: skip
 
+    if isinstance(sharing.model, ForeignModel):
+        spread = sharing.model.spread_over(spec.layout.tp)
+        one, other, logits = spread.of_block, spread.of_ends, spread.of_ends.gathered_width
+        yield from sent("all_reduce", "forward", product, blocks * one.forward + ends[0] * other.forward)
+        if logits and ends[1]:
+            yield Traffic(
+                axis="tp", collective="all_gather", carries="logits", phase="forward",
+                message_bytes=tokens // calls * logits * product, count=calls, group=group, beside=False,
+            )  # fmt: skip
+        if gradients:
+            yield from sent("all_reduce", "backward", stream, blocks * one.backward + ends[1] * other.backward)
+            yield from sent("all_reduce", "backward", product, again * one.forward)
+        return
     # Forward gathers the norms' outputs and scatters the last products' sums; backward is the reverse.
     yield from sent("all_gather", "forward", stream, 2 * blocks + ends[1])
     yield from sent("reduce_scatter", "forward", product, 2 * blocks)
@@ -156,7 +168,7 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
         yield from sent("all_gather", "backward", stream, 2 * again)
         yield from sent("reduce_scatter", "backward", product, again)  # torch stops before the last product
     if spec.pass_name == "train":
-        size = _FP32_BYTES * spec.model.shape.d_model
+        size = _FP32_BYTES * sharing.model.width
         yield Traffic(
             axis="tp", collective="all_reduce", carries="gradients of norms", phase="optimizer", message_bytes=size,
             count=2 * blocks + ends[1], group=group, beside=False,
@@ -166,7 +178,8 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
 def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if spec.layout.pp == 1:
         return
-    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width // spec.layout.tp
+    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width
+    size //= spec.layout.tp if sharing.splits_tokens else 1
     group = groups_of(spec)["pp"]
     pair = Group(size=2, stride=group.stride, in_line=group.size)
     for phase, ends in (("forward", "last"), ("backward", "first")):

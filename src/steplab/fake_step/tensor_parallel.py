@@ -1,0 +1,92 @@
+"""Tensor parallelism by the plan in a configuration of transformers: each parameter in the shape that one rank has.
+
+Sums over ranks happen in place here, and only their number is noted. transformers sums whole tokens (all-reduces),
+unlike steplab's own sequence parallelism. A weight that embedding and head share stays whole.
+"""
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steplab.errors import Unsupported, UserError
+
+_BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", "packed_colwise")
+"""Styles that split the outputs: the first of a matrix's two dimensions."""
+_BY_COLUMNS = ("rowwise", "packed_rowwise")
+GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Styles of modules that every rank has the whole output of."""
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
+SUMS = {"rowwise": (1, 0), "embedding_rowwise": (1, 0), "moe_tp_experts": (1, 1)}
+"""Style of a module -> all-reduces of its tokens in the forward and in the backward pass."""
+SUMS |= dict.fromkeys(("colwise", *GATHERED), (0, 1))
+
+
+def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
+    """Replace the parameters by the first rank's parts and note each module's style in `tp_style`.
+
+    Raises Unsupported for a model without a plan, UserError for a size that `tp` does not divide.
+    """
+    what = f"layout tp={tp} for {label}"
+    model: Any = next((m for m in module.modules() if hasattr(m, "base_model_prefix")), None)
+    of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not of_base:
+        kind = getattr(getattr(model, "config", None), "model_type", "this model")
+        raise Unsupported(what, f"transformers has no tensor-parallel plan for {kind}", "use fsdp or dp")
+    plan = {f"{model.base_model_prefix}.{name}": style for name, style in of_base.items()}
+    of_head = getattr(type(model), "_tp_plan", None)
+    plan |= of_head if isinstance(of_head, dict) else {}
+    text = model.config.get_text_config()
+    for size in ("num_attention_heads", "num_key_value_heads"):
+        _divided(getattr(text, size, None) or tp, tp, size)
+    gathered: Any = _Gathered.apply
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, inner in model.named_modules():
+        style = plan.get(_general(name))
+        own = dict(inner.named_parameters(recurse=False))
+        if style is None and not any(_general(f"{name}.{each}") in plan for each in own):
+            continue
+        if any(uses[id(parameter)] > 1 for parameter in own.values()):
+            continue
+        for key, parameter in own.items():
+            its = plan.get(_general(f"{name}.{key}"), style)
+            if its not in (*_BY_ROWS, *_BY_COLUMNS, *_WHOLE):
+                raise Unsupported(what, f"the style {its} of its plan is not known", "use fsdp or dp")
+            inner.register_parameter(key, _part(parameter, its, tp, f"{name}.{key}"))
+        inner.tp_style = style
+        if style in GATHERED:
+            inner.register_forward_hook(lambda _, __, made: gathered(made, tp))
+
+
+def _general(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _divided(size: int, tp: int, what: str) -> int:
+    if size % tp:
+        raise UserError(f"tp={tp} does not divide {what} {size}")
+    return size // tp
+
+
+def _part(parameter: nn.Parameter, style: str | None, tp: int, name: str) -> nn.Parameter:
+    sizes = list(parameter.shape)
+    dim = max(len(sizes) - 2, 0) if style in _BY_ROWS else len(sizes) - 1
+    if style in _WHOLE or (style in _BY_COLUMNS and len(sizes) == 1):  # a bias is added after the sum
+        return parameter
+    sizes[dim] = _divided(sizes[dim], tp, f"{name}'s size of")
+    return nn.Parameter(parameter.new_empty(sizes), requires_grad=parameter.requires_grad)
+
+
+class _Gathered(torch.autograd.Function):
+    """Outputs of all ranks, side by side; backward takes this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, tp: int) -> Tensor:
+        ctx.width = local.shape[-1]
+        return local.new_empty((*local.shape[:-1], tp * local.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[..., : ctx.width].contiguous(), None
