@@ -12,7 +12,6 @@ from steplab.explain.api import explain
 from steplab.records.ddp import DdpRun
 from steplab.records.failure import Failure
 from steplab.records.finding import Findings
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.numerics import Numerics
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.record import Record
@@ -234,7 +233,7 @@ def test_the_direction_in_which_autocast_moves_the_peak_is_the_measured_one(
     memories: dict[str, Run], size: str, direction: str
 ) -> None:
     bf16, fp32 = memories[f"{size}-bf16"], memories[f"{size}-fp32"]
-    told = " ".join(memory_verdict(bf16, references=MemoryReferences(others=(fp32,))).sentences)
+    told = " ".join(memory_verdict(bf16, references=(fp32,)).sentences)
     assert re.findall(r"With bf16 the peak is [\d.]+ % (\w+) than the", told) == [direction]
 
 

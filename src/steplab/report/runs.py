@@ -8,7 +8,6 @@ from steplab.report.environments import environment_section
 from steplab.report.kit.document import Document, Facts, Section, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.document import memory_verdict
-from steplab.report.memory.figures import memory_facts
 from steplab.report.profile.document import profile_chapter, profile_verdict
 from steplab.report.profile.verdict import saving_facts
 from steplab.report.report import NOTHING, Chapter, Context
@@ -30,7 +29,7 @@ def _summary(cells: Sequence[RunCell], context: Context) -> Section:
     if len(cells) == 1:  # its own document opens with them in sentences
         return Section.of("", Facts(facts=tuple(facts_of_one(cells[0].run) if context.answered else ())))
     fields = varying(cells)
-    found = (*facts(cells), *saving_facts(cells, context.findings, fields), *memory_facts(cells, fields))
+    found = (*facts(cells), *saving_facts(cells, context.findings, fields))
     return Section.of("", Facts(facts=found))
 
 
@@ -87,7 +86,7 @@ _CHAPTERS = (
     Chapter(name="warm-up", make=_of_cells(chapters.warmup_chapter)),
     Chapter(
         name="memory",
-        make=lambda cells, context: memory.memory_chapter(cells, context.predictions, context.references),
+        make=lambda cells, context: memory.memory_chapter(cells, context.predictions),
         terms=memory.TERMS,
     ),
     Chapter(name="planning", make=_planning),
