@@ -22,7 +22,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import PERCENT, TIME, Quantity
 from steplab.report.profile.words import largest_categories, time_sentence
-from steplab.report.run.cells import RunCell, label
+from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import run_title
 from steplab.report.run.verdict import run_cautions
 from steplab.specs.step_fields import option_name
@@ -98,7 +98,7 @@ def saved_words(finding: Finding) -> str:
     return f"{how} {units.format_time(gain_s)}{tokens}"
 
 
-def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fields: Sequence[str]) -> list[Fact]:
+def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings]) -> list[Fact]:
     """The largest predicted saving of a page, as a share of its step; empty without one."""
     predicted = [
         (finding.saves_s / found.step_s, cell, found)
@@ -109,9 +109,9 @@ def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fie
     if not predicted:
         return []
     share, cell, found = max(predicted, key=lambda one: one[0])
-    told = saving_sentence(found.findings[0], found.step_s)
-    text = f"of a step is the largest predicted saving of one change: {label(cell, fields)}. {told}"
-    return [Fact(figure=units.format_percent(share), text=text, wide=True)]
+    where = f" ({label(cell, varying(cells))})" if len(cells) > 1 else ""
+    text = f"largest predicted saving: {found.findings[0].title}{where}"
+    return [Fact(figure=units.format_percent(share), text=text)]
 
 
 def findings_section(findings: Findings) -> Section:
