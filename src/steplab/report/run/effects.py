@@ -180,7 +180,7 @@ def speed_words(ratio: float) -> str:
 def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
     """Time that each choice saves of a step, the largest first; what is lost goes the other way."""
     found = [(1 - 1 / median(pair.ratio for pair in effect.pairs), effect) for effect in effects_of(cells)]
-    known = [(saved, effect) for saved, effect in found if effect.faster or effect.slower]
+    known = [(saved, effect) for saved, effect in found if effect.faster or effect.slower or effect.is_negligible]
     if not known:
         return None
     bars = tuple(map(_effect_bar, sorted(known, key=lambda one: -one[0])))
@@ -189,12 +189,15 @@ def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
 
 def _effect_bar(one: tuple[float, Effect]) -> Bar:
     saved, effect = one
-    figure = units.format_change(-saved)
+    if effect.is_negligible:
+        return Bar(label=effect.choice, figure=VERBS["same"])
     count = len(effect.pairs)
     told = [f"{len(effect.faster)} of {units.counted(count, 'pair')} faster"]
     told += [f"{len(effect.slower)} slower"] if effect.slower else []
     segment = Segment(value=saved, color=1 if saved > 0 else 2, tip=effect_words(effect))
-    return Bar(label=effect.choice, figure=f"{figure} time", segments=(segment,), detail=", ".join(told))
+    return Bar(
+        label=effect.choice, figure=f"{units.format_change(-saved)} time", segments=(segment,), detail=", ".join(told)
+    )
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:

@@ -98,11 +98,10 @@ def run_cautions(run: Run) -> Iterator[str]:
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
-    early, told, effects = _warmup_words(cells, fields), trend_words(cells, fields), main_effects(cells)
+    early, told, effects = _warmup_words(cells, fields), list(trend_words(cells, fields)), main_effects(cells)
     if early and not effects:
         yield early
-    if told:
-        yield told
+    yield from told
     yield from map(effect_words, effects)
     if early and effects:
         yield early
@@ -157,39 +156,31 @@ def _interest(effect: Effect) -> tuple[int, int]:
     return place, -len(effect.pairs)
 
 
-def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
-    """The step's growth along the longest series of sizes; None without a certain difference."""
+def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
+    """The step's growth along the longest series of sizes, where the ends certainly differ."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
-        return None
+        return
     axis, series = max(found, key=lambda pair: _telling(pair[1]))
     first, last = series[0], series[-1]
     before_s, after_s = (median(cell.run.samples_s) for cell in (first, last))
     others = [n for n in fields if n != axis and n in _NAMED and not is_usual(n, first.values[n])]
     told = label(first, others) if any(first.values[name] is not None for name in others) else ""
     told = f" ({told})" if others and told else ""
-    text = (
+    yield (
         f"From {said(axis, first.values[axis])} to {said(axis, last.values[axis])}{told} the step takes "
         f"{times_words(after_s / before_s)} as long, {units.format_time(after_s)} instead of "
-        f"{units.format_time(before_s)}"
+        f"{units.format_time(before_s)}."
     )
-    text += _for_work(first.run, last.run)
-    used = [cell.run.utilization("mfu", "causal") for cell in (first, last)]
-    shares = [share.value for share in used if share and share.value is not None and not share.exceeds_peak]
-    if len(shares) == 2:
-        text += f"; MFU goes from {units.format_share(shares[0])} to {units.format_share(shares[1])}"
-    return f"{text}."
+    used = [share for cell in (first, last) if (share := cell.run.utilization("mfu", "causal")) and share.flops]
+    if len(used) == 2:
+        work = f"It does {(used[1].flops or 0.0) / (used[0].flops or 1.0):.1f} times the model FLOPs"
+        shares = [units.format_share(u.value) for u in used if u.value is not None and not u.exceeds_peak]
+        yield f"{work}{f'; MFU goes from {shares[0]} to {shares[1]}' if len(shares) == 2 else ''}."
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
     return len(series), series[0].values["pass"] == "train"
-
-
-def _for_work(first: Run, last: Run) -> str:
-    used = [run.utilization("mfu", "causal") for run in (first, last)]
-    if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
-        return ""
-    return f", for {used[1].flops / used[0].flops:.1f} times the model FLOPs"
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
