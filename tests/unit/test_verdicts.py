@@ -25,6 +25,7 @@ from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
 from steplab.report.report import Context, report_of
 from steplab.report.run.cells import cells_of
+from steplab.report.run.effects import effect_bars
 from steplab.specs.resolve import resolve_step
 
 NOTHING_MORE = Context()
