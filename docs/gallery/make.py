@@ -32,7 +32,8 @@ ATTENTION = RESULTS / "attention_h200_202611.jsonl.gz"
 COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
-ON_CPU = RESULTS / "cpu_202611.jsonl.gz"
+GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
+ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 Head = Mapping[str, Any]
@@ -108,9 +109,8 @@ PAGES = {
     ),
     "questions": Page(
         title="The training step, question by question",
-        files=dict.fromkeys(
-            (STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, DATA_PARALLEL, ON_CPU), _every
-        ),
+        files=dict.fromkeys((STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL), _every)
+        | {ON_CPU: _named("quick")},
         questions="assignment",
     ),
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),

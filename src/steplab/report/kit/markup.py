@@ -171,7 +171,7 @@ class _Markdown:
     def _table(self, table: Table) -> str:
         if not table.rows:
             return self.escape(table.empty)
-        if self.beside is None or len(table.rows) <= MOST_ROWS:
+        if self.beside is None or len(table.rows) <= max(MOST_ROWS, table.first or 0):
             return self.table(sheet(table))
         path = self.beside.table(table)
         first = replace(sheet(table), rows=sheet(table).rows[: table.first or MOST_ROWS])

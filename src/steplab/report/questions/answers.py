@@ -59,7 +59,11 @@ def questions_document(
         subtitle=dotted(*subtitle(records)),
         verdict=Verdict(sentences=(told,), cautions=left),
         sections=(
-            Section.of("Answers", Table(name="answers", columns=_ANSWERS, rows=tuple(shown)), anchor="answers"),
+            Section.of(
+                "Answers",
+                Table(name="answers", columns=_ANSWERS, rows=tuple(shown), first=len(shown)),
+                anchor="answers",
+            ),
             *chapters,
         ),
         data=data,
