@@ -70,7 +70,7 @@ def test_bars_are_what_choices_save_the_largest_first_and_losses_go_to_the_left(
         ("bf16 instead of fp32", "+25.0 % time"),
     ]
     assert [bar.segments[0].value for bar in bars.bars] == pytest.approx([0.5, -0.25])
-    assert (bars.low, bars.width) == (pytest.approx(-0.25), pytest.approx(0.75))
+    assert [bars.low, bars.width] == pytest.approx([-0.25, 0.75])
 
 
 def test_choices_with_one_pair_share_a_table() -> None:
