@@ -2,7 +2,6 @@ import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
@@ -24,7 +23,7 @@ def run_text(
     run: Run,
     format: str = "table",
     *,
-    references: MemoryReferences | None = None,
+    references: Sequence[Run] = (),
     width: int | None = None,
     color: bool = False,
 ) -> str:

@@ -3,7 +3,7 @@
     python docs/gallery/make.py [PAGE ...]
 
 Each page is what `steplab report ID ... --output PAGE.html` makes of the records in `PAGES`. The largest, `full`, is
-committed; `make docs` makes all of them.
+committed, and so is docs/questions.md, the first chapter of `questions`; `make docs` makes all of them.
 """
 
 import gzip
@@ -32,6 +32,8 @@ ATTENTION = RESULTS / "attention_h200_202611.jsonl.gz"
 COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
+GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
+ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 Head = Mapping[str, Any]
@@ -46,6 +48,8 @@ class Page:
     """Its heading."""
     files: Mapping[Path, Callable[[Head], bool]]
     """Where its records are, and which of a file's they are."""
+    questions: str = ""
+    """The questions that it answers; empty: it has the chapters of its records."""
 
     def lines(self) -> list[str]:
         """The records, one JSON document each, in the order they were measured."""
@@ -103,6 +107,12 @@ PAGES = {
             LAYOUTS: _on_four,
         },
     ),
+    "questions": Page(
+        title="The training step, question by question",
+        files=dict.fromkeys((STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL), _every)
+        | {ON_CPU: _named("quick")},
+        questions="assignment",
+    ),
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
     "sizes": Page(title="Step time by size", files={STEPS: _named("sizes")}),
     "memory": Page(title="Memory of a step", files={MEMORY: _ids("aa06916a8789")}),
@@ -115,14 +125,23 @@ PAGES = {
 
 def make(name: str, folder: Path = HERE) -> Path:
     """Write a page, and return where it is. Raises SystemExit where that fails."""
-    page, target = PAGES[name], folder / f"{name}.html"
+    return _made(PAGES[name], folder / f"{name}.html")
+
+
+def answers(target: Path = HERE.parent / "questions.md") -> Path:
+    """Write the answers to all questions, as a table in Markdown."""
+    return _made(PAGES["questions"], target, "--chapter", "Answers", "--force")
+
+
+def _made(page: Page, target: Path, *more: str) -> Path:
     with tempfile.TemporaryDirectory() as work:
         lines, store = page.lines(), f"{work}/store.db"
         (Path(work) / "records.jsonl").write_text("".join(lines), encoding="utf-8")
         ids = [json.loads(line)["id"] for line in lines]
+        asked = ["--questions", page.questions] if page.questions else []
         for words in (
             ["import", f"{work}/records.jsonl", "--store", store],
-            ["report", *ids, "--title", page.title, "--store", store, "--output", str(target)],
+            ["report", *ids, "--title", page.title, "--store", store, "--output", str(target), *more, *asked],
         ):
             if code := main(words):
                 raise SystemExit(code)
@@ -130,5 +149,7 @@ def make(name: str, folder: Path = HERE) -> Path:
 
 
 if __name__ == "__main__":
-    for asked in sys.argv[1:] or PAGES:
-        make(asked)
+    for named in sys.argv[1:] or PAGES:
+        make(named)
+        if named == "questions":
+            answers()

@@ -12,12 +12,11 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.cells import cells_of
-from steplab.report.run.effects import effects_sections, passes_table
+from steplab.report.run.effects import effect_bars, effects_sections
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.runs import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
-TRAIN = ("forward", "backward", "optimizer", "step")
 
 
 def by_id(run_id: object) -> Run:
@@ -33,28 +32,6 @@ def samples_of(run: Run, part: str) -> tuple[float, ...]:
 
 def tables(section: Section) -> list[Table]:
     return [block for block in section.blocks if isinstance(block, Table)]
-
-
-# --- passes -----------------------------------------------------------------------------------------------
-
-
-def test_each_pass_of_each_size_has_its_mean_deviation_and_median() -> None:
-    table = passes_table(cells_of(STUDY))
-    assert table
-    assert len(table.rows) == len(STUDY) * len(TRAIN)
-    for row in table.rows:
-        samples = samples_of(by_id(row["id"]), str(row["part"]))
-        assert row["median_s"] == statistics.median(samples)
-        assert row["mean_s"] == pytest.approx(statistics.fmean(samples))
-        assert row["stdev_s"] == pytest.approx(statistics.stdev(samples))
-        assert row["count"] == len(samples)
-
-
-def test_a_forward_pass_alone_is_one_row() -> None:
-    table = passes_table(cells_of([make_run({"pass": "forward"}), *STUDY[:1]]))
-    assert table
-    assert [row["part"] for row in table.rows].count("forward") == 2
-    assert len(table.rows) == 1 + len(TRAIN)
 
 
 # --- choices ----------------------------------------------------------------------------------------------
@@ -80,6 +57,22 @@ def test_each_choice_is_set_against_its_baseline_at_every_size() -> None:
             assert row["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0])
 
 
+def test_bars_are_what_choices_save_the_largest_first_and_losses_go_to_the_left() -> None:
+    def timed(fields: dict[str, object], step_s: float) -> Run:
+        samples = PhaseSamples(phase="step", host_s=(step_s, 1.001 * step_s, 0.999 * step_s) * 3)
+        return make_run(fields, timing=Timing(warmup=(), back_to_back=(samples,)))
+
+    runs = [timed({}, 0.1), timed({"precision": "bf16"}, 0.125), timed({"compile": "default"}, 0.05)]
+    bars = effect_bars(cells_of(runs))
+    assert bars
+    assert [(bar.label, bar.figure) for bar in bars.bars] == [
+        ("compiled instead of eager", "-50.0 % time"),
+        ("bf16 instead of fp32", "+25.0 % time"),
+    ]
+    assert [bar.segments[0].value for bar in bars.bars] == pytest.approx([0.5, -0.25])
+    assert [bars.low, bars.width] == pytest.approx([-0.25, 0.75])
+
+
 def test_choices_with_one_pair_share_a_table() -> None:
     runs = [make_run(), *(make_run({"attention": name}) for name in ("sdpa", "sdpa_flash"))]
     (section,) = effects_sections(cells_of(runs))
@@ -100,7 +93,7 @@ def test_several_runs_are_reported_with_these_tables_in_every_format(format: str
     (document,) = REPORT.documents(STUDY)
     text = render(document, format)
     if format in ("table", "md", "latex"):
-        for title in ("Phases of a step", "Choices by size", "bf16 instead of fp32", "The first steps"):
+        for title in ("Choices by size", "bf16 instead of fp32", "The first steps"):
             assert title in text
     else:
         assert all(run.id in text for run in STUDY)

@@ -21,15 +21,14 @@ from steplab.records.comm import CommCell, CommRun
 from steplab.records.record import Record
 from steplab.records.registry import kind_of, summary_row
 from steplab.report.attention.document import REPORT as ATTENTION_REPORT
-from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
+from steplab.report.comm.charts import time_over_size
 from steplab.report.comm.document import REPORT as COMM_REPORT
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_rows
 from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.kit.charts import DASHED
-from steplab.report.kit.document import Document, Section
+from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
-from steplab.report.report import NOTHING
 from steplab.report.run.columns import rows_document
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
@@ -197,11 +196,11 @@ def test_a_line_of_progress_has_time_and_bandwidth_or_what_went_wrong(gpus: Comm
     assert failed.endswith(": out of memory: rank 1 on node1: asked for 1.00 GiB more (buffers)")
 
 
-def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) -> None:
+def test_a_page_has_bandwidth_and_time_over_size_with_the_fit(gpus: CommRun) -> None:
     page = render_page([gpus], title="Collectives")
     assert '<section id="communication">' in page
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(pictures) == 2 + 2 + 4  # bandwidth and time by world size, time by size; one backend is none to compare
+    assert len(pictures) == 2 + 2  # bandwidth and time by world size
     first = gpus.cells[0]
     assert first.slowest is not None
     assert comm_cell_line(first).replace("µ", "µ") in page
@@ -210,8 +209,6 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     assert [picture.title for picture in over_size.pictures] == ["2 ranks", "4 ranks"]
     bare = sure(time_over_size(gpus.cells, ()))
     assert "stroke-dasharray" not in bare.pictures[0].svg
-    over_ranks = sure(time_over_ranks(gpus.cells))
-    assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
 
 
 def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
@@ -248,24 +245,6 @@ def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
     assert not steps & (of_comm | of_ddp)
     assert steps <= terms(make_run())
     assert not of_comm & {"bucket"}
-
-
-def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:
-    both = make_comm({"backend": ["nccl", "gloo"], "size": ["1MB", "10MB"], "world_size": [2]}, ranks=2)
-    chart = sure(backends_side_by_side(both.cells))
-    assert [name for _, _, name in chart.legend] == ["nccl", "gloo"]
-    assert len(chart.pictures) == 6
-    over_size, bandwidth = time_over_size(both.cells, both.profile), bandwidth_over_size(both.cells)
-    assert over_size is not None
-    assert bandwidth is not None
-    titles = [[picture.title for picture in drawn.pictures] for drawn in (over_size, bandwidth)]
-    assert titles == [["nccl", "gloo"]] * 2
-    assert backends_side_by_side(gpus.cells) is None
-    cpu = make_comm({"backend": ["gloo"]}, ranks=4)
-    for other, comes in ((cpu, True), (gpus, False)):
-        blocks = COMM_REPORT.chapters[0].make([gpus, other], NOTHING).blocks
-        headings = [part.title for part in blocks if isinstance(part, Section)]
-        assert ("Backends side by side" in headings) == comes
 
 
 def test_failures_are_marked_in_pictures_and_tables() -> None:

@@ -38,7 +38,7 @@ def test_the_bars_are_the_exposed_communication_sorted_and_the_best_stand_out(ru
     bars = sure(exposed_bars(run))
     drawn = {bar.label: sum(segment.value for segment in bar.segments) for bar in bars.bars}
     exposed = {cell.contender.label: s for cell in run.cells if (s := figures.exposed_s(cell)) is not None}
-    assert drawn == {name: max(seconds, 0.0) for name, seconds in exposed.items()}
+    assert drawn == exposed
     assert list(drawn) == sorted(exposed, key=lambda name: exposed[name])
     theirs = sure(figures.best_ddp(run.cells))
     winner = min(exposed, key=lambda name: figures.step_s(cell_of(run, name)) or 0.0)

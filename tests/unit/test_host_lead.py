@@ -6,12 +6,9 @@ from tests.rendering import run_text
 from tests.runs import make_run
 
 from steplab.records.ddp import DdpCell
-from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, lead_s, waits_for_host
 from steplab.report.ddp.document import ddp_verdict
 from steplab.report.ddp.figures import ddp_rows
-from steplab.report.run.cells import cells_of
-from steplab.report.run.verdict import facts
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
@@ -49,21 +46,6 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     assert "waits for the host" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
-
-
-def test_a_page_says_which_cells_wait_and_nothing_where_none_does() -> None:
-    late, early = (
-        dataclasses.replace(make_run({"precision": name}), timing=Timing(warmup=(), back_to_back=phases(0.3, lead)))
-        for name, lead in (("fp32", 0.001), ("bf16", 0.2))
-    )
-
-    def said(*runs: Run) -> list[str]:
-        return [fact.text for fact in facts(cells_of(runs)) if "launch-bound" in fact.text]
-
-    (told,) = said(late, early)
-    assert "fp32" in told
-    assert "bf16" not in told
-    assert said(early) == []
 
 
 def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> None:

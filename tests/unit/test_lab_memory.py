@@ -25,7 +25,6 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.step_job import measure_here
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
@@ -216,9 +215,8 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
     ]
     fill(tmp_path / "store.db", *(older, newer, whole, run, *others))
     found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
-    assert [other.id for other in found.others] == [newer.id, whole.id]
-    assert found.forecasts == {}  # cells measured in fp32 need none
-    assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
+    assert [other.id for other in found] == [newer.id, whole.id]
+    assert memory_references([others[1]], tmp_path / "store.db") == ()
 
 
 @pytest.mark.usefixtures("earlier_tests_left_no_garbage", "torch_settings_put_back")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.tables import GOLDEN, RESULTS, read
+from tests.cli.program import REPOSITORY
 from tests.runs import make_run, out_of_memory
 from tests.stored_lines import fill
 
@@ -25,6 +26,7 @@ from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
 from steplab.report.questions.answers import questions_document
 from steplab.specs.question import load_questions
+from steplab.views.reporting import report
 
 FACTORS = """
 title = "Factors"
@@ -141,6 +143,8 @@ def recorded() -> list[Record]:
         *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("step", "gz"), ("memory", "xz"))),
         *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("profile", "gz"), ("precision", "xz"))),
         *(RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("attention", "comm", "ddp")),
+        GOLDEN / "busy_cpu_202611.jsonl.gz",
+        RESULTS / "comm_cpu_202611.jsonl.gz",
     )
     return [record for file in files for record in read(file, Record)]
 
@@ -149,7 +153,7 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> 
     document = questions_document(load_questions("assignment"), recorded, nothing)
     data: Any = document.data
     unknown = [row["question"] for row in data if row["answer"] is None]
-    assert unknown == ["Are the parameters after naive data parallelism those of one process?"]
+    assert unknown == ["And on an Apple GPU, mps?"]
     told = {row["question"]: row["answer"] for row in data}
     assert told["How does memory saved for backward grow with the length, and what removes it?"] == (
         "A doubled length saves 4.0× as much in plain attention and 2.0× in FlashAttention."
@@ -164,6 +168,35 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> 
     }
     assert (steps["2.7b", 1024] or 0) > (steps["small", 128] or 0)
     assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
+
+
+def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp_path: Path) -> None:
+    fill(tmp_path / "store.db", *(record for record in recorded if record.name != "identical"))
+    view = report(questions="assignment", chapter="Answers", store=tmp_path / "store.db")
+    page = view.save(tmp_path / "questions.md").read_text(encoding="utf-8")
+    committed = (REPOSITORY / "docs" / "questions.md").read_text(encoding="utf-8")
+    assert page == committed, "`python docs/gallery/make.py questions` makes it again"
+
+
+def test_ranks_of_gloo_and_of_nccl_are_side_by_side_and_machines_apart(recorded: list[Record]) -> None:
+    found = sections(questions_document(load_questions("assignment"), recorded, nothing))
+    asked = found["How long does an all-reduce take, by size, backend and number of processes?"]
+    (table,) = (block for block in asked.blocks if isinstance(block, Table))
+    rows = {(row["machine"], row["way"], row["world_size"]): row for row in table.rows}
+    assert {ranks for machine, way, ranks in rows if (machine, way) == ("AMD EPYC", "gloo")} == {2, 4, 6}
+    assert {ranks for machine, way, ranks in rows if (machine, way) == ("NVIDIA H200", "nccl")} == {2, 4}
+
+
+def test_what_bf16_changes_of_the_peak_is_the_records_categories(recorded: list[Record]) -> None:
+    peaks = {
+        run.spec.precision: run.memory_profile.at_peak
+        for run in recorded
+        if isinstance(run, Run) and run.spec and run.memory_profile and run.name.startswith("2.7b-512-train-")
+        if run.name in ("2.7b-512-train-fp32", "2.7b-512-train-bf16")
+    }
+    found = sections(questions_document(load_questions("assignment"), recorded, nothing))
+    share = peaks["bf16"]["activations"] / peaks["fp32"]["activations"]
+    assert f"Activations take {share:.2f}× of fp32's" in text_of(found["Which part of the peak does it change?"])
 
 
 def test_answers_are_the_samples_own(recorded: list[Record]) -> None:
@@ -257,6 +290,15 @@ def test_a_store_is_reported_by_questions_in_each_format(
         assert "At best 0.25×" in " ".join(told.split()) or chosen == "latex", chosen
         if chosen == "json":
             assert [row["question"] for row in json.loads(told)] == ["What does bf16 save?", "And fp16?"]
+    picture = tmp_path / "figure.svg"
+    asked = ["report", "--questions", factors, "--store", str(path)]
+    assert main([*asked, "--chapter", "what does", "--output", str(picture)]) == 0
+    assert picture.read_text().count("<svg") == 1
+    capsys.readouterr()
+    assert main([*asked, "--chapter", "and fp16", "--format", "svg"]) == 2
+    assert "there is no picture" in capsys.readouterr().err
+    assert main([*asked, "--chapter", "nothing"]) == 2
+    assert "choose one of Answers, Timing" in capsys.readouterr().err
     assert main(["report", "--questions", "nothing", "--store", str(path)]) == 2
     assert "choose one of assignment" in capsys.readouterr().err
 

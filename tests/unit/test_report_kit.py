@@ -11,6 +11,8 @@ from steplab.printing import plain
 from steplab.report.kit.charts import drawing
 from steplab.report.kit.document import (
     RESULT,
+    Bar,
+    Bars,
     Chart,
     Column,
     Document,
@@ -18,12 +20,15 @@ from steplab.report.kit.document import (
     Picture,
     Row,
     Section,
+    Segment,
     Sentences,
     Table,
     Verdict,
 )
-from steplab.report.kit.html import section_html
+from steplab.report.kit.html import section_html, to_html
 from steplab.report.kit.kernel_names import last_part, short_kernel, short_kernels
+from steplab.report.kit.markup import one_document
+from steplab.report.kit.pictures import Beside
 from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.kit.table import drawn, sheet
@@ -275,3 +280,34 @@ def test_a_gigantic_name_is_cut_quickly() -> None:
 )
 def test_last_part_of_a_range(range: str, part: str) -> None:
     assert last_part(range) == part
+
+
+def test_a_negative_bar_goes_to_the_left_of_zero_on_a_page_and_in_a_picture() -> None:
+    def bar(value: float) -> Bar:
+        return Bar(label=f"{value:g}", figure="", segments=(Segment(value=value, color=1, tip=""),))
+
+    bars = Bars(bars=(bar(3.0), bar(-1.0)))
+    page = to_html(Document(title="t", sections=(Section.of("s", bars, anchor="s"),)))
+    assert re.findall(r'<i style="margin-left:([\d.]+)%;width:([\d.]+)%', page) == [
+        ("25.00", "75.00"),
+        ("0.00", "25.00"),
+    ]
+    assert page.count('class="zero" style="left:25.00%"') == 2
+    beside = Beside("t_md")
+    render(Document(title="t", sections=(Section.of("s", bars),)), "md", beside=beside)
+    (picture,) = beside.files.values()
+    starts = re.findall(r'd="M([\d.]+) [\d.]+h(-?[\d.]+)v16h\S+z" fill="#0072b2"', picture.decode())
+    (right, ahead), (left, back) = ((float(at), float(wide)) for at, wide in starts)
+    assert right == left  # zero
+    assert ahead == pytest.approx(-3 * back, rel=1e-3)
+
+
+def test_documents_in_latex_are_one_where_they_are_printed_together() -> None:
+    parts = [render(Document(title=name, sections=(Section.of(name, "text"),)), "latex") for name in "ab"]
+    whole = one_document(parts)
+    assert (whole.count(r"\documentclass"), whole.count(r"\begin{document}"), whole.count(r"\end{document}")) == (
+        1,
+        1,
+        1,
+    )
+    assert whole.index(r"\section*{a}") < whole.index(r"\section*{b}")

@@ -18,15 +18,14 @@ from steplab.records.run import Run
 from steplab.report.kit.charts import css_color
 from steplab.report.kit.labels import text_width
 from steplab.report.memory.categories import color_of, legend_of
-from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
-from steplab.report.memory.timeline import NARROW, WIDE, Shown, fullest_moments, memory_timelines
+from steplab.report.memory.charts import peak_bars
+from steplab.report.memory.timeline import WIDTH, fullest_moments, memory_timeline
 from steplab.report.run.cells import cells_of
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
 ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": imported_snapshot(), "cpu": cpu_run()}
 HALF_A_STEP = 0.35  # pixels: edges are drawn at half pixels, the rules that the scale is read off at tenths
-SMALLEST = 210  # pixels of the bytes' axis in a small multiple
 Point = tuple[float, float]
 
 
@@ -35,10 +34,8 @@ def profile_of(run: Run) -> MemoryProfile:
     return run.memory_profile
 
 
-def svg_of(profile: MemoryProfile, *, beside: int = 0, capacity: int | None = None) -> str:
-    names = ["" if not beside else f"context {128 << i}" for i in range(1 + beside)]
-    chart = sure(memory_timelines([Shown(title=name, profile=profile, capacity=capacity) for name in names]))
-    return chart.pictures[0].svg
+def svg_of(profile: MemoryProfile, *, capacity: int | None = None) -> str:
+    return sure(memory_timeline(profile, capacity)).pictures[0].svg
 
 
 def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> MemoryProfile:
@@ -95,20 +92,18 @@ def bytes_per_px(svg: str) -> float:
     return float(number) * scale[unit] / (float(low_y) - float(high_y))
 
 
-@pytest.mark.parametrize("beside", [0, 2])
 @pytest.mark.parametrize("case", [*ALL, *range(5)])
-def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int, beside: int) -> None:
+def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int) -> None:
     profile = random_profile(case) if isinstance(case, int) else profile_of(ALL[case])
-    timeline, svg = profile.timeline, svg_of(profile, beside=beside)
+    timeline, svg = profile.timeline, svg_of(profile)
     edges, per_px = edges_of(svg), bytes_per_px(svg)
-    width = NARROW if beside else WIDE
     ends = [profile.timeline.time_s[-1], profile.peak_s, *(phase.end_s for phase in profile.phases)]
-    columns = round((width - 72) / _column_px(svg, width))
+    columns = round((WIDTH - 72) / _column_px(svg))
     moments = fullest_moments(timeline, 0.0, max(ends), columns)
     there = [name for name, sizes in zip(timeline.categories, timeline.allocated_bytes, strict=True) if any(sizes)]
     assert list(edges) == [css_color(color_of(name)) for name in reversed(there)]
     for column, moment in enumerate(moments):
-        x = 62 + (column + 0.5) * (width - 72) / columns
+        x = 62 + (column + 0.5) * (WIDTH - 72) / columns
         drawn, below = 0.0, 0
         for name, sizes in zip(timeline.categories, timeline.allocated_bytes, strict=True):
             if name in there and moment is not None:
@@ -120,15 +115,15 @@ def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int, be
         assert drawn * per_px == pytest.approx(total, abs=HALF_A_STEP * per_px)
 
 
-def _column_px(svg: str, width: int) -> float:
+def _column_px(svg: str) -> float:
     corners = {x for edge in edges_of(svg).values() for x, _ in edge}
     return max(
         px
         for px in (1.0, 2.0, 4.0, 8.0)
         if all(
             abs(
-                (x - 62) * int((width - 72) / px) / (width - 72)
-                - round((x - 62) * int((width - 72) / px) / (width - 72))
+                (x - 62) * int((WIDTH - 72) / px) / (WIDTH - 72)
+                - round((x - 62) * int((WIDTH - 72) / px) / (WIDTH - 72))
             )
             < 0.3
             for x in corners
@@ -156,15 +151,14 @@ def test_a_column_shows_the_fullest_moment_in_it(seed: int) -> None:
     assert max(totals) == max(totals[m] for m in found if m is not None)
 
 
-@pytest.mark.parametrize("beside", [0, 2])
 @pytest.mark.parametrize("case", [*ALL, *range(8)])
-def test_the_dot_is_at_the_peak(case: str | int, beside: int) -> None:
+def test_the_dot_is_at_the_peak(case: str | int) -> None:
     profile = random_profile(case) if isinstance(case, int) else profile_of(ALL[case])
-    svg = svg_of(profile, beside=beside)
-    (x, y), width = dots(svg)[0], NARROW if beside else WIDE
+    svg = svg_of(profile)
+    x, y = dots(svg)[0]
     end = max(profile.timeline.time_s[-1], *(phase.end_s for phase in profile.phases), profile.peak_s)
-    assert x == pytest.approx(62 + profile.peak_s / end * (width - 72), abs=0.06)
-    zero = 22 + (SMALLEST if beside else 300)
+    assert x == pytest.approx(62 + profile.peak_s / end * (WIDTH - 72), abs=0.06)
+    zero = 322
     assert (zero - y) * bytes_per_px(svg) == pytest.approx(profile.peak_bytes, rel=0.003)
     highest = max(height for edge in edges_of(svg).values() for _, height in edge)
     assert zero - y == pytest.approx(highest, abs=0.2)
@@ -187,18 +181,6 @@ def test_phases_are_shaded_where_they_were() -> None:
         assert float(right) == pytest.approx(62 + phase.end_s / end * 968, abs=0.06)
 
 
-def test_side_by_side_all_have_one_scale() -> None:
-    runs = [watched_run({"context": context}) for context in (128, 256, 512)]
-    chart = sure(memory_timelines([Shown(title=str(run.id), profile=profile_of(run)) for run in runs]))
-    ticks = [re.findall(r">([\d.]+ [KMG]?i?B)</text>", picture.svg) for picture in chart.pictures]
-    assert ticks[0] == ticks[1] == ticks[2]
-    assert [picture.width for picture in chart.pictures] == [NARROW] * 3
-    assert len({bytes_per_px(picture.svg) for picture in chart.pictures}) == 1
-    for picture, run in zip(chart.pictures, runs, strict=True):
-        peak = profile_of(run)
-        assert picture.subtitle == f"peak {units.format_bytes(peak.peak_bytes)}, in {peak.peak_phase}"
-
-
 def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
     profile = profile_of(FP32)
     near = svg_of(profile, capacity=int(profile.peak_bytes / 0.7))
@@ -206,8 +188,6 @@ def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
     (line,) = re.findall(r'd="M62 ([\d.]+)H1030" stroke="var\(--muted\)" stroke-dasharray', near)
     assert (322 - float(line)) * bytes_per_px(near) == pytest.approx(profile.peak_bytes / 0.7, rel=0.005)
     assert "device memory" not in svg_of(profile, capacity=int(profile.peak_bytes / 0.5))
-    two = sure(memory_timelines([Shown(title="a", profile=profile, capacity=10), Shown(title="b", profile=profile)]))
-    assert "device memory" not in two.pictures[0].svg
 
 
 # --- labels ------------------------------------------------------------------------------------------------------
@@ -239,19 +219,17 @@ def assert_labels_fit(svg: str) -> None:
             assert apart, f"{text} / {other}"
 
 
-@pytest.mark.parametrize("beside", [0, 2])
 @pytest.mark.parametrize("fullness", [None, 0.6, 0.98])
 @pytest.mark.parametrize("case", [*ALL, *range(6)])
-def test_no_label_over_time_is_cut_or_runs_into_another(case: str | int, fullness: float | None, beside: int) -> None:
+def test_no_label_over_time_is_cut_or_runs_into_another(case: str | int, fullness: float | None) -> None:
     profile = random_profile(case, num_phases=1 + case % 6) if isinstance(case, int) else profile_of(ALL[case])
     capacity = int(profile.peak_bytes / fullness) if fullness else None
-    assert_labels_fit(svg_of(profile, beside=beside, capacity=capacity))
+    assert_labels_fit(svg_of(profile, capacity=capacity))
 
 
 def test_a_phase_with_a_name_of_any_length_is_named_within_the_picture() -> None:
     phases = tuple(replace(phase, name="phase " + "x" * 80) for phase in profile_of(FP32).phases)
-    for beside in (0, 2):
-        assert_labels_fit(svg_of(replace(profile_of(FP32), phases=phases), beside=beside))
+    assert_labels_fit(svg_of(replace(profile_of(FP32), phases=phases)))
 
 
 # --- bounds -------------------------------------------------------------------------------------------------------
@@ -265,15 +243,13 @@ def test_however_long_the_history_the_picture_stays_small() -> None:
         time_s=tuple(1e-5 * i for i in range(num)), categories=MEMORY_CATEGORIES, allocated_bytes=sizes
     )
     profile = replace(profile_of(FP32), timeline=timeline, peak_s=0.1)
-    for beside in (0, 2):
-        assert len(svg_of(profile, beside=beside)) < 70_000
+    assert len(svg_of(profile)) < 70_000
 
 
 def test_a_history_of_nothing_is_no_picture_and_one_of_one_moment_is_one() -> None:
     profile = profile_of(FP32)
     nothing = MemoryTimeline(time_s=(), categories=(), allocated_bytes=())
-    assert memory_timelines([Shown(title="", profile=replace(profile, timeline=nothing))]) is None
-    assert memory_timelines([]) is None
+    assert memory_timeline(replace(profile, timeline=nothing)) is None
     moment = MemoryTimeline(time_s=(0.0,), categories=("parameters",), allocated_bytes=((7,),))
     alone = replace(profile, timeline=moment, phases=(), peak_s=0.0, peak_bytes=7)
     assert_labels_fit(svg_of(alone))
@@ -284,7 +260,7 @@ def test_a_history_of_nothing_is_no_picture_and_one_of_one_moment_is_one() -> No
 def test_hostile_names_are_text_in_the_picture() -> None:
     hostile = "<script>alert(1)</script>\"'&"
     phases = tuple(replace(phase, name=hostile) for phase in profile_of(FP32).phases)
-    chart = sure(memory_timelines([Shown(title=hostile, profile=replace(profile_of(FP32), phases=phases))]))
+    chart = sure(memory_timeline(replace(profile_of(FP32), phases=phases)))
     assert "<script" not in chart.pictures[0].svg
     assert "&lt;script&gt;" in chart.pictures[0].svg
 
@@ -321,72 +297,3 @@ def test_a_category_has_a_colour_of_its_own() -> None:
     assert len(set(colors)) == len(MEMORY_CATEGORIES)
     assert [f"var(--c{number})" for number, *_ in legend_of(MEMORY_CATEGORIES)] == [css_color(c) for c in colors]
     assert len({color_of(name) for name in ("before", "during", "rounding")}) == 3
-
-
-# --- memory against time --------------------------------------------------------------------------------------------
-
-
-def settings_of_one_cell(figures: dict[str, tuple[float, int]]) -> list[Run]:
-    runs = []
-    for setting, (time_s, peak_mib) in figures.items():
-        run = watched_run({"context": 128, "checkpointing": setting})
-        assert run.timing is not None
-        assert run.memory is not None
-        samples = tuple(replace(samples, device_s=(time_s,) * 10) for samples in run.timing.back_to_back)
-        peaks = tuple(replace(peak, peak_allocated_bytes=peak_mib * MIB) for peak in run.memory.peaks)
-        timing = replace(run.timing, back_to_back=samples)
-        runs.append(replace(run, timing=timing, memory=replace(run.memory, peaks=peaks)))
-    return runs
-
-
-def test_points_lie_where_time_and_memory_put_them() -> None:
-    figures = {"none": (0.100, 4096), "every_4": (0.112, 3300), "selective": (0.118, 2048), "full": (0.131, 1024)}
-    chart = sure(checkpointing_tradeoff(cells_of(settings_of_one_cell(figures))))
-    (picture,) = chart.pictures
-    assert picture.subtitle == "full: -75 % memory, +31 % time"
-    labels = label_boxes(picture.svg)
-    at_times = [
-        ((left + right) / 2, float(text.split()[0]) / 1e3) for text, left, _, right, _ in labels if " ms" in text
-    ]
-    (x0, t0), *_, (x1, t1) = sorted(at_times)
-    in_bytes = {"B": 1, "GiB": 1024**3}
-    at_sizes = [
-        ((top + bottom) / 2, float(text.split()[0]) * in_bytes[text.split()[1]])
-        for text, _, top, _, bottom in labels
-        if text.split()[1] in in_bytes
-    ]
-    (y1, high), *_, (y0, low) = sorted(at_sizes)
-    for setting, (time_s, peak_mib) in figures.items():
-        tip = f"{'no checkpointing' if setting == 'none' else f'checkpointing {setting}'}: "
-        tip += f"{units.format_bytes(peak_mib * MIB)}, {units.format_time(time_s)}"
-        mark = re.search(rf'<title>{tip}[^<]*</title>.*?<use href="#\w+" x="([\d.]+)" y="([\d.]+)"', picture.svg)
-        assert mark is not None, setting
-        x, y = float(mark[1]), float(mark[2])
-        assert t0 + (x - x0) * (t1 - t0) / (x1 - x0) == pytest.approx(time_s, abs=2e-4)
-        assert low + (y - y0) * (high - low) / (y1 - y0) == pytest.approx(peak_mib * MIB, rel=0.02)
-    assert [name for *_, name in chart.legend] == [
-        "no checkpointing", "checkpointing full", "checkpointing selective", "checkpointing every_4"
-    ]  # fmt: skip
-    assert len({(number, glyph) for number, glyph, _ in chart.legend}) == len(figures)
-    assert_labels_fit(picture.svg)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_label_of_an_axis_is_cut_or_runs_into_another(seed: int) -> None:
-    rng = random.Random(seed)
-    settings = ["none", "full", "selective", *(f"every_{n}" for n in rng.sample(range(2, 40), 3))]
-    scale = rng.choice([1e-4, 0.1, 30])
-    figures = {s: (scale * (1 + rng.choice([0, 0.01, rng.random()])), rng.randrange(500, 9000)) for s in settings}
-    chart = sure(checkpointing_tradeoff(cells_of(settings_of_one_cell(figures))))
-    assert_labels_fit(chart.pictures[0].svg)
-
-
-def test_one_setting_is_no_trade_off() -> None:
-    assert (
-        checkpointing_tradeoff(cells_of([FP32, BF16, watched_run({"context": 256, "checkpointing": "full"})])) is None
-    )
-    chart = sure(
-        checkpointing_tradeoff(cells_of([*settings_of_one_cell({"none": (0.1, 90), "full": (0.1, 50)}), BF16]))
-    )
-    assert [picture.title for picture in chart.pictures] == ["context 128 · fp32"]
-    assert_labels_fit(chart.pictures[0].svg)

@@ -37,9 +37,9 @@ _GROUPS = {
 }
 
 Format = Literal["table", "json", "csv", "md", "latex"]
-PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
+PageFormat = Literal["table", "json", "csv", "md", "latex", "html", "svg"]
 QUIET = "Stop a cell after this long without progress: 90s, 5min, 2h"
-_ONE_FILE = ("table", "json", "csv", "html")
+_ONE_FILE = ("table", "json", "csv", "html", "svg")
 _FORMAT_HELP = "Format [default: by --output's suffix, else table]"
 _RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]

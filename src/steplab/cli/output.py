@@ -12,7 +12,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, format_of, packed, refuse_the_same
 from steplab.printing import leaving
 from steplab.printing import say as say
-from steplab.report.kit.rendering import FORMATS, PAGE, render
+from steplab.report.kit.rendering import FORMATS, PAGE, PICTURE, render
 
 if TYPE_CHECKING:
     from steplab.report.kit.document import Document
@@ -27,7 +27,7 @@ def chosen_format(
     UserError for a format that the command does not write, and for an output or a file in `beside` that must not be
     replaced; SteplabError for a file that cannot be created.
     """
-    allowed = allowed or ((*FORMATS, PAGE) if isinstance(out, PageOptions) else FORMATS)
+    allowed = allowed or ((*FORMATS, PAGE, PICTURE) if isinstance(out, PageOptions) else FORMATS)
     output = out.output
     ending = format_of(output) if output else None
     if output and output.suffix and not ending and not format:
@@ -108,7 +108,13 @@ if TYPE_CHECKING:
 
 
 def write_report(
-    selection: "ReportedRecords", chosen: str, out: FileOptions, *, title: str | None = None, named: bool = False
+    selection: "ReportedRecords",
+    chosen: str,
+    out: FileOptions,
+    *,
+    title: str | None = None,
+    named: bool = False,
+    chapter: str | None = None,
 ) -> None:
     """Write the records as a page (html, or md and latex in a file) or as tables; the verdict of a page is printed too.
 
@@ -118,7 +124,7 @@ def write_report(
     from steplab.views.reporting import answer_of, report_of
 
     with ProgressLine() as line:
-        view = report_of(selection, title=title, named=named, store=out.store, on_progress=line.within)
+        view = report_of(selection, title=title, named=named, chapter=chapter, store=out.store, on_progress=line.within)
         text = _saved(view, chosen, out)
     if chosen == "html" and out.output is not None:
         emit(answer_of(selection))
@@ -149,8 +155,9 @@ def write_answers(
     study: str | None = None,
     name: str | None = None,
     title: str | None = None,
+    chapter: str | None = None,
 ) -> None:
     from steplab.views.reporting import report
 
-    view = report(ids, study=study, name=name, title=title, questions=questions, store=out.store)
+    view = report(ids, study=study, name=name, title=title, questions=questions, chapter=chapter, store=out.store)
     _end(_saved(view, chosen, out), chosen, out)

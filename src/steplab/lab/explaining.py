@@ -1,20 +1,16 @@
-"""Explain a stored run: the findings on it, and the runs and predictions that its memory is compared with."""
+"""Explain a stored run: the findings on it, and the runs that its memory is compared with."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.codec import now_utc
 from steplab.records.finding import Findings
-from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
-from steplab.specs.step import AUTOCAST, StepSpec
+from steplab.specs.step import StepSpec
 from steplab.store.database import Store
-
-_LOW_PRECISION = (*AUTOCAST, "bf16_pure")
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
@@ -67,42 +63,14 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
         )
 
 
-def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> MemoryReferences:
+def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> tuple[Run, ...]:
     """For every watched run, the newest stored runs of the same step in fp32 and without checkpointing, on the same
-    device and with the same torch; for a step in low precision without a run in fp32, predictions of both.
-
-    The predictions for a run take up to a second.
-    """
+    device and with the same torch."""
     watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
     if not watched:
-        return MemoryReferences()
-    others: dict[str, Run] = {}
-    forecasts: dict[str, Fp32Forecast] = {}
+        return ()
     with open_store(store, write=False) as opened:
-        for run in watched:
-            found = [*_counterparts(run, opened)]
-            others |= {other.id: other for other in found}
-            in_fp32 = any(_differs_by(run, other, "precision", "fp32") for other in found)
-            forecast = None if in_fp32 else fp32_forecast(run)
-            if forecast:
-                forecasts[run.id] = forecast
-    return MemoryReferences(others=tuple(others.values()), forecasts=forecasts)
-
-
-def fp32_forecast(run: Run) -> Fp32Forecast | None:
-    """Predictions for a run in low precision on a CUDA device, and for the same step in fp32; None if a dry run does
-    not support one of them or gives only a lower bound."""
-    spec, profile = run.spec, run.memory_profile
-    if spec is None or profile is None or profile.source != "cuda allocator" or spec.precision not in _LOW_PRECISION:
-        return None
-    from steplab.lab.memory import predicted_memory
-
-    with suppress(Unsupported):
-        own = predicted_memory(spec, device=run.device_name)
-        fp32 = predicted_memory(dataclasses.replace(spec, precision="fp32"), device=run.device_name)
-        if "at_least" not in (own.kind, fp32.kind):
-            return Fp32Forecast(own=own, fp32=fp32)
-    return None
+        return tuple({other.id: other for run in watched for other in _counterparts(run, opened)}.values())
 
 
 def _counterparts(run: Run, opened: Store) -> Iterator[Run]:

@@ -241,6 +241,7 @@ _FORMATS = {
     ".tex": "latex",
     ".html": "html",
     ".htm": "html",
+    ".svg": "svg",
     ".txt": "table",
 }
 

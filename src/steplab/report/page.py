@@ -18,6 +18,7 @@ from steplab.report.kit import html
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
+from steplab.report.kit.text import dotted
 from steplab.report.report import NOTHING, Chapter, Context, Terms, report_of
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
@@ -72,10 +73,10 @@ def render_page(
     drawn = [cell.run for cell in cells] + [r for name in KINDS if name != "run" for r in of_kind[name]]
     environments = tries.draw("environments", drawn, _environments)
     shared = tries.draw("the heading", cells, _shared)
-    subtitle = " · ".join(part for part in tries.draw("the heading", drawn, _subtitle) if part and part not in shared)
+    parts = tries.draw("the heading", drawn, subtitle)
     page = Document(
         title=title,
-        subtitle="\n".join(filter(None, (description, subtitle, shared))),
+        subtitle="\n".join(filter(None, (description, dotted(*(p for p in parts if p not in shared)), shared))),
         verdict=tries.draw("the verdict", drawn, partial(page_verdict, context=context)),
         sections=(
             Section.of("Left out", Sentences.of(tries.left_out, "finding"), anchor="left-out"),
@@ -120,15 +121,17 @@ def _shared(cells: Sequence[RunCell]) -> str:
     return sheet(rows_table([run_row(cell.run) for cell in cells])).caption if cells else ""
 
 
-def _subtitle(records: Sequence[Record]) -> list[str]:
+def subtitle(records: Sequence[Record]) -> list[str]:
+    """Devices, days, numbers of records, versions of steplab."""
     counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
-    parts = [f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n]
-    named = (record.device_name for record in records)
-    parts.append(", ".join(dict.fromkeys(name for name in named if name)))
     days = sorted({record.created_utc[:10] for record in records})
-    parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
-    made = sorted({record.steplab_version for record in records})
-    return parts + ([f"steplab {', '.join(made)}"] if made else [])
+    versions = sorted({record.steplab_version for record in records})
+    return [
+        *dict.fromkeys(record.device_name for record in records if record.device_name),
+        " to ".join(dict.fromkeys(days[:1] + days[-1:])),
+        *(f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n),
+        f"steplab {', '.join(versions)}" if versions else "",
+    ]
 
 
 def _environments(records: Sequence[Record]) -> Section:

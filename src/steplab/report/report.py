@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from steplab.records.finding import Findings
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
@@ -37,7 +36,7 @@ class Context:
     cells: Sequence[RunCell] = ()
     predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
     plans: Mapping[str, PlannedStep] = field(default_factory=dict)
-    references: MemoryReferences | None = None
+    references: Sequence[Run] = ()
     findings: Mapping[str, Findings] = field(default_factory=dict)
     answered: bool = False
     """True if the page is about one record: its whole answer opens the page, so its chapter omits it."""

@@ -8,13 +8,13 @@ from steplab.report.environments import environment_section
 from steplab.report.kit.document import Document, Facts, Section, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.document import memory_verdict
-from steplab.report.memory.figures import memory_facts
 from steplab.report.profile.document import profile_chapter, profile_verdict
-from steplab.report.profile.verdict import saving_facts
+from steplab.report.profile.verdict import findings_section, saving_facts
 from steplab.report.report import NOTHING, Chapter, Context
 from steplab.report.run import chapters
-from steplab.report.run.cells import RunCell, cells_of, varying
+from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import attention_steps
+from steplab.report.run.effects import effect_bars
 from steplab.report.run.one_run import run_subtitle, run_title
 from steplab.report.run.verdict import facts, facts_of_one, runs_verdict
 from steplab.units import counted
@@ -28,10 +28,13 @@ def _of_cells(
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
     if len(cells) == 1:  # its own document opens with them in sentences
-        return Section.of("", Facts(facts=tuple(facts_of_one(cells[0].run) if context.answered else ())))
-    fields = varying(cells)
-    found = (*facts(cells), *saving_facts(cells, context.findings, fields), *memory_facts(cells, fields))
-    return Section.of("", Facts(facts=found))
+        tiles = (*facts_of_one(cells[0].run), *saving_facts(cells, context.findings))
+        found = context.findings.get(cells[0].id)
+        return Section.of(
+            "", Facts(facts=tiles if context.answered else ()), findings_section(found) if found else None
+        )
+    told = (*facts(cells), *saving_facts(cells, context.findings))
+    return Section.of("", Facts(facts=told), effect_bars(cells))
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section:
@@ -82,12 +85,12 @@ _CHAPTERS = (
     Chapter(name="choices by size", make=_of_cells(chapters.effects_chapter)),
     Chapter(
         name="where the time goes",
-        make=lambda cells, context: profile_chapter(cells, context.findings),
+        make=lambda cells, context: profile_chapter(cells, context.findings if len(cells) > 1 else {}),
     ),
     Chapter(name="warm-up", make=_of_cells(chapters.warmup_chapter)),
     Chapter(
         name="memory",
-        make=lambda cells, context: memory.memory_chapter(cells, context.predictions, context.references),
+        make=lambda cells, context: memory.memory_chapter(cells, context.predictions),
         terms=memory.TERMS,
     ),
     Chapter(name="planning", make=_planning),

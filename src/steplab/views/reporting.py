@@ -12,8 +12,9 @@ from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
 from steplab.report.kit.document import Document, Verdict
+from steplab.report.kit.markup import one_document
 from steplab.report.kit.pictures import Beside
-from steplab.report.kit.rendering import render
+from steplab.report.kit.rendering import chapter_of, render
 from steplab.report.report import Context, Report
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
@@ -28,6 +29,7 @@ def report(
     name: str | None = None,
     title: str | None = None,
     questions: str | None = None,
+    chapter: str | None = None,
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
@@ -38,13 +40,16 @@ def report(
 
     `records` are records, ids, names, tags, studies or git revisions; without them, the records of a `study` or `name`,
     else the newest measurement's. `questions` is a preset or a file; its answers use all records of the store if none
-    are chosen. Raises UserError without records.
+    are chosen. `chapter` begins the title of the one chapter, section or question to report. Raises UserError without
+    records.
     """
     given = (records,) if isinstance(records, (Record, str)) else tuple(records)
     if questions:
-        return answers_of(questions, records_that_answer(given, study=study, name=name, store=store), title, store)
+        return answers_of(
+            questions, records_that_answer(given, study=study, name=name, store=store), title, chapter, store
+        )
     found = records_to_report(given, study=study, name=name, store=store)
-    return report_of(found, title=title, named=bool(given), store=store, on_progress=on_progress)
+    return report_of(found, title=title, named=bool(given), chapter=chapter, store=store, on_progress=on_progress)
 
 
 def report_of(
@@ -52,6 +57,7 @@ def report_of(
     *,
     title: str | None = None,
     named: bool = False,
+    chapter: str | None = None,
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
@@ -60,9 +66,16 @@ def report_of(
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
         from steplab.report.kit.html import to_fragment, to_html
 
-        pages = {"html": to_html, "notebook": to_fragment}
-        if beside or format in pages:
-            printed = pages.get(format, lambda made, _: render(made, format, beside=beside))
+        def printed(made: Document, ready: Mapping[str, str]) -> str:
+            if chapter:
+                return render(chapter_of(made, chapter), format, color=color, beside=beside)
+            if format in ("html", "notebook"):
+                return (to_html if format == "html" else to_fragment)(made, ready)
+            return render(made, format, beside=beside)
+
+        if chapter and format in ("json", "csv"):
+            raise UserError(f"{format} has no chapters")
+        if beside or chapter or format in ("html", "notebook", "svg"):
             return _page(found, title or found.title, store, on_progress, printed)
         return _tables(found, format, named=named, color=color)
 
@@ -70,12 +83,18 @@ def report_of(
 
 
 def answers_of(
-    questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
+    questions: str,
+    records: Sequence[Record],
+    title: str | None = None,
+    chapter: str | None = None,
+    store: Path | str | None = None,
 ) -> View:
     """Records as answers to questions, of a preset or a file."""
     from steplab.report.questions.answers import questions_document
 
     document = questions_document(load_questions(questions), records, partial(_derived, store), title)
+    if chapter:
+        document = chapter_of(document, chapter)
 
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
         return render(document, format, color=color, beside=beside)
@@ -165,4 +184,4 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
     made = [text for name, kind in kinds.items() for text in draw("the report", by_kind[name], partial(texts, kind))]
     if not made:
         raise SteplabError("no record can be reported; --debug shows the reasons")
-    return "\n\n".join(text.rstrip("\n") for text in made)
+    return one_document(made) if format == "latex" else "\n\n".join(text.rstrip("\n") for text in made)

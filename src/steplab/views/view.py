@@ -10,10 +10,10 @@ from steplab.lab.files import Destination, format_of, packed
 from steplab.printing import leaving
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
-from steplab.report.kit.rendering import PAGE, PICTURED
+from steplab.report.kit.rendering import PAGE, PICTURE, PICTURED
 
-FORMATS = (*TEXT_FORMATS, PAGE)
-"""Formats of every view: table is terminal text, html a self-contained page."""
+FORMATS = (*TEXT_FORMATS, PAGE, PICTURE)
+"""Formats of every view: table is terminal text, html a self-contained page, svg its first picture."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

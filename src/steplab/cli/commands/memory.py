@@ -15,7 +15,8 @@ from steplab.cli.options import MeasurementOptions, OutputOptions
 from steplab.errors import Unsupported
 
 if TYPE_CHECKING:
-    from steplab.records.memory_references import MemoryReferences
+    from collections.abc import Sequence
+
     from steplab.records.prediction import MemoryPrediction
     from steplab.records.run import Run
 
@@ -56,7 +57,7 @@ def memory(
             say(f"steplab: measuring without a prediction: {unsupported.why}")
     with measuring_step(spec, measured, out) as how:
         record = measure_and_watch(spec, snapshot=snapshot, force=out.force, **how)
-    references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
+    references = memory_references([record], out.store) if chosen not in ("json", "csv") else ()
     show_memory(record, chosen, out, prediction=prediction, references=references)
     if record.failure:
         say_failed(record)
@@ -74,7 +75,7 @@ def show_memory(
     out: OutputOptions,
     *,
     prediction: "MemoryPrediction | None" = None,
-    references: "MemoryReferences | None" = None,
+    references: "Sequence[Run]" = (),
 ) -> None:
     """Write the memory profile of a run; a run without one gets its ordinary report."""
     from steplab.cli.output import emit_document

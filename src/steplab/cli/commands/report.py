@@ -5,6 +5,8 @@ Default: the newest record; a run comes with its study, or with all runs outside
 For example: steplab report --output page.html
 
 Answers to questions: steplab report --questions assignment --output answers.html
+
+One picture: steplab report --chapter "Step time" --output times.svg
 """
 
 from typing import Annotated
@@ -31,6 +33,7 @@ def report(
         str | None,
         Parameter(help="Answer these questions, by default from all records: assignment, or a file"),
     ] = None,
+    chapter: Annotated[str | None, Parameter(help="Only the chapter, section or question that begins so")] = None,
     out: PageOptions = PageOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, write_answers, write_report
@@ -38,7 +41,7 @@ def report(
 
     chosen = chosen_format(out.format, out)
     if questions:
-        write_answers(questions, ids, chosen, out, study=study, name=name, title=title)
+        write_answers(questions, ids, chosen, out, study=study, name=name, title=title, chapter=chapter)
         return
     selection = records_to_report(ids, study=study, name=name, store=out.store)
-    write_report(selection, chosen, out, title=title, named=bool(ids))
+    write_report(selection, chosen, out, title=title, named=bool(ids), chapter=chapter)

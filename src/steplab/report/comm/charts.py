@@ -1,12 +1,9 @@
-"""Charts of a benchmark of collectives.
-
-All have the same panels: marks at message sizes or world sizes, one line per series, both axes logarithmic.
-"""
+"""Charts of collectives over message sizes: a panel per backend and world size, a line per collective."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
@@ -23,7 +20,6 @@ _WIDTH, _BESIDE_OTHERS = 640.0, 440.0
 _BELOW = 44.0
 _CURVE_POINTS = 40
 _LEAST_TICKS_PX = 44.0
-_SIZE, _RANKS = "message size", "ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +33,6 @@ class _Panel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plot:
     name: str
-    axis: str
-    x: Callable[[CommCell], int]
-    show: Callable[[float], str]
     y: Callable[[CommCell], float | None]
     series: tuple[str, ...]
     scales: dict[str, kit.Scale]
@@ -50,7 +43,7 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     fits: dict[tuple[object, ...], CommFit] = {
         (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
     }
-    groups = _groups(cells, "transport", "dtype", "world_size")
+    groups = _groups(cells)
     panels = [
         _Panel(
             title=title,
@@ -62,42 +55,18 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     ]
     note = "Median time of the slowest rank. Both axes are logarithmic. "
     note += "Dashed lines are the fitted α + β · bytes. " if any(panel.fits for panel in panels) else ""
-    return _chart(panels, _SIZE, "time of a call", note)
+    return _chart(panels, "time of a call", note)
 
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     """One panel per backend and world size, one line per collective."""
-    groups = _groups(cells, "transport", "dtype", "world_size")
+    groups = _groups(cells)
     panels = [_Panel(title=title, lines=_by_collective(group), fits={}) for _, title, group in groups]
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
     note += "a logarithmic axis; the bandwidth starts at zero."
     if len({cell.spec.size_bytes for cell in cells}) < 2:
         return None
-    return _chart(panels, _SIZE, "bus bandwidth", note, y=lambda cell: cell.bus_bandwidth)
-
-
-def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
-    """One panel per backend and message size, one line per collective; None for a single world size."""
-    if len({cell.spec.world_size for cell in cells}) < 2:
-        return None
-    panels = [
-        _Panel(title=title, lines=_by_collective(group), fits={}, family=title)
-        for _, title, group in _groups(cells, "transport", "dtype", "size_bytes")
-        if len({cell.spec.world_size for cell in group}) > 1
-    ]
-    note = "Median time of the slowest rank at one message size. Both axes are logarithmic."
-    return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
-
-
-def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
-    """One panel per collective, dtype and world size; None without several backends."""
-    panels = []
-    for _, title, group in _groups(cells, "collective", "dtype", "world_size"):
-        lines = grouped(group, lambda cell: cell.spec.transport)
-        if len(lines) > 1:
-            panels.append(_Panel(title=title or group[0].spec.collective, lines=lines, fits={}))
-    note = "Median time of the slowest rank. Both axes are logarithmic."
-    return _chart(panels, _SIZE, "time of a call by backend", note) if panels else None
+    return _chart(panels, "bus bandwidth", note, y=lambda cell: cell.bus_bandwidth)
 
 
 def _median_s(cell: CommCell) -> float | None:
@@ -105,7 +74,7 @@ def _median_s(cell: CommCell) -> float | None:
 
 
 def _chart(
-    panels: Sequence[_Panel], axis: str, name: str, note: str, y: Callable[[CommCell], float | None] = _median_s
+    panels: Sequence[_Panel], name: str, note: str, y: Callable[[CommCell], float | None] = _median_s
 ) -> Chart | None:
     times_of: dict[str, list[float]] = {}
     for panel in panels:
@@ -115,12 +84,8 @@ def _chart(
     panels = [panel for panel in panels if panel.family in times_of]
     if not panels:
         return None
-    by_size = axis == _SIZE
     plot = _Plot(
         name=name,
-        axis=axis,
-        x=(lambda cell: cell.spec.size_bytes) if by_size else (lambda cell: cell.spec.world_size),
-        show=units.format_message if by_size else str,
         series=tuple(dict.fromkeys(series for panel in panels for series in panel.lines)),
         y=y,
         scales={
@@ -146,14 +111,16 @@ def _picture(panel: _Panel, plot: _Plot, width: float) -> Picture:
 
 def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
     axes, scale = picture.axes(kit.LEFT, _BELOW, kit.RIGHT, kit.TOP), plot.scales[panel.family]
-    places = sorted({plot.x(cell) for cells in panel.lines.values() for cell in cells})
+    places = sorted({cell.spec.size_bytes for cells in panel.lines.values() for cell in cells})
     axes.set_xscale("log")
     margin = 1.25 if len(places) == 1 else (places[-1] / places[0]) ** 0.06
     axes.set_xlim(places[0] / margin, places[-1] * margin)
     scale.put_on(axes)
-    axes.set_xticks(_apart(places, picture.width), [plot.show(x) for x in _apart(places, picture.width)], fontsize=11)
+    axes.set_xticks(
+        _apart(places, picture.width), [units.format_message(x) for x in _apart(places, picture.width)], fontsize=11
+    )
     axes.grid()
-    axes.set_xlabel(plot.axis, fontsize=11)
+    axes.set_xlabel("message size", fontsize=11)
     return axes
 
 
@@ -174,13 +141,13 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
     """A failure is a word at its place."""
     index = plot.series.index(series)
     points = []
-    for cell in sorted(cells, key=plot.x):
+    for cell in sorted(cells, key=lambda cell: cell.spec.size_bytes):
         y = plot.y(cell)
         if cell.slowest is None or y is None:
             if cell.failure:
-                kit.mark_failure(picture, axes, plot.x(cell), cell.failure, cell.spec.label, top=True)
+                kit.mark_failure(picture, axes, cell.spec.size_bytes, cell.failure, cell.spec.label, top=True)
             continue
-        x = plot.x(cell)
+        x = cell.spec.size_bytes
         picture.tip(
             put_mark(axes, x, y, index),
             f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(cell.bus_bandwidth)} GB/s",
@@ -191,7 +158,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
 
 def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell], fit: CommFit) -> None:
     timed = [cell for cell in cells if cell.slowest and cell.wire_bytes is not None]
-    low, high = min(plot.x(cell) for cell in timed), max(plot.x(cell) for cell in timed)
+    low, high = min(cell.spec.size_bytes for cell in timed), max(cell.spec.size_bytes for cell in timed)
     factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
     ys = [fit.alpha_s + fit.beta_s_per_byte * factor * x for x in xs]
@@ -199,21 +166,15 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
     axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=kit.DASHED, zorder=1)
 
 
-def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:
-    groups = grouped(cells, lambda cell: tuple(getattr(cell.spec, name) for name in names))
-    varies = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+def _groups(cells: Sequence[CommCell]) -> list[tuple[tuple[str, str, int], str, list[CommCell]]]:
+    """Key, title of what differs, and cells, by backend, number format and world size."""
+    groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
+    differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
 
-    def title(key: tuple[Any, ...]) -> str:
-        return ", ".join(_SAID[name](value) for name, value, told in zip(names, key, varies, strict=True) if told)
+    def title(way: str, dtype: str, ranks: int) -> str:
+        return ", ".join(name for name, told in zip((way, dtype, f"{ranks} ranks"), differ, strict=True) if told)
 
-    return [(key, title(key), group) for key, group in groups.items()]
-
-
-_SAID: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("transport", "collective", "dtype"), str),
-    "world_size": lambda ranks: f"{ranks} ranks",
-    "size_bytes": units.format_message,
-}
+    return [(key, title(*key), group) for key, group in groups.items()]
 
 
 def _by_collective(cells: Sequence[CommCell]) -> dict[str, list[CommCell]]:

@@ -1,18 +1,18 @@
 """The report of a benchmark of collectives."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import COMM_FIGURES, CommCell, CommFit, CommRun
 from steplab.records.figure import values
 from steplab.records.rows import Row, Scalar
-from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
-from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, Verdict, later, row_of
+from steplab.report.comm.charts import bandwidth_over_size, time_over_size
+from steplab.report.kit.document import RESULT, Column, Section, Table, Verdict, later, row_of
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
 from steplab.report.kit.text import dotted, interruption, made, why_failed
-from steplab.report.report import Context, RecordReport
+from steplab.report.report import RecordReport
 from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
@@ -165,8 +165,6 @@ def _sections(run: CommRun) -> Iterator[Section]:
     if any(cell.bus_bandwidth for cell in run.cells):
         yield Section.of("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
     yield Section.of("Time over message size", later(time_over_size, run.cells, run.profile))
-    yield Section.of("Time over ranks", later(time_over_ranks, run.cells))
-    yield Section.of("Backends", later(backends_side_by_side, run.cells))
     yield Section.of("Every cell", _cells(run))
     yield Section.of("Communication profile", _profile(run.profile))
     yield Section.notes(run.notes)
@@ -287,14 +285,6 @@ def _where(run: CommRun) -> list[tuple[str, str]]:
     return [*ranks, *((name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items())]
 
 
-def _parts(runs: Sequence[CommRun], context: Context, section: Callable[[CommRun], Section]) -> Iterator[Block | None]:
-    yield from map(section, runs)
-    together = backends_side_by_side([cell for run in runs for cell in run.cells])
-    if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
-        ids = Sentences.of([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
-        yield Section.of("Backends side by side", ids, together)
-
-
 REPORT = RecordReport(
     chapter="Communication",
     anchor="communication",
@@ -307,5 +297,4 @@ REPORT = RecordReport(
     rows=lambda run: comm_rows(run.cells),
     terms=TERMS,
     where=_where,
-    parts=_parts,
 )

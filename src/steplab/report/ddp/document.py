@@ -106,7 +106,7 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
     return Bar(
         label=name,
         figure=f"{show(added_s)}{between}",
-        segments=(Segment(value=added_s, color=EXPOSED_COLOR, tip=tip),) if added_s > 0 else (),
+        segments=(Segment(value=added_s, color=EXPOSED_COLOR, tip=tip),),
         detail=", ".join(told),
         strong=cell is winner or cell is theirs,
     )
@@ -180,10 +180,9 @@ def _sentences(run: DdpRun) -> Iterator[str]:
     if _saves(winner):
         yield _saved(winner)
         winner, verb = next_best or winner, "adds"
-    told = _adds(winner, verb)
+    yield _adds(winner, verb)
     if theirs and theirs is not winner:
-        told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
-    yield f"{told}."
+        yield f"That is {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}."
     if theirs is winner and next_best:
         yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
@@ -206,7 +205,7 @@ def _saved(cell: DdpCell) -> str:
 
 def _adds(cell: DdpCell, verb: str) -> str:
     without = units.format_time(figures.baseline_s(cell) or 0.0)
-    return f"{cell.contender.label} {verb} {_added(cell)} of exposed communication to a step of {without}"
+    return f"{cell.contender.label} {verb} {_added(cell)} of exposed communication to a step of {without}."
 
 
 def _added(cell: DdpCell) -> str:
@@ -225,7 +224,7 @@ def _against(winner: DdpCell, theirs: DdpCell) -> str:
     if own and other and own[1] >= other[0]:
         return f"within the uncertainty of the {_added(theirs)}"
     if added_s <= 0 or theirs_s <= 0:
-        return f"against the {_added(theirs)}"
+        return f"beside the {_added(theirs)}"
     return f"{added_s / theirs_s:.2f} of the {_added(theirs)}"
 
 

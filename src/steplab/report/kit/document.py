@@ -138,14 +138,12 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One sentence and its figure."""
+    """A figure that a page shows large."""
 
     figure: str
     """Short, shown large: '3.1x'."""
     text: str
-    """The sentence."""
-    wide: bool = False
-    """True for a long sentence."""
+    """Its meaning, and what it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +187,7 @@ class Segment:
     """A part of a bar."""
 
     value: float
-    """In the unit of all bars."""
+    """In the unit of all bars; negative, alone in its bar: to the left of zero."""
     color: int
     """Number of its colour, from 1."""
     tip: str
@@ -234,9 +232,15 @@ class Bars:
         return tuple(entry for entry in self.legend if entry[0] in colors)
 
     @property
+    def low(self) -> float:
+        """The left end: zero, or the most negative value."""
+        return min((0.0, *(segment.value for bar in self.bars for segment in bar.segments)))
+
+    @property
     def width(self) -> float:
-        ends = [max(sum(segment.value for segment in bar.segments), bar.mark or 0.0) for bar in self.bars]
-        return self.full or max(ends, default=0.0) or 1.0
+        """From the left end to the right one."""
+        ends = [max(0.0, sum(part.value for part in bar.segments), bar.mark or 0.0) for bar in self.bars]
+        return (self.full or max(ends, default=0.0)) - self.low or 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,10 +112,12 @@ def _prose(text: str) -> str:
 
 
 def _whole_options(text: str) -> str:
-    """A text in which no option of the command line is broken behind its dashes."""
+    """A text in which no option of the command line and no date is broken at its dashes."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"(?<![\w-])--[a-z][\w.-]*", r'<span class="nb">\g<0></span>', str(escape(text))))
+    return Markup(
+        re.sub(r"(?<![\w-])--[a-z][\w.-]*|\b\d{4}-\d\d-\d\d\b", r'<span class="nb">\g<0></span>', str(escape(text)))
+    )
 
 
 def _first_rows(table: Table) -> int:

@@ -76,7 +76,13 @@ def to_markdown(document: Document, beside: Beside | None = None) -> str:
 def to_latex(document: Document, beside: Beside | None = None) -> str:
     """The document as LaTeX that pdflatex sets, without a newline at the end."""
     parts = filter(None, _Latex(beside).document(document))
-    return "\n\n".join((_PREAMBLE, *parts, r"\end{document}"))
+    return "\n\n".join((_PREAMBLE, *parts, _END))
+
+
+def one_document(made: Sequence[str]) -> str:
+    """Several documents in LaTeX as one."""
+    inside = (text.removeprefix(_PREAMBLE).removesuffix(_END).strip() for text in made)
+    return "\n\n".join((_PREAMBLE, *inside, _END))
 
 
 def markdown_table(table: Table) -> str:
@@ -97,6 +103,7 @@ _PREAMBLE = r"""\documentclass{article}
 \newcommand{\drawn}[3]{\begin{center}\includegraphics[width=#1,height=0.8\textheight,keepaspectratio]{#2}\\*
 \refstepcounter{figure}\label{#2}{\small Figure \thefigure: #3}\end{center}}
 \begin{document}"""
+_END = r"\end{document}"
 _LINE_CHARACTERS = 90
 """About the number of characters in a line of a table."""
 _LINE_PT = 480
@@ -164,7 +171,7 @@ class _Markdown:
     def _table(self, table: Table) -> str:
         if not table.rows:
             return self.escape(table.empty)
-        if self.beside is None or len(table.rows) <= MOST_ROWS:
+        if self.beside is None or len(table.rows) <= max(MOST_ROWS, table.first or 0):
             return self.table(sheet(table))
         path = self.beside.table(table)
         first = replace(sheet(table), rows=sheet(table).rows[: table.first or MOST_ROWS])

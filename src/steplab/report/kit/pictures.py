@@ -60,21 +60,23 @@ def _drawn_bars(bars: Bars, title: str) -> Picture:
         names = [(line, INK) for line in lines] + [(line, MUTED) for line in wrap(one.detail, _NAME_PX, _LETTERS, 2)]
         names = [pair for pair in names if pair[0]]
         body += "".join(words_at(0, top + _LINE * row + 14, *pair) for row, pair in enumerate(names))
-        body += _bar(one, left, right, top + 2, (right - left) / bars.width)
+        body += _bar(one, left, right, top + 2, bars)
         top += _LINE * len(names) + _MARGIN
     return Picture(title="", svg=svg(title, _BARS_PX, top, body), width=_BARS_PX)
 
 
-def _bar(bar: Bar, left: float, right: float, top: float, scale: float) -> str:
-    drawn, at = "", left
+def _bar(bar: Bar, left: float, right: float, top: float, bars: Bars) -> str:
+    scale = (right - left) / bars.width
+    zero = at = left - bars.low * scale
+    drawn = ""
     if bar.segments:
         drawn = f'<path d="M{left:g} {top:g}H{right:g}v16H{left:g}z" fill="var(--wash)"/>'
     for part in bar.segments:
-        width = max(part.value * scale, 0.0)
+        width = part.value * scale
         drawn += f'<path d="M{at:.2f} {top:g}h{width:.2f}v16h{-width:.2f}z" fill="var(--c{part.color})"/>'
         at += width
     if bar.mark is not None:
-        drawn += f'<path d="M{left + bar.mark * scale:.2f} {top - 2:g}v20" stroke="{css_color(INK)}" stroke-width="2"/>'
+        drawn += f'<path d="M{zero + bar.mark * scale:.2f} {top - 2:g}v20" stroke="{css_color(INK)}" stroke-width="2"/>'
     if bar.segments:
         return drawn + words_at(_BARS_PX, top + 12, bar.figure, INK, "end")
     return drawn + words_at(left, top + 12, wrap(bar.figure, _BARS_PX - left, _LETTERS, 1)[0], MUTED)

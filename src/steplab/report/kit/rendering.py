@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from steplab.errors import UserError
 from steplab.report.kit import html, markup, terminal
-from steplab.report.kit.document import Document
+from steplab.report.kit.document import Document, Section
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.table import csv_rows
 
@@ -24,8 +24,31 @@ def to_csv(document: Document) -> str:
 FORMATS = ("table", "json", "csv", "md", "latex")
 """The formats of text."""
 PAGE = "html"
+PICTURE = "svg"
+"""The first picture alone."""
 NOTEBOOK = "notebook"
 """A page's content as one element, for a page of another program."""
+
+
+def to_svg(document: Document) -> str:
+    """The document's first picture. Raises UserError where it has none."""
+    beside = Beside("")
+    markup.to_markdown(document, beside)
+    for path, content in beside.files.items():
+        if path.endswith(".svg"):
+            return content.decode()
+    raise UserError("there is no picture of these records here")
+
+
+def chapter_of(document: Document, title: str) -> Document:
+    """The document with the one chapter, or section of one, whose title begins so. Raises UserError without it."""
+    found = list(document.sections)
+    for section in found:  # which grows by inner sections
+        if title and section.title.lower().startswith(title.lower()):
+            return Document(title=document.title, subtitle=document.subtitle, sections=(section,))
+        found += [block for block in section.blocks if isinstance(block, Section)]
+    known = ", ".join(section.title for section in document.sections if section.title)
+    raise UserError(f"no chapter or section begins with '{title}'; choose one of {known}")
 
 
 def render(
@@ -36,7 +59,7 @@ def render(
     color: bool = False,
     beside: Beside | None = None,
 ) -> str:
-    """The document in one of FORMATS, or as PAGE or NOTEBOOK, without a newline at the end.
+    """The document in one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
 
     `width` and `color` concern the terminal alone; `width` None is the terminal's own. `beside` takes the pictures and
     long tables of Markdown and LaTeX; None: there are none. Raises UserError for a format that does not exist.
@@ -57,5 +80,6 @@ _WRITERS: dict[str, Callable[[Document], str]] = {
     "json": to_json,
     "csv": to_csv,
     PAGE: html.to_html,
+    PICTURE: to_svg,
     NOTEBOOK: html.to_fragment,
 }

@@ -1,25 +1,14 @@
-"""Pictures that compare the memory of several runs: peaks by category, and peak against time by checkpointing."""
+"""The peaks of several runs by category."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
-from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import MUTED, color_number, drawing, put_mark, series_legend
-from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
+from steplab.report.kit.charts import color_number
+from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.memory.categories import category_word, color_of, legend_of
-from steplab.report.memory.figures import (
-    alike_but_for,
-    error_text,
-    parts,
-    peak_of,
-    profile_of,
-    watched,
-    whole,
-    with_owners,
-)
-from steplab.report.run.cells import RunCell, label, said, varying
+from steplab.report.memory.figures import error_text, parts, profile_of, watched, whole, with_owners
+from steplab.report.run.cells import RunCell, label, varying
 
 _FIRST = 12
 
@@ -61,79 +50,3 @@ def _peak_bar(cell: RunCell, fields: Sequence[str], prediction: MemoryPrediction
         mark_tip=predicted,
         detail=predicted if error is None else f"{predicted}, {error_text(error, 1)}",
     )
-
-
-_FIELD = "checkpointing"
-_PANEL_WIDTH, _PANEL_HEIGHT = 500.0, 300.0
-_MARGIN = 0.16  # of the range of times, left and right of the points
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Point:
-    setting: str
-    """For example every_4."""
-    time_s: float
-    peak_bytes: int
-
-
-def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
-    """Peak against step time, one panel per cell measured with several settings; None without one."""
-    fields = [field for field in varying(cells) if field != _FIELD]
-    groups = [(label(group[0], fields), _points(group)) for group in alike_but_for(cells, _FIELD)]
-    groups = [(name, points) for name, points in groups if len(points) > 1]
-    used = {point.setting for _, points in groups for point in points}
-    settings = [name for name in dict.fromkeys(str(cell.values[_FIELD]) for cell in cells) if name in used]
-    pictures = tuple(_panel(points, settings, name, title=name if fields else "") for name, points in groups)
-    if not pictures:
-        return None
-    return Chart(
-        pictures=pictures,
-        legend=series_legend(said(_FIELD, setting) for setting in settings),
-        note="Peak of allocated memory against median step time, one mark per setting; lower and further left is "
-        "better. The bytes start at zero, the times do not.",
-    )
-
-
-def _points(group: Sequence[RunCell]) -> list[_Point]:
-    found = []
-    for cell in group:
-        time_s, peak_bytes = cell.run.median_s, peak_of(cell.run)
-        if time_s and peak_bytes:
-            found.append(_Point(setting=str(cell.values[_FIELD]), time_s=time_s, peak_bytes=peak_bytes))
-    return sorted(found, key=lambda point: point.time_s)
-
-
-def _verdict(points: Sequence[_Point]) -> str:
-    plain = next((point for point in points if point.setting == "none"), None)
-    least = min(points, key=lambda point: point.peak_bytes)
-    return "" if plain is None or least is plain else f"{least.setting}: {_against(least, plain)}"
-
-
-def _against(point: _Point, plain: _Point) -> str:
-    memory, time = point.peak_bytes / plain.peak_bytes - 1, point.time_s / plain.time_s - 1
-    return f"{100 * memory:+.0f} % memory, {100 * time:+.0f} % time"
-
-
-def _panel(points: Sequence[_Point], settings: Sequence[str], name: str, *, title: str) -> Picture:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    first_s, last_s = points[0].time_s, points[-1].time_s
-    margin_s = _MARGIN * ((last_s - first_s) or first_s)
-    scale = kit.bytes_scale([point.peak_bytes for point in points], None)
-    plain = next((point for point in points if point.setting == "none"), None)
-    with drawing(_PANEL_WIDTH, _PANEL_HEIGHT, f"memory and time by checkpointing, {name}") as picture:
-        axes = picture.axes(66, 34, 34, 14)
-        axes.set(xlim=(first_s - margin_s, last_s + margin_s), ylim=(0, scale.high))
-        axes.set_yticks(scale.ticks, [kit.tidy(scale.show(tick)) for tick in scale.ticks])
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda time_s, _: kit.tidy(units.format_time(time_s))))
-        axes.tick_params(axis="x", pad=8)
-        axes.grid(axis="y")
-        best = [p for p in points if not any(q.time_s <= p.time_s and q.peak_bytes < p.peak_bytes for q in points)]
-        axes.plot([p.time_s for p in best], [p.peak_bytes for p in best], color=MUTED, linewidth=1, zorder=1)
-        for point in points:
-            mark = put_mark(axes, point.time_s, point.peak_bytes, settings.index(point.setting), size=9)
-            tip = f"{said(_FIELD, point.setting)}: {units.format_bytes(point.peak_bytes)}, "
-            tip += units.format_time(point.time_s)
-            picture.tip(mark, tip + (f" ({_against(point, plain)})" if plain and point is not plain else ""))
-        return picture.picture(title, subtitle=_verdict(points))

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from steplab import units
 from steplab.errors import UserError
 from steplab.records.memory_profile import MemoryProfile
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.kit.document import (
@@ -21,22 +20,20 @@ from steplab.report.kit.document import (
 from steplab.report.kit.grouping import spread
 from steplab.report.memory import figures, words
 from steplab.report.memory.categories import category_word
-from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
-from steplab.report.memory.comparison import comparison_sentences, moved_words
-from steplab.report.memory.figures import BASELINES, alike_but_for, among, capacity, counterpart, profile_of, watched
+from steplab.report.memory.charts import peak_bars
+from steplab.report.memory.figures import BASELINES, among, capacity, counterpart, profile_of, watched
 from steplab.report.memory.tables import allocation_table, category_rows, category_table, phase_table, saved_table
-from steplab.report.memory.timeline import Shown, memory_timelines
+from steplab.report.memory.timeline import memory_timeline
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
 from steplab.report.run.one_run import memory_blocks, run_subtitle, run_title
 
 _WORTH_TELLING = 0.05
 _MOST_PARTS = 3
+_SAME = 1e-3
 
 
-def memory_verdict(
-    run: Run, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
-) -> Verdict:
+def memory_verdict(run: Run, prediction: MemoryPrediction | None = None, references: Sequence[Run] = ()) -> Verdict:
     """For a run with a memory profile: the peak, its greatest parts, fitting GPUs, and the peak with fp32 or without
     checkpointing.
     """
@@ -75,26 +72,21 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
     yield f"{text}."
 
 
-def effect_sentences(run: Run, references: MemoryReferences | None = None) -> Iterator[str]:
-    """Effects of low precision and checkpointing on the peak, measured or, for precision, predicted."""
-    if run.spec is None or references is None or run.memory_profile is None:
+def effect_sentences(run: Run, references: Sequence[Run] = ()) -> Iterator[str]:
+    """Effects of low precision and checkpointing on the peak."""
+    if run.spec is None or run.memory_profile is None:
         return
-    own, every = among(run, references.others)
+    own, every = among(run, references)
     for field, baseline in BASELINES:
-        other = counterpart(own, every, field, baseline)
-        if other:
-            yield _moved(own, field, baseline, run.memory_profile.peak_bytes, profile_of(other).peak_bytes, "")
-        elif field == "precision" and (forecast := references.forecasts.get(run.id)):
-            before, after = forecast.fp32.peak_bytes, forecast.own.peak_bytes
-            yield _moved(own, field, baseline, after, before, " (both predicted)")
-
-
-def _moved(cell: RunCell, field: str, baseline: str, after: int, before: int, how: str) -> str:
-    choice, moved = said(field, cell.values[field]), moved_words(after, before)
-    against = f"{units.format_bytes(before)} with {said(field, baseline)}"
-    if moved is None:
-        return f"With {choice} the peak is the same as the {against}{how}."
-    return f"With {choice} the peak is {moved} than the {against}{how}."
+        if other := counterpart(own, every, field, baseline):
+            after, before = run.memory_profile.peak_bytes, profile_of(other).peak_bytes
+            against = f"{units.format_bytes(before)} with {said(field, baseline)}"
+            with_it = f"With {said(field, own.values[field])} the peak is"
+            if abs(after - before) <= _SAME * before and units.format_bytes(after) == units.format_bytes(before):
+                yield f"{with_it} the same as the {against}."
+            else:
+                share = units.format_share(abs(after / before - 1))
+                yield f"{with_it} {share} {'lower' if after < before else 'higher'} than the {against}."
 
 
 TERMS = (
@@ -107,11 +99,10 @@ TERMS = (
         "allocated in the step. Rounding is the allocator's addition to requested sizes.",
     ),
 )
-_MOST_BESIDE = 6
 
 
 def memory_document(
-    run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
+    run: Run, *, prediction: MemoryPrediction | None = None, references: Sequence[Run] = ()
 ) -> Document:
     """The report of a run's memory profile.
 
@@ -126,20 +117,18 @@ def memory_document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=memory_verdict(run, prediction, references),
-        sections=(memory_chapter(cells_of([run]), predictions, references),),
+        sections=(memory_chapter(cells_of([run]), predictions),),
         data=category_rows(profile, prediction),
     )
 
 
-def memory_chapter(
-    cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
-) -> Section:
+def memory_chapter(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Section:
     fields = varying(cells)
 
     def record(cell: RunCell) -> Section:
         profile, title = profile_of(cell), label(cell, fields) if len(cells) > 1 else ""
         told = Verdict(sentences=(words.peak_sentence(profile),))
-        sections = _sections(cell, cells, predictions.get(cell.id), references)
+        sections = _sections(cell, predictions.get(cell.id))
         return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
     blocks: Iterable[Block] = ()
@@ -148,37 +137,21 @@ def memory_chapter(
     elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
         blocks = memory_blocks(cells[0].run)  # an imported trace has neither
     shown = records_in_full(watched_in_full(cells), watched(cells), record)
-    return Section.of("Memory", *blocks, *_across(cells, predictions), *shown, anchor="memory")
+    by_category = Section.of("Peaks by category", peak_bars(cells, predictions))
+    return Section.of("Memory", *blocks, by_category, *shown, anchor="memory")
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
-    """Watched cells shown in full, with predictions and references."""
+    """Watched cells shown in full, with predictions."""
     return spread(watched(cells), MOST_IN_FULL)
 
 
-def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
-    yield Section.of("Peaks by category", peak_bars(cells, predictions))
-    for group in alike_but_for(watched(cells), "context"):
-        shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
-        fields = [field for field in varying(cells) if field != "context"]
-        yield Section.of(f"Over time, by context: {label(group[0], fields)}", later(memory_timelines, shown))
-    yield Section.of("Checkpointing: memory against time", later(checkpointing_tradeoff, cells))
-
-
-def _shown(cell: RunCell, title: str) -> Shown:
-    return Shown(title=title, profile=profile_of(cell), capacity=capacity(cell.run))
-
-
-def _sections(
-    cell: RunCell, cells: Sequence[RunCell], prediction: MemoryPrediction | None, references: MemoryReferences | None
-) -> Iterator[Section]:
+def _sections(cell: RunCell, prediction: MemoryPrediction | None) -> Iterator[Section]:
     run, profile = cell.run, profile_of(cell)
-    yield Section.of("Memory over time", later(memory_timelines, [_shown(cell, "")]))
+    yield Section.of("Memory over time", later(memory_timeline, profile, capacity(run)))
     predicted = words.prediction_sentence(profile, prediction) if prediction else None
     yield Section.of("Peak by category", category_table(profile, prediction), predicted)
     yield Section.of("Peaks by phase", phase_table(run, profile))
-    compared = Sentences.of(comparison_sentences(cell, cells, references))
-    yield Section.of("Effect of precision and checkpointing", compared)
     yield from _allocations(run, profile)
     if saved := profile.saved:
         told = Sentences.of(words.saved_sentences(run, profile))

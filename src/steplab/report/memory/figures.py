@@ -1,18 +1,14 @@
-"""Figures of memory profiles, pairs of runs to compare, and the summary of several."""
+"""Figures of memory profiles, and pairs of runs to compare."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from steplab import units
 from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.kit.document import Fact
-from steplab.report.memory.categories import category_word, in_order
-from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of, label, said
-
-LOW_PRECISION = ("bfloat16", "float16")
+from steplab.report.memory.categories import in_order
+from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +70,6 @@ def _is_covered(profile: MemoryProfile, category: str) -> bool:
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
 
-def at_peak(profile: MemoryProfile, *categories: str) -> int:
-    return sum(profile.at_peak.get(category, 0) for category in categories)
-
-
 def has_owners(profile: MemoryProfile) -> bool:
     """False for an imported snapshot."""
     return not set(profile.at_peak) & {"before", "during"}
@@ -94,13 +86,6 @@ def all_saved_bytes(profile: MemoryProfile) -> int:
 
 def saved_bytes(saved: Iterable[SavedTensors]) -> int:
     return sum(tensors.stored_bytes for tensors in saved)
-
-
-def peak_of(run: Run) -> int | None:
-    """By the allocator over the timed steps, else over the watched step."""
-    if run.peak:
-        return run.peak.peak_allocated_bytes
-    return run.memory_profile.peak_bytes if run.memory_profile else None
 
 
 def capacity(run: Run) -> int | None:
@@ -149,72 +134,5 @@ def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scal
     return max(found, key=lambda other: other.run.created_utc, default=None) if cell.values[field] != value else None
 
 
-def alike_but_for(cells: Sequence[RunCell], field: str) -> list[list[RunCell]]:
-    """Groups of cells that differ only in `field`, with at least two values; one cell per value.
-
-    Cells without a value of the field, such as imported snapshots, belong to no group.
-    """
-    groups: dict[tuple[Scalar, ...], dict[Scalar, RunCell]] = {}
-    for cell in cells:
-        if cell.values[field] is not None:
-            groups.setdefault(_but_for(cell, field), {})[cell.values[field]] = cell
-    return [list(group.values()) for group in groups.values() if len(group) > 1]
-
-
 def _but_for(cell: RunCell, field: str) -> tuple[Scalar, ...]:
     return tuple(cell.values[name] for name in FIELDS if name not in (field, *HOW))
-
-
-_TOLD = 3  # categories named
-
-
-def memory_facts(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    known = with_owners(cells)
-    changes = [_changes(known, field, baseline, fields) for field, baseline in BASELINES]
-    return [*_largest(known, fields), *(fact for found in changes for fact in found)]
-
-
-def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
-    cell = max(known, key=lambda cell: profile_of(cell).peak_bytes, default=None)
-    found = sorted(parts(profile_of(cell)), key=lambda part: -part.num_bytes) if cell else []
-    if not cell or not found:
-        return
-    profile = profile_of(cell)
-    where = f", in {profile.peak_phase}" if profile.peak_phase else ""
-    others = ", ".join(
-        f"{category_word(p.category)} {units.format_percent(p.share)}" for p in found[1 : 1 + _TOLD] if p.share >= 0.01
-    )
-    yield Fact(
-        wide=True,
-        figure=units.format_percent(found[0].share),
-        text=f"of the highest peak watched is {category_word(found[0].category)}: {label(cell, fields)} "
-        f"({units.format_bytes(profile.peak_bytes)}{where}{f'; then {others}' if others else ''}).",
-    )
-
-
-def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
-    others = [name for name in fields if name != field]
-    for value in dict.fromkeys(cell.values[field] for cell in known):
-        pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])
-        if not pairs:
-            continue
-        choice = f"{said(field, value)} instead of {said(field, baseline)}"
-        (low, lowest), (high, highest) = pairs[0], pairs[-1]
-        least, most = units.format_change(low), units.format_change(high)
-        text = f"peak memory, {choice}"
-        if len(pairs) == 1:
-            text += f", at {label(lowest, others)}."
-        else:
-            text += f", over {len(pairs)} pairs of otherwise equal runs: {least} at {label(lowest, others)}, "
-            text += f"{most} at {label(highest, others)}."
-            raised = sum(change > 0 for change, _ in pairs)
-            text += f" It raises the peak in {raised}." if 0 < raised < len(pairs) else ""
-        yield Fact(figure=" to ".join(dict.fromkeys((least, most))), text=text, wide=True)
-
-
-def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:
-    for cell in known:
-        other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None
-        before = profile_of(other).peak_bytes if other else 0
-        if before:
-            yield profile_of(cell).peak_bytes / before - 1, cell

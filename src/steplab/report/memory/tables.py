@@ -146,11 +146,6 @@ def node_name(op: str) -> str:
     return op.rstrip("0123456789").removesuffix("Backward")
 
 
-def is_checkpointed(spec: StepSpec | None) -> bool:
-    """Tensors without a node are then inputs of the recomputation."""
-    return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
-
-
 def is_compiled(tensors: SavedTensors) -> bool:
     """Modules and operators are then unknown."""
     return node_name(tensors.op) == "CompiledFunction"
@@ -168,21 +163,6 @@ def _inner_widths(sizes: TransformerShape) -> set[int]:
     """Output widths of a feed-forward block's first linear layers."""
     *wide, _ = sizes.feed_forward_layers
     return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
-
-
-def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
-    """True for the shape of a weight or its transpose.
-
-    None if an activation has the same shape, and for unknown sizes.
-    """
-    sizes = spec.model.shape if spec else None
-    if spec is None or sizes is None:
-        return None
-    others = {sizes.d_model, sizes.vocab_size, sizes.d_ff} | _inner_widths(sizes) | _projected_widths(sizes)
-    weights = [{sizes.d_model, other} for other in others]
-    if len(shape) != 2 or set(shape) not in weights:
-        return False
-    return None if spec.tokens in shape else True
 
 
 _Item = TypeVar("_Item")

@@ -18,9 +18,8 @@ from steplab.report.kit.labels import fitted, text_width
 from steplab.report.kit.timelines import LETTERS, shade, short_enough, titled, words_at
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
-WIDE, NARROW = 1040, 324
-HEIGHTS = {WIDE: 300, NARROW: 210}
-"""In pixels, by the picture's width."""
+WIDTH, HEIGHT = 1040.0, 300.0
+"""In pixels."""
 LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
 """Margins in pixels: left (sizes), right, top (names of phases), bottom (times)."""
 GAP = 8
@@ -31,28 +30,18 @@ _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this sha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    title: str
-    """Empty for a single picture."""
-    profile: MemoryProfile
-    capacity: int | None = None
-    """Memory of the device; None: unknown or shared."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    width: float
     start_s: float
     end_s: float
     scale: kit.Scale
 
     @property
     def bottom(self) -> float:
-        return STRIP + HEIGHTS[int(self.width)]
+        return STRIP + HEIGHT
 
     @property
     def right(self) -> float:
-        return self.width - RIGHT
+        return WIDTH - RIGHT
 
     def x(self, time_s: float) -> float:
         """Limited to the frame."""
@@ -82,29 +71,21 @@ def text_box(x: float, y: float, text: str, anchor: str) -> Box:
     return Box(left=left, top=y - LETTERS, right=left + width, bottom=y + 3)
 
 
-def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
-    """One picture per profile, with one scale of bytes; a single picture is wide. None without a recording."""
-    drawable = [one for one in shown if one.profile.timeline.time_s and one.profile.timeline.categories]
-    if not drawable:
+def memory_timeline(profile: MemoryProfile, capacity: int | None = None) -> Chart | None:
+    """The device's memory, if known, is drawn where the peak comes near it. None without a recording."""
+    timeline = profile.timeline
+    if not (timeline.time_s and timeline.categories):
         return None
-    width = WIDE if len(drawable) == 1 else NARROW
-    near = capacity_to_show(drawable)
-    scale = kit.bytes_scale([1, *(one.profile.peak_bytes for one in drawable)], near)
+    near = capacity if capacity is not None and profile.peak_bytes >= _CAPACITY_MATTERS * capacity else None
+    scale = kit.bytes_scale([1, profile.peak_bytes], near)
     scale = replace(scale, high=1.08 * scale.high)  # room for a label above the highest mark
-    pictures = tuple(
-        Picture(title=one.title, svg=_picture(one, width, scale, near), width=width, subtitle=_subtitle(one))
-        for one in drawable
-    )
-    categories = [name for one in drawable for name in categories_of(one.profile.timeline)]
-    return Chart(pictures=pictures, legend=legend_of(categories), note=_note(drawable))
-
-
-def capacity_to_show(shown: Sequence[Shown]) -> int | None:
-    """In bytes, if equal for all and near some peak; else None."""
-    found = {one.capacity for one in shown}
-    capacity = found.pop() if len(found) == 1 else None
-    highest = max(one.profile.peak_bytes for one in shown)
-    return capacity if capacity is not None and highest >= _CAPACITY_MATTERS * capacity else None
+    note = "Allocated bytes by category; each column of pixels shows its fullest moment. The dot is the peak. "
+    if timeline.by_event:
+        note += "The horizontal axis counts events, because the history has no clock times."
+    else:
+        note += "Recording slows the step down: the time axis is not the step time."
+    picture = Picture(title="", svg=_picture(profile, scale, near), width=WIDTH)
+    return Chart(pictures=(picture,), legend=legend_of(categories_of(timeline)), note=note)
 
 
 def categories_of(timeline: MemoryTimeline) -> list[str]:
@@ -112,37 +93,18 @@ def categories_of(timeline: MemoryTimeline) -> list[str]:
     return [name for name, sizes in pairs if any(sizes)]
 
 
-def _subtitle(one: Shown) -> str:
-    if not one.title:
-        return ""
-    phase = f", in {one.profile.peak_phase}" if one.profile.peak_phase else ""
-    return f"peak {units.format_bytes(one.profile.peak_bytes)}{phase}"
-
-
-def _note(shown: Sequence[Shown]) -> str:
-    note = "Allocated bytes by category; each column of pixels shows its fullest moment. The dot is the peak."
-    note += " All pictures have the same scale of bytes." if len(shown) > 1 else ""
-    if any(one.profile.timeline.by_event for one in shown):
-        note += " The horizontal axis counts events, because the history has no clock times."
-    else:
-        note += " Recording slows the step down: the time axis is not the step time."
-    return note
-
-
-def _picture(one: Shown, width: float, scale: kit.Scale, capacity: int | None) -> str:
-    timeline, phases = one.profile.timeline, one.profile.phases
+def _picture(profile: MemoryProfile, scale: kit.Scale, capacity: int | None) -> str:
+    timeline, phases = profile.timeline, profile.phases
     frame = Frame(
-        width=width,
         start_s=min([timeline.time_s[0], *(phase.start_s for phase in phases)]),
-        end_s=max([timeline.time_s[-1], one.profile.peak_s, *(phase.end_s for phase in phases)]),
+        end_s=max([timeline.time_s[-1], profile.peak_s, *(phase.end_s for phase in phases)]),
         scale=scale,
     )
     body = [*_phases(phases, frame), *_bytes_axis(frame), *_time_axis(timeline, frame)]
-    areas = short_enough(lambda column_px: _areas(one.profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
+    areas = short_enough(lambda column_px: _areas(profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     names = [words_at(left, 15, text) for left, text in phase_labels(phases, frame)]
-    body += [areas, *_borders(phases, frame), *names, *_marks(one.profile, frame, capacity)]
-    name = f"memory over time{f', {one.title}' if one.title else ''}"
-    return svg(name, width, frame.bottom + BOTTOM, "".join(body))
+    body += [areas, *_borders(phases, frame), *names, *_marks(profile, frame, capacity)]
+    return svg("memory over time", WIDTH, frame.bottom + BOTTOM, "".join(body))
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
@@ -227,7 +189,7 @@ def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
         x = frame.x(frame.start_s + tick)
         yield f'<path d="M{x:.1f} {frame.bottom:g}v5" stroke="{css_color(MUTED)}"/>'
         half = text_width(text, LETTERS) / 2
-        yield words_at(min(x, frame.width - half - 1), frame.bottom + 18, text, MUTED, "middle")
+        yield words_at(min(x, WIDTH - half - 1), frame.bottom + 18, text, MUTED, "middle")
 
 
 def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]:

@@ -22,7 +22,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import PERCENT, TIME, Quantity
 from steplab.report.profile.words import largest_categories, time_sentence
-from steplab.report.run.cells import RunCell, label
+from steplab.report.run.cells import AXES, RunCell, label, varying
 from steplab.report.run.one_run import run_title
 from steplab.report.run.verdict import run_cautions
 from steplab.specs.step_fields import option_name
@@ -70,9 +70,13 @@ def saving_sentence(finding: Finding, step_s: float | None) -> str:
 def _saving(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         return "its saving cannot be predicted from this record"
-    change = " ".join(f"{option_name(name)} {value}" for name, value in finding.fields.items()) or "changing that"
+    change = _options(finding) or "changing that"
     behind = f", after the change for {finding.after}" if finding.after else ""
     return f"{change} saves {saving_words(finding, step_s)}{behind}"
+
+
+def _options(finding: Finding) -> str:
+    return " ".join(f"{option_name(name)} {value}" for name, value in finding.fields.items())
 
 
 def saving_words(finding: Finding, step_s: float | None) -> str:
@@ -98,7 +102,7 @@ def saved_words(finding: Finding) -> str:
     return f"{how} {units.format_time(gain_s)}{tokens}"
 
 
-def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fields: Sequence[str]) -> list[Fact]:
+def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings]) -> list[Fact]:
     """The largest predicted saving of a page, as a share of its step; empty without one."""
     predicted = [
         (finding.saves_s / found.step_s, cell, found)
@@ -109,9 +113,9 @@ def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fie
     if not predicted:
         return []
     share, cell, found = max(predicted, key=lambda one: one[0])
-    told = saving_sentence(found.findings[0], found.step_s)
-    text = f"of a step is the largest predicted saving of one change: {label(cell, fields)}. {told}"
-    return [Fact(figure=units.format_percent(share), text=text, wide=True)]
+    where = f" ({label(cell, [field for field in varying(cells) if field in AXES])})" if len(cells) > 1 else ""
+    text = f"largest predicted saving: {_options(found.findings[0]) or found.findings[0].title}{where}"
+    return [Fact(figure=units.format_percent(share), text=text)]
 
 
 def findings_section(findings: Findings) -> Section:
@@ -122,7 +126,7 @@ def findings_section(findings: Findings) -> Section:
             segments=(Segment(value=finding.saves_s, color=_COLOR, tip=saved_words(finding)),)
             if finding.saves_s
             else (),
-            detail=finding.change,
+            detail=_options(finding) or finding.change,
             strong=place == 0,
         )
         for place, finding in enumerate(findings.findings)
@@ -143,7 +147,7 @@ def findings_section(findings: Findings) -> Section:
         caption=_NOTE.format(findings.run_id),
         folded=True,
     )
-    chart = Bars(bars=bars, note="Predicted saving per step.", full=findings.step_s)
+    chart = Bars(bars=bars, full=findings.step_s, first=_MOST_TOLD)
     return Section.of("Possible savings", chart, table)
 
 

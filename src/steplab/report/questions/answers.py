@@ -11,9 +11,9 @@ from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
-from steplab.report.kit.quantities import LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
-from steplab.report.kit.text import reason
-from steplab.report.page import page_verdict
+from steplab.report.kit.quantities import COUNT, LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
+from steplab.report.kit.text import dotted, reason
+from steplab.report.page import page_verdict, subtitle
 from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
 from steplab.report.report import report_of
 from steplab.specs.model import MODEL_SIZES
@@ -40,7 +40,7 @@ def questions_document(
     derive: what a question's `derives` comes to; UserError where no record allows it.
     """
     answers = _Answers(records, derive)
-    chapters, data = [], list[Row]()
+    chapters, data, shown = [], list[Row](), list[Row]()
     for chapter in asked.chapter:
         parts = []
         for question in chapter.question:
@@ -48,21 +48,31 @@ def questions_document(
             parts.append(section)
             data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None})
             data[-1]["measure"] = None if answer else question.measure
+            shown.append({"question": question.asks, "answer": answer or "not measured", "command": question.measure})
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     by = counted(len(records), "record")
     told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}, from {by}."
     left = (f"Not measured: {' '.join(open_ones) if len(open_ones) < 4 else len(open_ones)}",) if open_ones else ()
-    devices = dict.fromkeys(record.device_name for record in records if record.device_name)
-    days = sorted({record.created_utc[:10] for record in records})
-    subtitle = " · ".join([*devices, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
     return Document(
         title=title or asked.title,
-        subtitle=subtitle,
+        subtitle=dotted(*subtitle(records)),
         verdict=Verdict(sentences=(told,), cautions=left),
-        sections=tuple(chapters),
+        sections=(
+            Section.of(
+                "Answers",
+                Table(name="answers", columns=_ANSWERS, rows=tuple(shown), first=len(shown)),
+                anchor="answers",
+            ),
+            *chapters,
+        ),
         data=data,
     )
+
+
+_ANSWERS = tuple(
+    Column(key=key, wraps_from=width) for key, width in (("question", 24), ("answer", 32), ("command", 16))
+)
 
 
 class _Missing(Exception):
@@ -91,6 +101,8 @@ class _Answers:
         if question.derives:
             return self._derived(question.derives)
         if not question.rows_of:
+            if question.answer:
+                return [], question.answer
             raise _Missing
         sheet = self._sheet(question.rows_of)
         keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
@@ -298,7 +310,7 @@ def _goes_without_saying(key: str, value: Scalar) -> bool:
 
 
 _DEFAULT = resolve_step({})
-_UNSAID = ("kv_heads", "keys", "status", "line", "of", "allocation_bytes")
+_UNSAID = ("kv_heads", "keys", "status", "line", "of", "allocation_bytes", "device_kind")
 
 
 def _bars(
@@ -357,7 +369,9 @@ def _quantity(expression: Expression) -> Quantity:
     return _AS_IT_IS if found is TEXT else found
 
 
-_AS_IT_IS = Quantity(lambda value: value if isinstance(value, str) else NUMBER.write(value))
+_AS_IT_IS = Quantity(
+    lambda value: value if isinstance(value, str) else COUNT.write(value) if value >= 1e6 else NUMBER.write(value)
+)
 
 
 def _said(key: str, value: Scalar) -> str:

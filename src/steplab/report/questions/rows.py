@@ -30,7 +30,8 @@ class Sheet:
 
 def _settings_of(run: Run) -> Row:
     assert run.spec is not None
-    return step_key(run.spec) | {"warmup": run.spec.warmup, "device": run.device_name}
+    kind = run.environment.device.kind if run.environment else None
+    return step_key(run.spec) | {"warmup": run.spec.warmup, "device": run.device_name, "device_kind": kind}
 
 
 def _runs(records: Sequence[Record]) -> Iterator[tuple[Run, Row]]:
@@ -155,6 +156,12 @@ def _peak_rows(run: Run, known: Row) -> Iterator[Row]:
         yield known | {"phase": phase.name, "peak_bytes": phase.peak_bytes}
 
 
+def _part_rows(run: Run, known: Row) -> Iterator[Row]:
+    """The peak by category."""
+    for category, num_bytes in run.memory_profile.at_peak.items() if run.memory_profile else ():
+        yield known | {"category": category, "part_bytes": num_bytes}
+
+
 def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[Sequence[Record]], Sheet]:
     """The rows of a kind's own report, with the step and the device that they are of."""
 
@@ -165,7 +172,7 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
                 continue
             own = report_of(kind)
             step = getattr(record, "spec", None) or getattr(getattr(record, "study", None), "step", None)
-            known: Row = {"id": record.id} | (step_key(step) if step else {}) | {"device": record.device_name}
+            known: Row = {"id": record.id} | (step_key(step) if step else {}) | {"machine": record.device_name}
             sheet.settings = tuple(dict.fromkeys((*sheet.settings, *(key for key in known if key != "id"))))
             data = own.rows(record) if isinstance(own, RecordReport) else own.documents([record])[0].data
             sheet.rows += [{**known, **row} for row in (data[table] if isinstance(data, Mapping) else data)]
@@ -204,6 +211,7 @@ SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
         records, _allocation_rows, "phase", "module", "operator", "line", "of", "allocation_bytes"
     ),
     "memory phases": lambda records: _of_runs(records, _peak_rows, "phase"),
+    "memory parts": lambda records: _of_runs(records, _part_rows, "category"),
     "attention": _own_rows("attention", (*_SHAPE, "status")),
     "comm": _own_rows("comm", ("collective", "backend", "way", "world_size", "dtype", "size_bytes")),
     "ddp": _ddp_rows,

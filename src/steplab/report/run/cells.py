@@ -145,6 +145,11 @@ def said(field: str, value: Scalar) -> str:
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
+def is_usual(field: str, value: Scalar) -> bool:
+    """True for the default of a field that is no size."""
+    return field in _STEP and field not in AXES and str(value) == str(_STEP[field].default)
+
+
 def axis_name(field: str) -> str:
     return _STEP[field].axis_name if field in _STEP else field
 

@@ -9,17 +9,16 @@ from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES, quotient
+from steplab.report.kit.quantities import TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
-from steplab.report.run.effects import effects_sections, passes_table
+from steplab.report.run.effects import effects_sections
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.one_run import (
     WARMUP_COUNTS,
-    achieved_flops_per_s,
     choices,
     doubts,
     failure_blocks,
@@ -95,7 +94,7 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section:
     """A bar per run, and a table for a single one."""
-    tables: Iterable[Block] = [passes_table(cells)] if len(cells) > 1 else []
+    tables: Iterable[Block] = []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         tables = phase_blocks(cells[0].run, timing)
     return Section.of("Phases of a step", phases(cells), *tables, anchor="phases")
@@ -159,53 +158,19 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
-    if len(cells) == 1 and several:
-        return Section.of("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
-    named = (Section.of(label(cell, fields), *rank_blocks(cell.run.ranks)) for cell in several)
-    return Section.of("Ranks", *named, anchor="ranks")
+    """Of a single run."""
+    ranks = cells[0].run.ranks if len(cells) == 1 else ()
+    return Section.of("Ranks", *(rank_blocks(ranks) if ranks else ()), anchor="ranks")
 
 
 def utilization_chapter(cells: Sequence[RunCell]) -> Section:
-    blocks: Iterable[Block] = ()
+    """A single run's figures by convention; of several, whose shares the table of runs has, the doubts."""
     if len(cells) == 1:
         run = cells[0].run
-        blocks = (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
-    elif any(cell.run.utilizations for cell in cells):
-        blocks = (later(charts.mfu, cells), utilization_table(cells), *_told_once(cells, doubts))
+        blocks: Iterable[Block] = (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
+    else:
+        blocks = _told_once(cells, doubts)
     return Section.of("Utilization", *blocks, anchor="utilization")
-
-
-def utilization_table(cells: Sequence[RunCell]) -> Table:
-    """One row per run, one column per convention, and the reference peak."""
-    fields = varying(cells)
-    rows: list[Row] = []
-    shares: dict[str, None] = {}
-    for cell in cells:
-        if not cell.run.utilizations:
-            continue
-        first = cell.run.utilizations[0]
-        row: Row = {"run": label(cell, fields), "peak": first.peak_flops_per_s, "dtype": first.dtype}
-        row["source"] = first.peak_source
-        for used in cell.run.utilizations:
-            shares[used.label] = None
-            row[used.label] = used.value
-            if (used.kind, used.convention) == ("mfu", "causal"):
-                row["achieved"] = achieved_flops_per_s(used)
-        rows.append(row)
-    return Table(
-        name="utilization",
-        columns=(
-            Column(key="run", wraps_from=20),
-            *(Column(key=name, header=name, quantity=SHARE) for name in shares),
-            Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
-            Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
-            Column(key="dtype", header="type"),
-            Column(key="source", header="source of the peak", shared="source of the peak: {}", wraps_from=20, rank=9),
-        ),
-        rows=tuple(rows),
-        first=MOST_ROWS,
-    )
 
 
 def runs_chapter(cells: Sequence[RunCell]) -> Section:

@@ -118,41 +118,21 @@ def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
     sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
     if not sizes:
         return None
-    note = "Largest resident set of the measuring process, Python and libraries included: this device's "
-    note += "allocator does not count live tensors."
-    return _bars(cells, sizes, kit.bytes_scale(sizes.values(), None), "peak memory of the process", note)
-
-
-def mfu(cells: Sequence[RunCell]) -> Chart | None:
-    cells = [c for c in cells if c.run.timing or c.run.failure]
-    used = {c.run.id: u for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value is not None}
-    if not used or len(cells) < 2:
-        return None
-    shares = {run_id: u.value for run_id, u in used.items() if u.value is not None}
-    conventions = ", ".join(sorted({u.convention for u in used.values()}))
-    note = f"MFU, FLOPs counted by the convention '{conventions}', over the dense peak of each run's own data "
-    note += "type: a bf16 bar and an fp32 bar are shares of different peaks."
-    return _bars(cells, shares, kit.percent_scale(shares.values()), f"MFU ({conventions})", note)
-
-
-def _bars(
-    cells: Sequence[RunCell], values: dict[str, float] | dict[str, int], scale: kit.Scale, name: str, note: str
-) -> Chart:
     (layout, panels), fields = arrange(cells), varying(cells)
+    scale = kit.bytes_scale(sizes.values(), None)
 
     def paint(picture: Drawing, axes: "Axes", layout: Layout, panel: Panel, place: ax.Places) -> None:
         for position, series, cell in panel.marks:
-            x, value = place.x(position, series), values.get(cell.run.id)
-            if value is None:
+            x, size = place.x(position, series), sizes.get(cell.run.id)
+            if size is None:
                 _failed(picture, axes, x, cell, fields)
                 continue
-            (bar,) = axes.bar(x, value, 0.86 * place.step, color=series_color(series))
-            picture.tip(bar, f"{label(cell, fields)}: {scale.show(value)}")
-            if place.mark_px >= _LABEL_PX:
-                axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
-                              ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
+            (bar,) = axes.bar(x, size, 0.86 * place.step, color=series_color(series))
+            picture.tip(bar, f"{label(cell, fields)}: {units.format_bytes(size)}")
 
-    return _chart(layout, panels, name, scale, paint, note=note, legend=_legend(layout))
+    note = "Largest resident set of the measuring process, Python and libraries included: this device's "
+    note += "allocator does not count live tensors."
+    return _chart(layout, panels, "peak memory of the process", scale, paint, note=note, legend=_legend(layout))
 
 
 def _chart(

@@ -1,20 +1,19 @@
-"""Choices compared with baselines, over otherwise equal runs, and each run's passes."""
+"""Choices compared with baselines, over otherwise equal runs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from steplab import stats, units
+from steplab import units
 from steplab.comparison.judging import judged
 from steplab.comparison.turns import of_starts, took_turns
 from steplab.records.comparison import Decision, Ratio
-from steplab.records.disturbances import disturbance_words, never_settles
-from steplab.records.rows import Row, Scalar
-from steplab.report.kit.document import MOST_ROWS, Column, Section, Table
-from steplab.report.kit.quantities import LABEL, TIMES
+from steplab.records.disturbances import never_settles
+from steplab.records.rows import Scalar
+from steplab.report.kit.document import MOST_ROWS, Bar, Bars, Column, Section, Segment, Table
+from steplab.report.kit.quantities import TIMES
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
-from steplab.report.run.one_run import phase_names
 from steplab.specs.step import STEP_FIELDS
 
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
@@ -178,35 +177,26 @@ def speed_words(ratio: float) -> str:
     return f"{times_words(ratio)} as fast" if ratio >= 1 else f"slower, {times_words(1 / ratio)} the time"
 
 
-def passes_table(cells: Sequence[RunCell]) -> Table:
-    fields = varying(cells)
-    rows: list[Row] = []
-    for cell in cells:
-        timing = cell.run.timing
-        names = phase_names(cell.run)
-        for name in (*names, *(["step"] if len(names) != 1 else [])):
-            samples = timing.phase(name) if timing else None
-            if samples is None or not samples.best_s:
-                continue
-            summary = stats.summarize(samples.best_s)
-            row: Row = {"run": label(cell, fields), "part": name, "median_s": summary.median, "mean_s": summary.mean}
-            row |= {"stdev_s": summary.stdev, "count": summary.count, "id": cell.id}
-            rows.append(row | {"warnings": disturbance_words(cell.run)})
-    return Table(
-        name="passes",
-        columns=(
-            Column(key="run", wraps_from=16),
-            Column(key="part", header="pass"),
-            Column(key="median_s", header="median"),
-            Column(key="mean_s", header="mean"),
-            Column(key="stdev_s", header="sd"),
-            Column(key="count", header="steps", quantity=LABEL, shared="{} measured steps"),
-            Column(key="warnings", header="warning", rank=1, wraps_from=12),
-            Column(key="id", header="record", rank=3),
-        ),
-        rows=tuple(rows),
-        caption="Steps back to back; sd is the standard deviation over steps (n − 1).",
-        first=MOST_ROWS,
+def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
+    """Time that each choice saves of a step, the largest first; what is lost goes the other way."""
+    found = [(1 - 1 / median(pair.ratio for pair in effect.pairs), effect) for effect in effects_of(cells)]
+    known = [(saved, effect) for saved, effect in found if effect.faster or effect.slower or effect.is_negligible]
+    if not known:
+        return None
+    bars = tuple(map(_effect_bar, sorted(known, key=lambda one: -one[0])))
+    return Bars(bars=bars, note="Step time by choice: the median over pairs of runs that differ in nothing else.")
+
+
+def _effect_bar(one: tuple[float, Effect]) -> Bar:
+    saved, effect = one
+    if effect.is_negligible:
+        return Bar(label=effect.choice, figure=VERBS["same"])
+    count = len(effect.pairs)
+    told = [f"{len(effect.faster)} of {units.counted(count, 'pair')} faster"]
+    told += [f"{len(effect.slower)} slower"] if effect.slower else []
+    segment = Segment(value=saved, color=1 if saved > 0 else 2, tip=effect_words(effect))
+    return Bar(
+        label=effect.choice, figure=f"{units.format_change(-saved)} time", segments=(segment,), detail=", ".join(told)
     )
 
 

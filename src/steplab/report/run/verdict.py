@@ -10,11 +10,10 @@ from steplab.comparison.samples import compare_samples
 from steplab.records.disturbances import BUSY, WAITS, disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.records.timing import HARDLY_AHEAD, waits_for_host
 from steplab.report.kit.document import Fact, Verdict
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.text import why_failed
-from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
+from steplab.report.run.cells import AXES, COMPARED, RunCell, is_usual, label, said, varying
 from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
 from steplab.report.run.one_run import achieved_flops_per_s, headline_doubts, interval_words
 from steplab.specs.resolve import options
@@ -99,11 +98,10 @@ def run_cautions(run: Run) -> Iterator[str]:
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
-    early, told, effects = _warmup_words(cells, fields), trend_words(cells, fields), main_effects(cells)
+    early, told, effects = _warmup_words(cells, fields), list(trend_words(cells, fields)), main_effects(cells)
     if early and not effects:
         yield early
-    if told:
-        yield told
+    yield from told
     yield from map(effect_words, effects)
     if early and effects:
         yield early
@@ -158,39 +156,31 @@ def _interest(effect: Effect) -> tuple[int, int]:
     return place, -len(effect.pairs)
 
 
-def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
-    """The step's growth along the longest series of sizes; None without a certain difference."""
+def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
+    """The step's growth along the longest series of sizes, where the ends certainly differ."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
-        return None
+        return
     axis, series = max(found, key=lambda pair: _telling(pair[1]))
     first, last = series[0], series[-1]
     before_s, after_s = (median(cell.run.samples_s) for cell in (first, last))
-    others = [name for name in fields if name != axis and name in _NAMED]
+    others = [n for n in fields if n != axis and n in _NAMED and not is_usual(n, first.values[n])]
     told = label(first, others) if any(first.values[name] is not None for name in others) else ""
     told = f" ({told})" if others and told else ""
-    text = (
+    yield (
         f"From {said(axis, first.values[axis])} to {said(axis, last.values[axis])}{told} the step takes "
         f"{times_words(after_s / before_s)} as long, {units.format_time(after_s)} instead of "
-        f"{units.format_time(before_s)}"
+        f"{units.format_time(before_s)}."
     )
-    text += _for_work(first.run, last.run)
-    used = [cell.run.utilization("mfu", "causal") for cell in (first, last)]
-    shares = [share.value for share in used if share and share.value is not None and not share.exceeds_peak]
-    if len(shares) == 2:
-        text += f"; MFU goes from {units.format_share(shares[0])} to {units.format_share(shares[1])}"
-    return f"{text}."
+    used = [share for cell in (first, last) if (share := cell.run.utilization("mfu", "causal")) and share.flops]
+    if len(used) == 2:
+        work = f"It does {(used[1].flops or 0.0) / (used[0].flops or 1.0):.1f} times the model FLOPs"
+        shares = [units.format_share(u.value) for u in used if u.value is not None and not u.exceeds_peak]
+        yield f"{work}{f'; MFU goes from {shares[0]} to {shares[1]}' if len(shares) == 2 else ''}."
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
     return len(series), series[0].values["pass"] == "train"
-
-
-def _for_work(first: Run, last: Run) -> str:
-    used = [run.utilization("mfu", "causal") for run in (first, last)]
-    if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
-        return ""
-    return f", for {used[1].flops / used[0].flops:.1f} times the model FLOPs"
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
@@ -242,14 +232,30 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     return "; ".join(names[:_MOST_NAMED]) + more
 
 
-_MOST_LATE = 6
-
-
-def facts(cells: Sequence[RunCell]) -> list[Fact]:
-    """Summary of several runs."""
+def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
+    """The figures of several runs that a page shows large."""
     fields = varying(cells)
-    first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    return first + _waiting(cells, fields)
+    pairs = [(effect, pair) for effect in effects_of(cells) for pair in effect.faster]
+    if pairs:
+        effect, best = max(pairs, key=lambda one: one[1].ratio)
+        where = _short(best.before, [field for field in fields if field != effect.field])
+        yield Fact(figure=times_words(best.ratio), text=f"largest speed-up: {effect.choice} ({where})")
+    used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
+    if used:
+        best_used, cell = max(used, key=lambda one: one[0].value or 0.0)
+        text = f"highest MFU, of a dense {best_used.dtype} peak ({_short(cell, fields)})"
+        yield Fact(figure=units.format_share(best_used.value or 0.0), text=text)
+    peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
+    if peaks:
+        size, cell = max(peaks, key=lambda one: one[0])
+        total = cell.run.memory.total_bytes if cell.run.memory else None
+        of_total = f" of {units.format_bytes(total)}" if total else ""
+        yield Fact(figure=units.format_bytes(size), text=f"largest peak memory{of_total} ({_short(cell, fields)})")
+
+
+def _short(cell: RunCell, fields: Sequence[str]) -> str:
+    """A cell by its size and what is not usual about it."""
+    return label(cell, [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))])
 
 
 def facts_of_one(run: Run) -> Iterator[Fact]:
@@ -266,54 +272,3 @@ def facts_of_one(run: Run) -> Iterator[Fact]:
         total = run.memory.total_bytes if run.memory else None
         of_total = f", of {units.format_bytes(total)} on the device" if total else ""
         yield Fact(figure=units.format_bytes(run.peak.peak_allocated_bytes), text=f"peak of allocated memory{of_total}")
-
-
-def _gains(cells: Sequence[RunCell]) -> list[Fact]:
-    told = {effect.choice for effect in main_effects(cells)}
-    effects = [effect for effect in effects_of(cells) if effect.choice not in told]
-    gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
-    if negligible := [effect.choice for effect in effects if effect.is_negligible]:
-        text = "Step times differ by no more than equal steps' in every pair of runs that differ only in one of "
-        text += "these choices"
-        gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
-    return gains
-
-
-def gain_of(effect: Effect) -> Fact:
-    """Range of gains over certain pairs, and their number."""
-    ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.decision in ("lower", "higher")]
-    figure = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "undecided"
-    return Fact(figure=figure, text=effect_words(effect), wide=True)
-
-
-def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    found = [(cell.run.utilization("mfu", "causal"), cell) for cell in cells]
-    known = [(u.value, u, cell) for u, cell in found if u and u.value is not None and not u.exceeds_peak]
-    if not known:
-        return []
-    value, used, cell = max(known, key=lambda item: item[0])
-    peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
-    text = f"is the highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
-    return [Fact(figure=units.format_share(value), text=text)]
-
-
-def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
-    if not peaks:
-        return []
-    size, cell = max(peaks, key=lambda item: item[0])
-    total = cell.run.memory.total_bytes if cell.run.memory else None
-    of_total = f", of {units.format_bytes(total)} on the device" if total else ""
-    text = f"is the largest peak of allocated memory: {label(cell, fields)}{of_total}."
-    return [Fact(figure=units.format_bytes(size), text=text)]
-
-
-def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
-    if not late:
-        return []
-    names = "; ".join(label(cell, fields) for cell in late[:_MOST_LATE])
-    more = f"; and {len(late) - _MOST_LATE} more" if len(late) > _MOST_LATE else ""
-    share = units.format_limit(HARDLY_AHEAD)
-    text = f"Nearly launch-bound cells, in which the host leads by less than {share} of the step: {names}{more}."
-    return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]
