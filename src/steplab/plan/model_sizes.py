@@ -13,6 +13,8 @@ class Sizes:
     """Inner width of the feed-forward blocks."""
     num_layers: int
     num_parameters: int
+    num_active: int
+    """Parameters that one token uses: all but the experts that it does not take."""
     matrices: int
     """Elements of a block's matrices."""
     kinds: str
@@ -23,8 +25,6 @@ class Sizes:
     """Matrices of a block that is only a feed-forward block."""
     experts: tuple[int, int] | None = None
     """Number of experts of a block, and of those that a token takes; None: no experts."""
-    num_active: int = 0
-    """Parameters that one token uses, in a mixture of experts."""
 
 
 def sizes_of(shape: TransformerShape) -> Sizes:
@@ -35,6 +35,7 @@ def sizes_of(shape: TransformerShape) -> Sizes:
         inner=shape.d_ff,
         num_layers=shape.num_layers,
         num_parameters=num_parameters(shape),
+        num_active=num_parameters(shape),
         matrices=num_attention_weights(shape) + num_feed_forward_weights(shape),
         kinds=f"{number} of its feed-forward part" + (", 4 of its attention" if shape.num_heads else ""),
         key_width=shape.kv_width if shape.num_heads else 0,
