@@ -225,7 +225,7 @@ def test_report_gives_the_newest_study_in_every_format(filled: Program, format: 
     else:
         opening = {"table": "2 runs", "md": "# 2 runs", "latex": "\\documentclass{article}"}
         assert opening[format] in result.stdout.splitlines()[0]
-        assert "Phases of a step" in result.stdout
+        assert "Runs" in result.stdout
 
 
 def test_report_of_named_runs_has_them_in_the_order_named(filled: Program, first_id: str) -> None:

@@ -134,7 +134,7 @@ def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object
 
 def test_a_configuration_is_planned_on_the_layouts_that_run_it() -> None:
     with pytest.raises(Unsupported, match=r"use dp=2 or fsdp=2; pp=2 can be planned$"):
-        resolve_step({"layout": "tp=2", "model": CONFIGURATION})
+        resolve_step({"layout": "tp=2", "model": "examples.my_model:build"})
     assert plan_layout(CONFIGURATION, gpus=2, global_batch=2).candidates
 
 

@@ -90,10 +90,7 @@ def fake_step(
             step = _built(spec, storages, watcher, doing, cut)
             if with_state and step.optimizer is not None:
                 watcher.begin("optimizer")
-                for parameter in step.module.parameters():
-                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-                step.optimizer_step()
-                _name_state(step, storages)
+                _make_state(step, storages)
             if compiled and spec.compile != "off":
                 if spec.checkpointing != "none":
                     why = "a trace does not show what compiled code computes again"
@@ -212,6 +209,15 @@ def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
     for each in tree_leaves(made):
         if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
             each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
+
+
+def _make_state(step: ModelStep, storages: Storages) -> None:
+    """The optimizer's state by one update of gradients without content."""
+    assert step.optimizer is not None
+    for parameter in step.module.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    step.optimizer_step()
+    _name_state(step, storages)
 
 
 def _name_state(step: ModelStep, storages: Storages) -> None:
