@@ -66,8 +66,8 @@ def test_bars_are_what_choices_save_the_largest_first_and_losses_go_to_the_left(
     bars = effect_bars(cells_of(runs))
     assert bars
     assert [(bar.label, bar.figure) for bar in bars.bars] == [
-        ("compiled instead of eager", "-50.0 % time"),
-        ("bf16 instead of fp32", "+25.0 % time"),
+        ("compiled instead of eager", "50.0 % less time"),
+        ("bf16 instead of fp32", "25.0 % more time"),
     ]
     assert [bar.segments[0].value for bar in bars.bars] == pytest.approx([0.5, -0.25])
     assert [bars.low, bars.width] == pytest.approx([-0.25, 0.75])

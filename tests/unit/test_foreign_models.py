@@ -372,6 +372,22 @@ def test_peaks_of_every_rank_are_those_that_were_measured(run: Run) -> None:
     assert found.peak_bytes == pytest.approx(measured.peak_allocated_bytes, rel=within)
 
 
+UNSEEN = stored("foreign_unseen_h200", Run)
+
+
+@pytest.mark.parametrize(
+    "run", first(3, reversed(UNSEEN)), ids=lambda run: f"{run.spec.model.label}-{run.spec.compile}"
+)
+def test_steps_of_families_that_no_fit_saw_are_predicted(run: Run) -> None:
+    """Peaks of olmo2 are those of the transformers at hand, not of the one that was measured."""
+    (planned,) = plan_steps([sure(run.spec).as_predicted], gpu="H200 SXM")
+    time, memory, measured_s = sure(planned.time), sure(planned.memory), sure(run.median_s)
+    assert time.central_s == pytest.approx(measured_s, rel=0.05)
+    assert time.low_s <= measured_s <= time.high_s
+    peak = sure(sure(run.memory).peak("step")).peak_allocated_bytes
+    assert memory.peak_bytes == pytest.approx(peak, rel=0.03 if "olmo2" in sure(run.spec).model.label else 1e-3)
+
+
 def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT2))

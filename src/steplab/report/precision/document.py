@@ -38,7 +38,7 @@ def precision_verdict(numerics: Numerics) -> Verdict:
     if low is None:
         return Verdict(sentences=(f"{title(numerics)} keeps every tensor in fp32, so nothing underflows.",))
     sentences = (*_keep(numerics, audit, low), *_scale(audit, low), *_loss(audit))
-    return Verdict(sentences=sentences, cautions=tuple(_cautions(numerics, audit, low)))
+    return Verdict(sentences=sentences, cautions=tuple(_cautions(audit)))
 
 
 def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use: True) -> list[str]:
@@ -92,9 +92,7 @@ def _loss(audit: Audit) -> Iterator[str]:
             )
 
 
-def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
-    if names := _summing(audit, lambda use: not set(use.outputs) <= {"float32"}):
-        yield f"Warning: in this step {listed(names)} ran in {low}."
+def _cautions(audit: Audit) -> Iterator[str]:
     infinite = sum(
         not_finite(found) for kind in ("outputs", "parameter gradients") if (found := all_elements(audit, kind))
     )

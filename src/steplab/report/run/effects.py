@@ -195,9 +195,8 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     told = [f"{len(effect.faster)} of {units.counted(count, 'pair')} faster"]
     told += [f"{len(effect.slower)} slower"] if effect.slower else []
     segment = Segment(value=saved, color=1 if saved > 0 else 2, tip=effect_words(effect))
-    return Bar(
-        label=effect.choice, figure=f"{units.format_change(-saved)} time", segments=(segment,), detail=", ".join(told)
-    )
+    figure = f"{units.format_percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
+    return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
