@@ -132,7 +132,6 @@ def write_report(
 
 
 def _saved(view: "View", chosen: str, out: FileOptions) -> str:
-    """The text to print; empty once it and its pictures are in --output."""
     if out.output is None:
         return view.render(chosen, color=stdout_color(out))
     view.save(out.output, chosen, force=out.force)

@@ -75,7 +75,6 @@ def communication_exposed(case: Case) -> Finding | None:
 
 
 def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
-    """The change and a note: a command if steplab laid out the step, else a change of the user's code."""
     spec = case.spec
     if spec is None or spec.layout == SINGLE:
         if any(_GATHERS.search(kernel.name) for kernel in profile.kernels):

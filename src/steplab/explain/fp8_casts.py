@@ -63,7 +63,6 @@ def _multiplies_in_fp8(profile: Profile) -> bool:
 
 
 def _serves(spec: StepSpec) -> bool:
-    """True if precision fp8 takes this model and these sizes."""
     try:
         return spec.precision == "fp8_torchao" and with_fields(spec, _FIX) != spec
     except UserError:

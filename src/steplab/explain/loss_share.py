@@ -62,7 +62,6 @@ def loss_share(case: Case) -> Finding | None:
 
 
 def _built_in(case: Case) -> StepSpec | None:
-    """The spec of a built-in model with an undivided loss."""
     spec = case.spec
     if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
         return None
@@ -73,7 +72,6 @@ _IN_CHUNKS = "computed in chunks, the logits need less memory as well"
 
 
 def _change(case: Case) -> tuple[str, str]:
-    """A fused loss for this device, as a change and a note; Liger's kernel is for GPUs."""
     if case.is_gpu:
         compiler = "or torch.compile around head and loss; " if case.is_eager else ""
         liger = "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel"

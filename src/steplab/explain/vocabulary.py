@@ -75,7 +75,6 @@ def _is_one_thing(op: OpStats, profile: Profile) -> bool:
 
 
 def _has(op: OpStats, size: int) -> bool:
-    """True if an operator outside of embedding and optimizer works on logits or on the head's weight."""
     if op.category == "embedding" or op.phase == "optimizer" or "embedding" in op.name:
         return False
     return any(len(shape.sizes) > 1 and size in (shape.sizes[0], shape.sizes[-1]) for shape in shapes_of(op))

@@ -52,15 +52,12 @@ def compile_on_fakes(step: ModelStep, mode: str, watcher: Watcher, storages: Sto
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Equal for blocks with the same compiled code."""
     return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()) + tuple(
         (name, type(inner), getattr(inner, "sliding_window", None)) for name, inner in block.named_modules()
     )
 
 
 class _Runner:
-    """Compiles each kind of module once and runs it."""
-
     def __init__(self, watcher: Watcher, storages: Storages) -> None:
         self._watcher, self._storages = watcher, storages
         self._known: dict[str, Any] = {}
@@ -134,8 +131,6 @@ class _Made:
 
 
 class _Graph:
-    """A graph of the forward or the backward pass."""
-
     def __init__(
         self, graph: fx.GraphModule, watcher: Watcher, storages: Storages, places: Callable[[int], str] | None
     ) -> None:
@@ -244,7 +239,6 @@ def _name(node: fx.Node) -> str:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """The node that owns a view's memory."""
     while node.op == "call_function" and _name(node) in _VIEWS:
         node = node.all_input_nodes[0]
     return node
@@ -255,7 +249,6 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _sources(node: fx.Node, in_memory: Set[fx.Node]) -> Iterator[fx.Node]:
-    """Tensors in memory that a node's fused kernel reads."""
     seen, left = set[fx.Node](), [*node.all_input_nodes]
     while left:
         each = _memory_of(left.pop())

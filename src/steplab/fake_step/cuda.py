@@ -190,7 +190,6 @@ _WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8
 
 
 def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as an additive one."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))

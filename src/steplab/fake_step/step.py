@@ -212,7 +212,6 @@ def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
 
 
 def _make_state(step: ModelStep, storages: Storages) -> None:
-    """The optimizer's state by one update of gradients without content."""
     assert step.optimizer is not None
     for parameter in step.module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -360,7 +360,6 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Bytes of its elements, repeated ones counted once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
 

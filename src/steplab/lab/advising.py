@@ -217,7 +217,6 @@ class Walk:
         self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)
 
     def _make_room(self) -> None:
-        """If the first step ran out of memory, add changes that need less until it runs, or time is over."""
         for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
             spec = self.best.spec
             if not (change.field in FREEING or change.makes_room) or change not in self.outlook.untried(spec):

@@ -231,7 +231,6 @@ def records_that_answer(
 
 
 def _newest(opened: Store) -> Record:
-    """The newest readable one. Raises UserError without one."""
     kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]
     for most in (_TRIED_FIRST, None):
         rows = [row for name in kinds for row in opened.rows(kind=name, limit=most)]

@@ -107,7 +107,6 @@ def _is_said(column: str, row: Row) -> bool:
 
 
 def _points(key: str, rows: Sequence[Row]) -> Iterator[Point]:
-    """A point for consecutive runs of each commit, and for each run without a commit."""
     groups = itertools.groupby(rows, key=lambda row: row.get("git_commit") or row["id"])
     for _, group in groups:
         some = list(group)

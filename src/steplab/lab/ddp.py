@@ -147,7 +147,6 @@ def _with_model(run: DdpRun) -> DdpRun:
 
 
 def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> list[Destination]:
-    """In a folder, created if needed. Raises UserError if one cannot be written."""
     if kept is None:
         return []
     try:
@@ -163,7 +162,6 @@ def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | 
 
 @contextmanager
 def _folder(targets: Sequence[Destination]) -> Iterator[Path]:
-    """Traces move from there to their destinations, also after an interruption."""
     with folder_for(targets[0] if targets else None) as folder:
         try:
             yield folder

@@ -89,7 +89,6 @@ def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
 
 
 def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
-    """True if the other run is the same step on the same machine, except that `field` has this value."""
     assert run.spec is not None
     wanted = _memory_fields(dataclasses.replace(run.spec, **{field: value}))  # type: ignore[arg-type]  # a field of it
     return other.spec is not None and _memory_fields(other.spec) == wanted and _machine(other) == _machine(run)

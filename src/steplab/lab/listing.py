@@ -150,7 +150,6 @@ def _condition(text: str) -> _Condition:
 
 
 def _number(key: str, text: str) -> float:
-    """In the field's base unit; the text may name a unit."""
     try:
         return float(text)
     except ValueError:

@@ -82,7 +82,6 @@ def memory(
 def _destinations(
     snapshot: Path | str | None, store: Path | str | None, force: bool
 ) -> tuple[Destination | None, Destination | None]:
-    """The snapshot's and its marks' destinations; None for marks if the snapshot goes to a pipe."""
     if snapshot is None:
         return None, None
     path = Path(snapshot)

@@ -269,7 +269,6 @@ class Outlook:
         return change.field, self._meant(spec, change.field, change.value)
 
     def _meant(self, spec: StepSpec, name: str, value: str) -> str:
-        """The field's value on the device, such as the choice of `auto`."""
         if (name, value) == ("reshard_after_forward", "auto"):
             return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
         if (name, value) != ("attention", "auto") or spec.model.shape is None:

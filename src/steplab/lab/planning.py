@@ -137,7 +137,6 @@ def _memory_on(spec: StepSpec, gpu: Gpu, operators: list[Operator]) -> MemoryPre
 
 
 def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None, gpu: Gpu) -> StepTimePrediction:
-    """The time with what the step's memory is on the GPU that it is predicted for."""
     if memory is None or gpu.hardware is None:
         return time
     return replace(time, fit=_fit_on(gpu.hardware, memory), least_device_bytes=memory.least_device_bytes)
@@ -146,7 +145,6 @@ def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None, gpu: Gp
 def _time_of(
     spec: StepSpec, gpu: Gpu, operators: Sequence[Operator], memory: MemoryPrediction | None
 ) -> StepTimePrediction:
-    """operators and memory are a traced step's, if known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     refuse_unknown_step(spec, gpu, operators_are_known=True)

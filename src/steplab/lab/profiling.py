@@ -156,7 +156,6 @@ def read_ranks(
 
 
 def _destination(trace: Path | str | None, store: Path | str | None, force: bool) -> Destination | None:
-    """Raises UserError for a name that does not end as a trace's."""
     if trace is None:
         return None
     target = Destination(path=Path(trace), store=store, force=force)

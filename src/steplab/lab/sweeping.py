@@ -134,7 +134,6 @@ _BENCHMARKS: dict[str, tuple[Benchmark[Any], Callable[[Mapping[str, Any]], Measu
 
 
 def _of_benchmark(part: Part) -> StudyJob:
-    """Raises UserError for invalid options."""
     benchmark, measurement = _BENCHMARKS[part.kind]
     measure = measurement(benchmark.of_table(part.options))
     return StudyJob(key=part_key(part), what=benchmark.what, measure=measure)
@@ -278,7 +277,6 @@ def _result(store: Store, study: StudySpec, study_id: str, num_jobs: int, refusa
 
 
 def _key_of_record(cell: StepSpec) -> str:
-    """The key of a record's step. Where the cell leaves a choice, the key of the resolved step."""
     try:
         return cell_key(choose_checkpointing(cell).spec)
     except SteplabError:  # it was refused, and the record says why

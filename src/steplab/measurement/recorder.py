@@ -280,7 +280,6 @@ class Recorder:
         return refused or failure_of(error, None)
 
     def _between(self, steps: Sequence[_Step]) -> tuple[float, ...] | None:
-        """Where both steps were timed."""
         neighbours = [(one.end, two.start) for one, two in pairwise(steps) if two.number == one.number + 1]
         return tuple(self._device.seconds_between(end, start) for end, start in neighbours) or None
 
@@ -313,7 +312,6 @@ def _open(device: str) -> Device:
 
 
 def _ranks() -> GroupCollectives | None:
-    """None for a single process. Raises UserError without a group."""
     if dist.is_available() and dist.is_initialized():
         return GroupCollectives() if dist.get_world_size() > 1 else None
     around = torchrun_around()

@@ -134,7 +134,6 @@ def measure_here(
 
 
 def _least_state_bytes(spec: StepSpec) -> int:
-    """Least bytes of parameters, gradients and optimizer state; 0 for a model that is not built in."""
     if spec.model.shape is None or not spec.model.shape.num_heads:
         return 0
     width = 2 if spec.precision in ("bf16_pure", *WITH_MASTERS) else 4

@@ -96,7 +96,6 @@ _NAMES_OF_TASKS = {
 
 
 def _task_of(config: Any, name: str) -> str:
-    """The training task of a configuration's model. Raises Unsupported for other tasks."""
     from transformers.models.auto import modeling_auto
 
     tables = {task: getattr(modeling_auto, f"MODEL_FOR_{part}_MAPPING_NAMES") for task, part in _NAMES_OF_TASKS.items()}
@@ -132,7 +131,6 @@ def _sizes(text: Any) -> tuple[int | None, int | None]:
 
 
 def _parts_of_experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, int]]:
-    """The experts of each block, their number, and the number of those that a token takes."""
     text = config.get_text_config()
     chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
     for part in model.modules() if chosen else ():
@@ -147,7 +145,6 @@ def _experts(model: nn.Module, config: Any) -> tuple[int, int] | None:
 
 
 def _num_active(model: nn.Module, config: Any) -> int | None:
-    """Parameters that one token uses in a mixture of experts; None: all."""
     of_all = _parts_of_experts(model, config)
     inactive = sum(num_parameters(experts) * (1 - chosen / number) for experts, number, chosen in of_all)
     return round(num_parameters(model) - inactive) if inactive else None

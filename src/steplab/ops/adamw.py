@@ -243,8 +243,6 @@ any."""
 
 
 class _Settings:
-    """A group's rates on the device, in float64: learning rate, logarithms of both betas, weight decay."""
-
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.empty(4, dtype=torch.float64, device=device)
         self._values: list[float] = []

@@ -182,7 +182,6 @@ def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As parallelize_module reads a plan: part by part."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 

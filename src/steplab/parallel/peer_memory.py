@@ -227,8 +227,6 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; the places are hints for managed memory."""
-
     _fields_ = (
         ("source_order", ctypes.c_int),
         ("source_place", ctypes.c_int * 2),

@@ -333,7 +333,6 @@ class _Facts:
         return overlapping, apart, _line("B", self.N * per_device.symbol, "tokens", "the overall batch")
 
     def _more(self, formula: Formula) -> Formula:
-        """Times the weights that are gathered for each that multiplies a token."""
         return formula * self.E / self.Ea if self.sizes.experts else formula
 
     def _if_not(self, apart: Line) -> str:

@@ -205,7 +205,6 @@ def _named(piece: Piece) -> str:
 
 
 def _without_activations(spec: StepSpec) -> MemoryPrediction:
-    """The memory of a planning-only size: its weights and their training state."""
     shape = spec.model.shape
     assert shape is not None
     masters = spec.precision in WITH_MASTERS

@@ -94,7 +94,6 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
 
 
 def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
-    """Device time at the full clock, without overlap of the update."""
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     compiled = spec.compile != "off"
@@ -133,7 +132,6 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
 
 
 def _places(name: str, operators: Sequence[Operator]) -> tuple[str, ...]:
-    """Source lines of the operators of this name, each once."""
     return tuple(dict.fromkeys(op.what for op in operators if op.name == name and op.what))
 
 
@@ -142,7 +140,6 @@ def _num_kernels(parts: Sequence[TimePart]) -> int:
 
 
 def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
-    """Time of the model's bandwidth-bound kernels, without the gaps between them."""
     model = [part for part in parts if part.kind == "streaming" and part.phase != "optimizer"]
     return sum(part.seconds for part in model) - _num_kernels(model) * gpu.rates.step.gap(replayed=False)
 
@@ -183,7 +180,6 @@ def model_utilizations(
 def _utilization(
     kind: Literal["mfu", "hfu"], convention: str, flops: float, spec: StepSpec, gpu: Gpu, step_s: float
 ) -> Utilization:
-    """flops: of all ranks in a step."""
     dtype, num_devices = DTYPE_OF_MATMULS[spec.precision], spec.layout.world_size
     return Utilization(
         kind=kind,

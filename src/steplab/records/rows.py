@@ -86,7 +86,6 @@ KINDS_OF_RUNS = ("run", "profile", "memory", "trace", "snapshot", "loop")
 
 
 def _kind_of_run(run: Run) -> str:
-    """run; profile or memory if watched; trace, snapshot or loop without a requested step."""
     if run.spec is None and run.timing is None:
         return "trace" if run.profile else "snapshot" if run.memory_profile else "run"
     if run.spec is None:

@@ -135,8 +135,6 @@ def subtitle(records: Sequence[Record]) -> list[str]:
 
 
 def _environments(records: Sequence[Record]) -> Section:
-    """Each device with its software once, its number of records and their differences."""
-
     def where(environment: Environment) -> tuple[str, str]:
         known = dict(environment_pairs(environment))
         return known["device"], known["software"]

@@ -103,8 +103,6 @@ _CHAPTERS = (
 
 
 class _RunReport:
-    """Runs share one table; a single run's answer depends on its purpose."""
-
     is_joint = True
 
     @property

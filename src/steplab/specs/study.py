@@ -155,7 +155,6 @@ def _hint(text: str) -> str:
 
 
 def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpec:
-    """The study in a file. Raises UserError for an invalid one."""
     tables = ("grid", *STEP_PARTS, *BENCHMARKS)
     for key, value in content.items():
         if key not in ("description", "gpus", "include", "questions", *tables):

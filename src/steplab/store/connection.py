@@ -228,7 +228,6 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
 
 
 def _reader(path: Path, mode: str, timeout_s: float) -> tuple[sqlite3.Connection, int]:
-    """A read-only connection, and the store's format. Raises SteplabError for another file."""
     sqlite = _connect(path, mode, timeout_s)
     try:
         sqlite.execute("PRAGMA query_only = ON")

@@ -261,7 +261,6 @@ class RecordTable:
 
 
 def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
-    """Newest first; a damaged row has only its separate columns."""
     found = connection.stream(
         f"SELECT {_COLUMNS} FROM record WHERE {selection.condition()} {_NEWEST_FIRST} LIMIT ?",
         *selection.values(),
@@ -277,7 +276,6 @@ def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
 
 
 def _row(columns: Sequence[str], summary: bytes) -> Row:
-    """The row as stored; earlier versions' lack the kind."""
     record_id, created_utc, kind, name, status = columns
     verb = _verb(kind)
     sure: Row = {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
@@ -301,7 +299,6 @@ def _leave_out(error: SteplabError) -> None:
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
-    """Raises SteplabError if it is gone: an index is damaged."""
     found = connection.query(sql, record_id)
     if not found:
         raise SteplabError(

@@ -32,7 +32,6 @@ def _chosen(out: PageOptions) -> str:
 
 
 def _write(document: "Document", chosen: str, out: PageOptions, record: object = None) -> None:
-    """Print a document or write it to a file; JSON is the record, if one is given."""
     import msgspec
 
     from steplab.cli.output import emit, emit_document

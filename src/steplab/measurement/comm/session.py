@@ -66,7 +66,6 @@ def _refuse(spec: CommSpec, world: World) -> None:
 
 
 def _libraries(study: CommStudy) -> dict[str, str]:
-    """Versions of the libraries that move the bytes; gloo is part of torch."""
     if all(cell.backend != "nccl" for cell in study.cells):
         return {}
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}

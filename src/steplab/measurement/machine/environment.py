@@ -145,7 +145,6 @@ def _dotted(version: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the working folder, which usually holds the user's code."""
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") else "")

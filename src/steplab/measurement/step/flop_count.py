@@ -70,5 +70,4 @@ def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int], *_: object, out_shape: object = None, **__: object) -> int:
-    """FLOPs of products with rows, or the inner dimension, divided among groups."""
     return 2 * a[-2] * a[-1] * b[-1]

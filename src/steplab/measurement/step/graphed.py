@@ -168,7 +168,6 @@ Step = BuiltStep | GraphedStep
 
 
 def _copy(batch: Any, inputs: Any, what: str) -> None:
-    """Raises Unsupported for a batch of another form."""
     if isinstance(batch, Tensor) and isinstance(inputs, Tensor) and batch.shape == inputs.shape:
         inputs.copy_(batch, non_blocking=True)
     elif isinstance(batch, dict) and isinstance(inputs, dict) and batch.keys() == inputs.keys():

@@ -274,7 +274,6 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
-    """fp32 values of the linear layers, which become bf16."""
     masters = bf16_with_masters(module, stay=_added_up(module))
     if not masters:
         why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"

@@ -29,7 +29,6 @@ _Described = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 
 def _described(q: Tensor, k: Tensor) -> _Described:
-    """Device, dtype and sizes that a choice depends on, except the mask."""
     dtype = autocast_dtype(q.device.type) or q.dtype
     grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
     return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped

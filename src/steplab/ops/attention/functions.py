@@ -135,7 +135,6 @@ def _forward(
 def _computed(
     operators: Operators, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output and log-sum-exp, then the inputs as computed with."""
     q, k, v = as_autocast_would(q, k, v)
     check_inputs(q, k, v)
     scale = default_scale(q, scale)

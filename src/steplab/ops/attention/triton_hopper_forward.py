@@ -54,7 +54,6 @@ RAISE = gl.constexpr(8.0)
 
 @gluon.jit
 def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TASK: gl.constexpr):
-    """Tiles of keys that TASK queries see."""
     end = num_keys
     if CAUSAL:
         end = gl.minimum(num_keys, first_query + TASK)

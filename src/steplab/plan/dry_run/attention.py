@@ -168,7 +168,6 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
 
 
 def _heads_apart(m: Machine, x: Tensor) -> Tensor:
-    """A copy with separate heads, if they are together; backward passes the gradient on."""
     if not x.heads_together or m.sizes.one_order(x.count):
         return x
     output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart", strided=True)

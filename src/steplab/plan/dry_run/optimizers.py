@@ -126,7 +126,6 @@ class Optimizer:
         roots: _Tensors,
         denominators: _Tensors,
     ) -> None:
-        """The operators of torch's unfused AdamW (torch/optim/adam.py), each reading and writing memory."""
         for name, reads, writes in (
             ("mul_", weights, weights),  # weight decay
             ("lerp_", (*first, *gradients), first),

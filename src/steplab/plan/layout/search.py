@@ -306,7 +306,6 @@ def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
 
 
 def _options(spec: StepSpec, *, chosen: bool) -> str:
-    """The step's options that the job leaves open; chosen: including checkpointing."""
     found = [f"--layout {spec.layout}", f"--batch {spec.batch}"]
     if spec.layout.pp > 1:
         found.append(f"--microbatches {spec.num_microbatches}")

@@ -195,7 +195,6 @@ class LayoutClock:
         sharing: Sharing,
         peer_copy: bool,
     ) -> list[float]:
-        """Each message's addition to the step; 0 while the device waits for Python."""
         alone = {
             phase: sum(one for each, one in messages if not each.beside and each.phase == phase) for phase in times
         }
@@ -214,7 +213,6 @@ class LayoutClock:
         return found
 
     def _slowed_s(self, each: Traffic, sharing: Sharing, peer_copy: bool) -> float:
-        """Seconds that messages add to the concurrent computation."""
         if peer_copy and sharing.owned is None:
             moved_bytes = peer_copy_memory_bytes(each.total_bytes, each.group.size)
             return PEER_COPY_CONTENTION * moved_bytes / self.gpu.bandwidth_bytes_per_s
@@ -244,7 +242,6 @@ def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
 
 
 def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
-    """The slowest ranks' turn, and the seconds of a pipeline's filling and draining."""
     slowest, _ = max(shares, key=lambda one: one[0].step_s)
     if spec.layout.pp == 1:
         return slowest, 0.0

@@ -174,7 +174,6 @@ def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residen
 
 
 def _forward_stretches(marks: Marks) -> Iterator[Stretch]:
-    """Forward passes with results used by backward: the step's, and recomputed ones."""
     names = [phase.name for phase in marks.phases]
     if "forward" in names and "backward" in names:
         yield from (phase for phase in marks.phases if phase.name == "forward")

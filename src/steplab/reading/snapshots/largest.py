@@ -28,7 +28,6 @@ def largest(
 
 
 def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
-    """The first `limit` groups, always with the largest single allocation."""
     chosen = groups[:limit]
     widest = max(groups, key=lambda group: group.requested_bytes, default=None)
     return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]

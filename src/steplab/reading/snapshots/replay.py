@@ -307,7 +307,6 @@ def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
 def _divided(
     device: DeviceHistory, settings: AllocatorSettings, pieces: Paired, awaited: Awaited, rounded: Integers
 ) -> tuple[Integers, list[str]]:
-    """Block sizes, following the large pool event by event; and uncertainties."""
     sizes = rounded.copy()
     pool = LargePool(settings)
     unsure = _begin(pool, device, settings, pieces, awaited, sizes)

@@ -140,7 +140,6 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
 
 
 def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
-    """One timeline; stretches of one category replace its kernels."""
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
         (start_ns, end_ns, category, row)

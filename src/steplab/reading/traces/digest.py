@@ -229,7 +229,6 @@ def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
 
 
 def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
-    """Communication in the trace; without GPU work, from the host threads that send messages."""
     collective = activity.category == CATEGORIES.index("communication")
     if cpu is not None:
         inside, computed = messages_of_host(trace, cpu), activity.where(~collective)
@@ -247,7 +246,6 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
 
 
 def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: Host) -> Timeline:
-    """The last step, from its first window."""
     step = windows[-1].step
     mine = [window for window in windows if window.step == step]
     shown = activity.where(activity.step == step)

@@ -90,7 +90,6 @@ class Document:
         return self._window.next_byte(self._chunk_bytes)
 
     def _member(self, sink: EventSink) -> bool:
-        """Read one member of the outer object and its comma; False at the end."""
         window = self._window
         if self._next() == b"}":
             return False
@@ -138,7 +137,6 @@ class Document:
         window.start += end
 
     def _text(self, most: int | None = None) -> str:
-        """The window as one character per byte, for a parser that counts characters."""
         window = self._window
         end = window.end if most is None else min(window.start + most, window.end)
         return str(window.view(window.start, end), "latin-1")
@@ -169,7 +167,6 @@ class Document:
         return False
 
     def _seams(self) -> Iterator[tuple[int, bytes]]:
-        """Possible seams with their text, likeliest first."""
         window = self._window
         # Deeper objects seldom have the same indentation and first key.
         likely = window.data.rfind(self._seam, window.start, window.end) if self._seam else -1

@@ -135,7 +135,6 @@ class Host:
         return found
 
     def _backward_nodes(self) -> Column:
-        """The autograd node around (or at) each operator; NONE outside backward."""
         ops = self._trace.ops
         is_node = self._trace.named(ops.name, lambda name: name.startswith(_BACKWARD_NODE))
         found: list[int] = []

@@ -208,7 +208,6 @@ class Collector:
                 add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
 
     def _grouped(self, events: Sequence[Event]) -> tuple[list[Event], ...]:
-        """Events by group of categories; other timed events are counted."""
         groups = tuple(list[Event]() for _ in _CATEGORIES)
         appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
         for event in events:
@@ -238,7 +237,6 @@ class Collector:
         )
 
     def _with_starts(self, events: Sequence[Event], common: Columns) -> Iterable[tuple[Event, int]]:
-        """Events with their starts if collectives are requested; else none."""
         if self._events is not MESSAGE_EVENTS:
             return ()
         return zip(events, np.asarray(common["start_ns"]).tolist(), strict=True)

@@ -212,7 +212,6 @@ class _Export:
                 )
 
     def _calls_of(self, ops: Sequence[Call | None]) -> dict[str, list[int]]:
-        """Columns of operators written as ranges by emit_nvtx: sequence numbers and input shapes."""
         numbers, given = self._builder.inputs, [op for op in ops if op]
         shapes = [tuple(map(tuple, sizes)) for _, _, sizes in given]
         return {
@@ -264,7 +263,6 @@ class _Export:
         return np.where(ids <= 0, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
 
     def _text(self, value: int | str) -> str:
-        """A text, or the text of a number in StringIds."""
         if isinstance(value, str):
             return value
         return self._texts.get(value, "(unnamed)")

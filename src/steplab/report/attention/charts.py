@@ -61,7 +61,6 @@ def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = N
 
 
 def _peak(cells: Sequence[AttentionCell], device: str | None) -> Peak | None:
-    """Dense, in the cells' dtype; None for several dtypes or an unknown GPU."""
     dtypes = {cell.spec.dtype for cell in cells}
     hardware = find_hardware(device) if device else None
     return hardware.peak_flops(dtypes.pop()) if hardware and len(dtypes) == 1 else None

@@ -128,7 +128,6 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
 
 
 def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
-    """By the note that the measurement leaves."""
     chosen = f"auto is {peer.spec.implementation}: "
     return cell.spec.compile == peer.spec.compile and any(note.startswith(chosen) for note in cell.notes)
 

@@ -138,7 +138,6 @@ def _apart(places: Sequence[int], width: float) -> list[int]:
 
 
 def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]) -> None:
-    """A failure is a word at its place."""
     index = plot.series.index(series)
     points = []
     for cell in sorted(cells, key=lambda cell: cell.spec.size_bytes):
@@ -167,7 +166,6 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
 
 
 def _groups(cells: Sequence[CommCell]) -> list[tuple[tuple[str, str, int], str, list[CommCell]]]:
-    """Key, title of what differs, and cells, by backend, number format and world size."""
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
 

@@ -91,7 +91,6 @@ _COLUMNS = (
 
 
 def _picture(figures: Iterable[ComparedFigure]) -> Section:
-    """Bars of relative differences: deciding figures, then decided ones, largest first; only on pages."""
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
     largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
         :_MOST_BARS
@@ -131,7 +130,6 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
 
 
 def _title(side: Side) -> str:
-    """The request, after its records' common name if that differs."""
     if len(side.names) != 1 or side.names[0] == side.told:
         return side.told
     return f"{short_name(side.names[0])}, {side.told}"

@@ -311,8 +311,6 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
 
 
 def _held(moment: str, owner: str = "", header: str | None = None, rank: int = 0) -> Figure[DdpCell]:
-    """`owner` empty: the whole."""
-
     def find(cell: DdpCell) -> int | None:
         memory = memory_at(cell, moment)
         if memory is None:

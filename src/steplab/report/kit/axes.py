@@ -150,7 +150,6 @@ def panel(layout: Layout, scale: Scale, title: str, width: float) -> Iterator[tu
 
 
 def _frame(picture: Drawing, layout: Layout, scale: Scale, place: Places, labels: Below) -> "Axes":
-    """With the scale's rules and the labels below."""
     axes = picture.axes(LEFT, labels.height_px, RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
     scale.put_on(axes)

@@ -341,7 +341,6 @@ class Identified(Protocol):
 
 
 def _says(block: Block) -> bool:
-    """True if a block has content; a chart's is unknown before drawing."""
     match block:
         case (
             Sentences(texts=parts) | Facts(facts=parts) | Pairs(pairs=parts) | Bars(bars=parts) | Section(blocks=parts)

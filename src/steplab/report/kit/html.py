@@ -129,7 +129,6 @@ def _first_rows(table: Table) -> int:
 
 
 def _look(column: Column) -> str:
-    """The class of a column's cells: figures, or texts that may be wrapped."""
     from markupsafe import Markup
 
     if column.quantity.numeric:

@@ -111,8 +111,6 @@ _LINE_PT = 480
 
 
 class _Markdown:
-    """Markdown; LaTeX has the same parts in the same order, in other words."""
-
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
@@ -129,7 +127,6 @@ class _Markdown:
             yield from self._section(section, 2)
 
     def _section(self, section: Section, level: int) -> Iterator[str]:
-        """The heading and the blocks of a section; nothing where no block is written."""
         parts: list[str] = []
         for block in section.blocks:
             if self.beside and section.title:

@@ -36,8 +36,6 @@ def pdf_of(svg: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Artists:
-    """What the elements of an SVG draw, in pixels from the lower left."""
-
     height: float
     known: Mapping[str, ElementTree.Element]
     """Elements by their ids."""

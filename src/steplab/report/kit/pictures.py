@@ -83,7 +83,6 @@ def _bar(bar: Bar, left: float, right: float, top: float, bars: Bars) -> str:
 
 
 def _with_legend(picture: Picture, legend: Legend) -> Picture:
-    """The picture with the legend above it."""
     height = float(re.search(r'viewBox="0 0 \S+ (\S+)"', picture.svg)[1])  # type: ignore[index]  # charts.svg writes it
     inside = picture.svg[picture.svg.index(">") + 1 : picture.svg.rindex("</svg>")]
     title = html.unescape(re.search(r'aria-label="([^"]*)"', picture.svg)[1])  # type: ignore[index]

@@ -187,7 +187,6 @@ def _least(shown: Sheet, index: int) -> int:
 
 
 def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
-    """Least widths; the remainder goes first to columns that lack least."""
     given = [_least(shown, index) for index in chosen]
     whole = [
         max(columns(text) for text in (shown.columns[index].heading, *(row[index] for row in shown.rows)))

@@ -72,7 +72,6 @@ def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str 
 
 
 def _last(op: str | None) -> str:
-    """Operator without namespace, overload and trailing underscore: mul for aten::mul_ and aten::mul.Tensor."""
     return (op or "").rpartition("::")[2].partition(".")[0].rstrip("_")
 
 
@@ -152,7 +151,6 @@ def is_compiled(tensors: SavedTensors) -> bool:
 
 
 def _projected_widths(sizes: TransformerShape) -> set[int]:
-    """Output widths of attention's linear layers."""
     if not sizes.num_heads:
         return set()
     widths = sizes.query_key_value_widths
@@ -160,7 +158,6 @@ def _projected_widths(sizes: TransformerShape) -> set[int]:
 
 
 def _inner_widths(sizes: TransformerShape) -> set[int]:
-    """Output widths of a feed-forward block's first linear layers."""
     *wide, _ = sizes.feed_forward_layers
     return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
 
@@ -275,7 +272,6 @@ def allocation_table(
 
 
 def _place(made: Allocation) -> tuple[str, str, str]:
-    """Folder, line and function of 'a/model.py:81 in forward'."""
     place, _, function = (made.source or "").partition(" in ")
     folder, _, line = place.rpartition("/")
     return folder, line, function

@@ -71,7 +71,6 @@ def figure_latex(value: float, unit: str) -> str:
 
 
 def _rows(found: Accounting) -> Iterator[Row]:
-    """One row per answer, figure of a derivation, and means, as `row` states."""
     for figure in found.given:
         yield _row("given", "", figure.what, symbol=figure.symbol.text, value=figure.value, unit=figure.unit)
     for question in found.questions:

@@ -121,7 +121,6 @@ def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
 
 
 def _may_recompute(plan: LayoutPlan) -> bool:
-    """True if some layouts need recomputation, which was left out."""
     return plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates)
 
 
@@ -146,7 +145,6 @@ def _nothing_found(plan: LayoutPlan) -> str:
 
 
 def _batch_that_divides(plan: LayoutPlan) -> str:
-    """Unless this one divides evenly over the GPUs."""
     over = plan.global_batch % plan.gpus
     if not over:
         return ""

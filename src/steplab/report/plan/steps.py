@@ -107,6 +107,5 @@ def _missing(steps: Sequence[PlannedStep]) -> Sentences:
 
 
 def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
-    """None if its memory was not predicted for the GPU."""
     cards = step.memory.cards if step.memory else ()
     return next((card.verdict for card in cards if card.gpu == gpu), None)

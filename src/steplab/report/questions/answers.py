@@ -145,7 +145,6 @@ class _Answers:
 
 
 def _sections(record: Record, titles: Sequence[str]) -> Iterator[Section]:
-    """Sections of a record's own report, wherever they stand in it."""
     if not titles:
         return
     found: list[Any] = list(report_of(kind_of(record).name).documents([record])[0].sections)
@@ -157,7 +156,6 @@ def _sections(record: Record, titles: Sequence[str]) -> Iterator[Section]:
 
 
 def _refuse_unknown(sheet: Sheet, question: Question, keys: Sequence[str]) -> None:
-    """Raise UserError for a field that no row has."""
     known = {key for row in sheet.rows for key in row} | set(sheet.settings)
     expressions = [*question.columns, *question.figures.values()]
     named = [*keys, question.across, question.order, *question.where]
@@ -190,8 +188,6 @@ def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[R
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Rows of a question, and what is shown of them."""
-
     sheet: Sheet
     keys: Sequence[str]
     """Settings that name a row."""
@@ -279,7 +275,6 @@ class _View:
         )
 
     def _caption(self, question: Question, rows: Sequence[Row]) -> str:
-        """Settings that all rows share and that are not defaults; then the records."""
         common = {key: {row.get(key) for row in rows} for key in self.sheet.settings if key not in self.keys}
         shared = [
             _said(key, next(iter(values)))
@@ -375,7 +370,6 @@ _AS_IT_IS = Quantity(
 
 
 def _said(key: str, value: Scalar) -> str:
-    """A setting in words: model and choices speak for themselves, numbers have a name."""
     if isinstance(value, (int, float)) or value in ("yes", "no", "off", "none", "after"):
         if key.endswith("_bytes") and isinstance(value, (int, float)):
             return f"{value / 1e6:,.6g} MB"
@@ -400,7 +394,6 @@ def _ordered(rows: Sequence[Row], keys: Sequence[str], question: Question) -> li
 
 
 def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable[[Row], tuple[Scalar, ...]]) -> str:
-    """Median growth, and of how many series it is if of several."""
     alike: dict[tuple[Scalar, ...], dict[float, float]] = {}
     for value, row in numbers:
         if isinstance(at := row.get(along), (int, float)):

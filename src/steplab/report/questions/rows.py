@@ -104,7 +104,6 @@ def _category_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
-    """The parts of plain attention in the forward pass."""
     for _, kernels, profile in _phases(run)[:1]:
         for part in ("scores", "softmax", "values"):
             own = [kernel for kernel in kernels if kernel.range.endswith(f"attention.{part}")]
@@ -115,7 +114,6 @@ def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _phases(run: Run) -> list[tuple[str, list[Any], Profile]]:
-    """Kernels of each phase of a profiled step, and of all."""
     if run.profile is None:
         return []
     kernels = [kernel for kernel in run.profile.kernels if kernel.phase != OUTSIDE]
@@ -125,7 +123,6 @@ def _phases(run: Run) -> list[tuple[str, list[Any], Profile]]:
 
 
 def _phase_rows(run: Run, known: Row) -> Iterator[Row]:
-    """The timer's and the profiler's time of each phase."""
     for phase in run.profile.phases if run.profile else ():
         if (timed := run.phase_s(phase.phase)) is not None and run.profile:
             steps = run.profile.num_steps
@@ -157,7 +154,6 @@ def _peak_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _part_rows(run: Run, known: Row) -> Iterator[Row]:
-    """The peak by category."""
     for category, num_bytes in run.memory_profile.at_peak.items() if run.memory_profile else ():
         yield known | {"category": category, "part_bytes": num_bytes}
 

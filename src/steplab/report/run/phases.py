@@ -59,7 +59,6 @@ def _covers(training: RunCell, cell: RunCell) -> bool:
 
 
 def _covered(run: Run) -> float:
-    """1, except in a loop that marks only some parts."""
     if run.spec is not None or run.timing is None:
         return 1.0  # the medians may add up to more or less on a noisy machine
     totals = {samples.phase: sum(samples.best_s) for samples in run.timing.back_to_back}
@@ -68,7 +67,6 @@ def _covered(run: Run) -> float:
 
 
 def _shares(run: Run) -> str:
-    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %' of the step."""
     times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     whole_s = run.median_s or sum(times.values()) or 1.0
     return ", ".join(f"{name} {units.format_share(time_s / whole_s)}" for name, time_s in times.items())

@@ -60,7 +60,6 @@ def _one(run: Run) -> Iterator[str]:
 
 
 def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
-    """On a CPU, one thread may be faster than all."""
     tried = [(run, run.timing.one_thread_s) for run in runs if run.timing and run.timing.one_thread_s and run.spec]
     ratios = [(run, compare_samples([run.samples_s], [alone], in_turns=False)) for run, alone in tried]
     faster = [(run, ratio) for run, ratio in ratios if ratio.decision == "lower"]
@@ -254,7 +253,6 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
 
 
 def _short(cell: RunCell, fields: Sequence[str]) -> str:
-    """A cell by its size and what is not usual about it."""
     return label(cell, [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))])
 
 
