@@ -282,7 +282,7 @@ def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is
     first, *further = advice_verdict(advice).sentences
     assert first == "The fastest step failed, which ended the walk: crashed: killed by SIGKILL."
     kept, told = ", ".join(tried.words for tried in advice.kept), f"{sure(advice.overall).ratio:.3f} times as long"
-    assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms for 100 ms: {told}")
+    assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms instead of 100 ms: {told}")
 
 
 def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:

@@ -63,7 +63,7 @@ def _answer(advice: Advice) -> Iterator[str]:
 def _for_the_first(advice: Advice) -> str:
     best_s, start_s, overall = advice.best_s or 0.0, advice.start_s or 0.0, advice.overall
     ratio = f": {ratio_words(overall, start_s, best_s)}" if overall else ""
-    return f"{units.format_time(best_s)} for {units.format_time(start_s)}{ratio}"
+    return f"{units.format_time(best_s)} instead of {units.format_time(start_s)}{ratio}"
 
 
 def tried_words(tried: Tried) -> str:

@@ -50,7 +50,8 @@ def _one(run: Run) -> Iterator[str]:
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
-        share = f", {units.format_share(used.value)} of the dense {used.dtype} peak of {peak}"
+        peaks = f"{used.num_devices} × {peak}" if used.num_devices > 1 else peak
+        share = f", {units.format_share(used.value)} of the dense {used.dtype} peak of {peaks}"
         told.append(f"{rate} of model FLOPs{'' if used.exceeds_peak else share}")
     if told:
         yield f"That is {'; '.join(told)}."
