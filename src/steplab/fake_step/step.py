@@ -205,7 +205,7 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
 
 
 def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
-    """Have autograd add zeros to the gradients of what a compiled graph returns beside the loss, such as logits."""
+    """Give each output beside the loss, such as logits, a gradient of zeros, as autograd does for a compiled graph."""
     for each in tree_leaves(made):
         if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
             each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
