@@ -215,7 +215,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     borrowed = f"no record of {hardware.name} was fitted: it is assumed to reach the same shares of its figures as "
     borrowed += f"{rates.name}"
     if tried := rates.borrowers.get(hardware.name):
-        borrowed += f", by which 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
+        borrowed += f": 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
     return Gpu(
         name=hardware.name,
         peaks={dtype: each.flops_per_s for dtype, each in hardware.peaks.items()},

@@ -49,7 +49,7 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         title="The model is compiled again while it trains",
         saw=" ".join(saw),
         why=(
-            "torch.compile guards what it has compiled: a new shape, dtype or Python value makes it compile again, "
+            "torch.compile guards compiled code: a new shape, dtype or Python value makes it compile again, "
             "which takes seconds, and after eight times it falls back to eager execution. The median step does not "
             "show this time, but training takes that much longer."
         ),

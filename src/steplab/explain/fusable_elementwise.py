@@ -70,7 +70,7 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why
     shares = fusing.shares
-    leaves = f"{format_percent(shares.memory_bound)} of the time of such kernels and {format_percent(shares.kernels)}"
+    leaves = f"{format_percent(shares.memory_bound)} of these kernels' time and {format_percent(shares.kernels)}"
     if profile.compiled is not None:
         told = f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves} of the kernels."
     else:

@@ -84,7 +84,7 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
     """Raise Unsupported for an operator with results of unknown size before it runs."""
     if any(each.layout != torch.strided for each in outputs):
-        raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
+        raise Unsupported(doing, f"its {name} makes sparse tensors; their sizes depend on values", _INSTEAD)
 
 
 _UNKNOWN = (

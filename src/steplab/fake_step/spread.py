@@ -93,7 +93,7 @@ def _why_not(blocks: list[nn.Module]) -> str:
     if len(blocks) < _BLOCKS:
         return f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
     if len({tuple(map(repr, _kind(block))) for block in blocks}) > 1:
-        return "its blocks are of several kinds, and are planned as alike"
+        return "its blocks are of several kinds, and are planned as equal"
     return ""
 
 

@@ -354,7 +354,7 @@ def _doubts(walk: Walk) -> Iterator[str]:
 
 def _notes(walk: Walk) -> Iterator[str]:
     if walk.interrupted:
-        yield "interrupted: what was not reached is listed as not tried"
+        yield "interrupted; remaining changes are listed as not tried"
     if walk.budget_s and -walk.left_s > _NOTICEABLY_OVER * walk.budget_s:
         yield (
             f"the walk took {format_time(-walk.left_s)} longer than its budget of {format_time(walk.budget_s)}: what "

@@ -126,7 +126,7 @@ class _Condition:
 def _conditions(where: str) -> list[_Condition]:
     parts = re.split(r"\s+and(?:\s+|$)|\s*,\s*", where.strip())
     if len(parts) > 1 and "" in parts:
-        raise UserError(f"'{where}' lacks a condition beside an 'and' or a comma; write model=small and context>=512")
+        raise UserError(f"'{where}' lacks a condition at an 'and' or a comma; write model=small and context>=512")
     return [_condition(part) for part in parts]
 
 

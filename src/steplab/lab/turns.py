@@ -99,7 +99,7 @@ class StoredSession:
         while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
             session.measure((before, after), steps, alternates=alternates)
         if session.alternating and not alternates:
-            after.failure = Failure(kind="out_of_memory", message=f"beside the fastest step: {session.alternating}")
+            after.failure = Failure(kind="out_of_memory", message=f"with the fastest step: {session.alternating}")
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
@@ -162,11 +162,11 @@ def ab(
     each side's label when its building starts. Raises UserError if a step cannot be measured, or differs from the
     others in steps or device.
     """
-    refuse_torchrun("measure in turns")
+    refuse_torchrun("alternate")
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:
-        raise UserError("name what the sides differ in, as in steplab ab '--precision fp32' '--precision bf16'")
+        raise UserError("name what differs, as in steplab ab '--precision fp32' '--precision bf16'")
     differing = ({}, {}) if against else ({}, *sides) if len(sides) == 1 else sides
     specs = [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing]
     steps, devices = {spec.steps for spec in specs}, {spec.device for spec in specs}
@@ -219,7 +219,9 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
             _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
             folder = tree / here.relative_to(root)
             if not folder.is_dir():
-                raise UserError(f"revision {revision} has no folder {here.relative_to(root)}; run from one that it has")
+                raise UserError(
+                    f"revision {revision} has no folder {here.relative_to(root)}; run from a folder that it has"
+                )
             yield Surroundings(folder=folder, environment=os.environ | {"PYTHONPATH": _import_path(root, tree)})
         finally:
             with suppress(UserError):  # git has not added it, or will forget it once its folder is gone

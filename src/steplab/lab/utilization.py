@@ -160,7 +160,7 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
         or spec.checkpointing == "none"
     ):
         return []
-    return ["HFU: steplab has no formula for what checkpointing recomputes in a transformers model"]
+    return ["HFU: steplab has no formula for recomputation in a transformers model"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:

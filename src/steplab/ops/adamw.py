@@ -227,7 +227,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             why = "the tables of its tensors are made in a step outside of one"
             raise Unsupported("AdamW in one kernel as the first step before a capture", why, "take a step before each")
         if [each[0].numel() for each in tensors] != before.sizes:
-            why = "the step before it was of other parameters, whose sizes are in the tables"
+            why = "the previous step was of other parameters; the tables hold their sizes"
             raise Unsupported("AdamW in one kernel in a capture", why, "take a step of the same parameters before it")
         for each in tensors:
             _refuse_unserved_tensors(*each)
@@ -404,7 +404,7 @@ def _refuse_unserved_tensors(
         _refuse_unserved(tensor)
     _refuse_other_types(values, torch.float32, "parameter", "without a master it updates float32 parameters")
     gradient_type = torch.bfloat16 if weight else torch.float32
-    _refuse_other_types(gradient, gradient_type, "gradient", f"such a weight has one of {gradient_type}")
+    _refuse_other_types(gradient, gradient_type, "gradient", f"a weight in bfloat16 has one of {gradient_type}")
 
 
 def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str) -> None:

@@ -276,13 +276,13 @@ def check_transport(transport: str | PeerMemory, compress: str | None, to_owners
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
     if compress not in WIRE_DTYPES:
-        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients unchanged")
     if compress is not None and transport != "collectives":
         what = f"compression to {compress} with the transport peer_copy"
-        raise Unsupported(what, "it copies gradients as they are", "use transport='collectives', or no compression")
+        raise Unsupported(what, "it copies gradients unchanged", "use transport='collectives', or no compression")
     if compress is not None and to_owners:
         what = f"compression to {compress} of gradients that go to owners"
-        raise Unsupported(what, "they are reduced as they are", "leave compress or to_owners out")
+        raise Unsupported(what, "they are reduced unchanged", "leave compress or to_owners out")
 
 
 def buckets_of(

@@ -290,7 +290,7 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, traced: 
             notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
     if spec.cuda_graph == "step":
         notes.append(
-            "CUDA graphs: an estimate, from what the step allocates while it is recorded; their pool keeps that memory "
+            "CUDA graphs: an estimate, from the step's allocations while it is recorded; their pool keeps that memory "
             "between the steps"
         )
     if spec.attention == "sdpa":

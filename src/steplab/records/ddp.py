@@ -283,9 +283,7 @@ def _families(run: DdpRun) -> str:
 DDP_ROW: tuple[Figure[DdpRun], ...] = (
     Figure(key="num_ranks", find=lambda run: run.study.processes),
     Figure(key="backend", find=lambda run: run.facts.backend if run.facts else None),
-    Figure(
-        key="contenders", header="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True
-    ),
+    Figure(key="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True),
 )
 """Figures of a study in lists, after the fields of its step."""
 
@@ -309,7 +307,7 @@ def _time(
 COMPARED: tuple[Figure[DdpCell], ...] = (
     *(_time(name, "phase", partial(DdpRank.samples, phase=name)) for name in PHASES),
     _time("step time", "time", partial(DdpRank.samples, phase="step"), decides=True),
-    _time("communication by itself", "communication", lambda rank: rank.alone_s),
+    _time("communication alone", "communication", lambda rank: rank.alone_s),
 )
 
 

@@ -80,9 +80,7 @@ def _waiting(run: Run) -> Disturbance | None:
     if not waits_for_host(run.timing.back_to_back):
         return None
     share = format_limit(HARDLY_AHEAD)
-    text = (
-        f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
-    )
+    text = f"The GPU waits for Python, which is less than {share} of a step ahead: CPU speed affects this time."
     return Disturbance(word=WAITS, text=text)
 
 

@@ -30,7 +30,7 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
             part = float(best["best_per_s"] or 0) / float(best["stated_per_s"]) if best["stated_per_s"] else None
             share = f" ({format_percent(part)} of the data sheet's)" if part else ""
             told.append(f"{verb} at up to {best['best']}{dtype}{share}")
-    against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
+    against = "its data sheet" if hardware else "the matmul ceilings below, because it is not a known GPU"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
     cautions = []
     if ceilings.doubt:

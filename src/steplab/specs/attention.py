@@ -146,9 +146,7 @@ class AttentionOptions:
     seed: Annotated[int, Declared(help="Seed of the random inputs")] = 0
 
 
-ATTENTION = Benchmark(
-    name="attention", what="attention by itself", timeout="10min", cells=FIELDS, options=AttentionOptions
-)
+ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min", cells=FIELDS, options=AttentionOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

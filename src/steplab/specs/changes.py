@@ -27,7 +27,7 @@ ORDER = {
     "saves": "predicted to save enough to be kept: most saved per second of trial first",
     "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
     "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
-    "unknown": "nothing is predicted of it: the shortest trial first",
+    "unknown": "no saving is predicted: the shortest trial first",
     "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }

@@ -64,7 +64,7 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
     """A note that a choice has less effect than its name suggests; None if it has its full effect. num_layers None: not
     known. gradients: True if there is a backward pass."""
     if checkpointing != "none" and not gradients:
-        return "checkpointing: changes nothing, because without gradients no activation is saved"
+        return "checkpointing: no effect, because without gradients no activation is saved"
     if num_layers is not None and num_layers < (num_first(checkpointing) or 0):
         return f"checkpointing {checkpointing}: there are {num_layers} blocks, and all of them are recomputed"
     if num_layers is not None and 1 < num_layers <= period_of(checkpointing):

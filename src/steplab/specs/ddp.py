@@ -215,7 +215,7 @@ class DdpOptions(Spread):
     ] = 2
     traces: Annotated[
         str | None,
-        Declared(help="Folder in which to keep the traces, one file per variant", parse=Path),
+        Declared(help="Folder for traces, one file per variant", parse=Path),
     ] = None
 
 

@@ -210,7 +210,7 @@ def _loop(spec: StepSpec, device_kind: str) -> Iterator[str]:
 from steplab.measurement.tensors import with_tensors
 static = with_tensors(next(iter(batches)), torch.clone)  # where the graph reads each batch"""
     if graph or beside:
-        first = "priority=-1)  # its kernels go before those of the updates" if beside else ")"
+        first = "priority=-1)  # its kernels precede the updates' kernels" if beside else ")"
         yield f"stream = torch.cuda.Stream({first}\nstream.wait_stream(torch.cuda.current_stream())"
     if graph:
         yield """with torch.cuda.stream(stream):

@@ -137,7 +137,7 @@ def refuse_unrecorded_step(spec: StepChoices) -> None:
         return
     refuse_unserved_graph(spec.device)
     if spec.compile in RECORD_THEIR_OWN:
-        why = "that mode records CUDA graphs of its own"
+        why = "that mode records its own CUDA graphs"
         raise Unsupported(
             f"cuda_graph step with compile {spec.compile}", why, f"use --compile block, default or off, {_OFF}"
         )

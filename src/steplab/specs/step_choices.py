@@ -409,7 +409,7 @@ class StepChoices:
     pipeline_schedule: Annotated[
         PipelineSchedule,
         Declared(
-            help="Order in which a pipeline runs its microbatches",
+            help="Order of a pipeline's microbatches",
             meanings={
                 "1f1b": "a backward pass as soon as there is one",
                 "gpipe": "all forward passes first",

@@ -100,7 +100,7 @@ def failure_of(error: BaseException, stage: str | None) -> Failure:
 
 
 def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:
-    asked = f"asked for {format_bytes(requested_bytes)} more" if requested_bytes else "an allocation was refused"
+    asked = f"{format_bytes(requested_bytes)} more were requested" if requested_bytes else "an allocation was refused"
     held = f", with at most {format_bytes(peak.peak_allocated_bytes)} in tensors before" if peak else ""
     return Failure(
         kind="out_of_memory",

@@ -92,7 +92,7 @@ class _AuditedStep:
         step = self._step(workload, spec)
         seen = self._pass(step, 1.0, reference)
         for name in seen.watch.left_out:
-            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change what it runs")
+            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change its kernels")
         # computed before the next passes, which need the memory of the recorded tensors
         audit = Audit(
             loss_dtype=seen.loss_dtype,

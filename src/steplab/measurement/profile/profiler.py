@@ -53,7 +53,7 @@ class StepProfiler:
             if self._on_cuda and is_watched_by_nsys():
                 self._record_with_nsys(phases, on_step)
                 notes.append(
-                    "profile: torch.profiler cannot run beside nsys, which has the steps with their ranges in its own "
+                    "profile: torch.profiler cannot run under nsys, which has the steps with their ranges in its own "
                     "report; export that with `nsys export --type sqlite` for `steplab import-trace`"
                 )
             else:

@@ -102,7 +102,7 @@ class GraphedStep:
         """`model` is its name in errors. Raises Unsupported for a user's whole step."""
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
-            why = "its factory returns a whole step, whose batches and optimizer are not known"
+            why = "its factory returns a whole step; its batches and optimizer are unknown"
             raise Unsupported(self._what, why, "have it return (module, make_batch), or use --cuda-graph off")
         self._step, self._device = step, device
         self._recorder = recorder or CudaGraphs(device.torch_device)
@@ -178,4 +178,4 @@ def _copy(batch: Any, inputs: Any, what: str) -> None:
             _copy(value, static, what)
     elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
         why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
-        raise Unsupported(what, why, "make batches alike, or use --cuda-graph off")
+        raise Unsupported(what, why, "make batches of one shape, or use --cuda-graph off")

@@ -60,7 +60,7 @@ def _trial(version: str, head_dim: int) -> str | None:
     forget()
     why = f"they do not work with Triton {version}: {found[0]}"
     warnings.warn(
-        f"flash_triton runs its slower portable kernels instead of those for Hopper: {why}; {remedy(version)}",
+        f"flash_triton runs its slower portable kernels instead of Hopper's: {why}; {remedy(version)}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -238,7 +238,7 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
         return Table(name=name, columns=(*_HEAD, *Column.of(figures), *last), rows=tuple(shown), caption=caption)
 
     caption = (
-        "Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "Median times; implementations alternate. On a GPU caches are cold, and the device is kept "
         "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
         "times as many backward, whatever is executed."
     )

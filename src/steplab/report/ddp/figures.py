@@ -165,7 +165,7 @@ def ddp_rows(run: DdpRun) -> list[Row]:
     figures = (*time_figures(run), *MEMORY)
     return [
         {
-            "contender": cell.contender.label,
+            "variant": cell.contender.label,
             "kind": cell.contender.kind,
             "bucket_mb": cell.contender.bucket_size_mb,
             **row_of(cell.contender, "transport", "update"),

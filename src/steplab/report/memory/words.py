@@ -164,7 +164,7 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
-    off = ", equal to what was measured" if peak.error == 0 else off
+    off = ", equal to the measured" if peak.error == 0 else off
     told = f"The predicted peak is {exactly(peak.predicted_bytes or 0)}{off}, in {prediction.peak_phase}: "
     told += f"{prediction.peak_where}."
     if profile.source == "cpu allocator":

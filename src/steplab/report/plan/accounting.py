@@ -50,7 +50,7 @@ def _means(means: tuple[Means, ...]) -> Table:
         rows=tuple(
             {"what": one.what, "how": one.how, "tokens_per_device": round(one.tokens_per_device)} for one in means
         ),
-        caption="Least batch for which the forward pass is compute-bound.",
+        caption="Least batch with a compute-bound forward pass.",
     )
 
 

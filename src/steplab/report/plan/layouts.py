@@ -291,8 +291,8 @@ def _traffic(best: LayoutCandidate) -> Table:
             Column(key="alone_s", header="alone"),
             Column(key="exposed_s", header="exposed"),
         ),
-        caption=f"{best.options}, {time.ranks}, in one step. Alone is the time of the messages with nothing beside "
-        "them; what is not exposed is hidden beside computation.",
+        caption=f"{best.options}, {time.ranks}, in one step. alone: the messages without computation; exposed: "
+        "not hidden by it.",
         empty="these ranks send nothing",
     )
 

@@ -25,7 +25,7 @@ def find_roofs(run: Run) -> Roofline:
 
 def why_no_roof(run: Run) -> str:
     if run.device_name is None:
-        return "the record does not say what device this was"
+        return "the record does not name its device"
     return f"no data sheet's figures are known for {run.device_name}"
 
 

@@ -31,7 +31,7 @@ def ranks_section(seen: TracedRanks) -> Section:
             Column(key="num_last", header="last"),
             Column(key="late_s", header="late"),
         ),
-        caption="Per step. exposed: communication beside no computation. last: collectives to which it came last; "
+        caption="Per step. exposed: communication without computation. last: collectives to which it came last; "
         "late: time that the middle of the others waits for it, with nothing to compute.",
     )
     meetings = Table.of(

@@ -56,7 +56,7 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     first, *others = worth[:_MOST_TOLD]
     yield saving_sentence(first, findings.step_s)
     if others:
-        yield f"Next: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+        yield f"Also: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
 
 
 def _is_worth(finding: Finding, step_s: float | None) -> bool:
@@ -254,15 +254,15 @@ def trials_table(findings: Findings) -> Table:
             Column(key="change"),
             Column(key="predicted", quantity=TIME),
             Column(key="measured", quantity=TIME),
-            Column(key="least", header="from", quantity=TIME, rank=3),
-            Column(key="most", header="to", quantity=TIME, rank=3),
+            Column(key="least", header="measured, low", quantity=TIME, rank=3),
+            Column(key="most", header="measured, high", quantity=TIME, rank=3),
             Column(key="error", quantity=_SIGNED, rank=1),
             Column(key="before_s", header="before", rank=2),
             Column(key="after_s", header="after", rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
         caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "
-        "From and to are the 95 % interval of the measured saving. The error is predicted minus measured savings, as a "
+        "low, high: its 95 % interval. The error is predicted minus measured savings, as a "
         "share of the step before.",
     )
 

@@ -27,7 +27,7 @@ _FOLLOWING = {
     "queries": ("keys",),
     "pass": ("optimizer", "update", "accumulation", "checkpointing"),
     "way": ("backend", "device"),
-    "contender": ("update", "data_parallel", "bucket_size_mb", "layout"),
+    "variant": ("update", "data_parallel", "bucket_size_mb", "layout"),
 }
 """Settings that change with another."""
 
@@ -129,7 +129,7 @@ class _Answers:
 
     def _told(self, kind: str, titles: Sequence[str]) -> tuple[list[Any], str]:
         if kind not in KINDS:
-            raise UserError(f"a question is told by '{kind}'; choose one of {', '.join(KINDS)}")
+            raise UserError(f"a question cannot take rows of '{kind}'; choose one of {', '.join(KINDS)}")
         of_kind = [record for record in self._records if kind_of(record).name == kind]
         if not of_kind:
             raise _Missing

@@ -179,7 +179,7 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
 
 def _ddp_rows(records: Sequence[Record]) -> Sheet:
     """Variants, each beside what the fitted model of the overhead says of its bucket size."""
-    sheet = _own_rows("ddp", ("contender", "num_ranks"))(records)
+    sheet = _own_rows("ddp", ("variant", "num_ranks"))(records)
     runs: dict[str, Any] = {run.id: run for run in records}
     for row in sheet.rows:
         run = runs[str(row["id"])]

@@ -51,7 +51,7 @@ TERMS = (
         "them only looked up, L layers, attention width d and context T, a token of a training step costs: causal, "
         "6(N−E) + 6LdT, only the attention that is needed; full, 6(N−E) + 12LdT; params, 6N, the rule of thumb. A "
         "forward pass alone costs a third. For a model of one's own, counted: three times the products that torch "
-        "counts in its forward pass. For a loop, given: the FLOPs that its recorder was told.",
+        "counts in its forward pass. For a loop, given: its recorder's FLOPs.",
     ),
     (
         "HFU",
@@ -152,8 +152,8 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean of as many steps as were measured, after the first 0, 1, 2 or 5 steps of the curve. × is "
-        "relative to the run's median. Compile time is not included.",
+        caption="Mean step time if the first 0, 1, 2 or 5 steps are warm-up, over the run's number of measured "
+        "steps. ×: relative to the run's median. Compile time is left out.",
     )
 
 

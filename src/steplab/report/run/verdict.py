@@ -90,7 +90,7 @@ def run_cautions(run: Run) -> Iterator[str]:
         yield f"Warning: {doubt}."
     if found and run.spec and all(disturbance.word == WAITS for disturbance in found):
         if not run.profile:
-            yield f"To see what it waits for: steplab profile {options(run.spec)}"
+            yield f"To see why it waits: steplab profile {options(run.spec)}"
     elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
         yield f"To repeat it when the machine is quiet: steplab {verb} {options(run.spec)}"
@@ -140,7 +140,7 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     if len(times) <= _MOST_NAMED:
         return f"{'; '.join(f'{name} takes {taken}' for name, taken in times)}."
     (fastest, least), (slowest, most) = times[0], times[-1]
-    return f"Of {len(times)} runs the fastest, {fastest}, takes {least}; the slowest, {slowest}, takes {most}."
+    return f"The fastest of {len(times)} runs, {fastest}, takes {least}; the slowest, {slowest}, {most}."
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
