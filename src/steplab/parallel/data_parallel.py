@@ -174,7 +174,6 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context: backward passes add to this rank's gradients and send nothing; the next one outside sends all."""
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -183,7 +182,6 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """Names of parameters per bucket, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
 
     @property
@@ -205,8 +203,9 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the inner module's state; every rank has to load the same. Raises UserError for `assign=True`, which
-        would separate parameters from their buckets."""
+        """Every rank has to load the same. Raises UserError for `assign=True`, which would separate parameters from
+        their buckets.
+        """
         if assign:
             raise UserError("assign=True would replace parameters: load into the module before building DataParallel")
         return self.module.load_state_dict(state_dict, strict)
@@ -222,7 +221,6 @@ class DataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getstate__(self) -> Any:
-        """Raises UserError: its shared state with other ranks cannot be copied or saved."""
         raise UserError(
             "a DataParallel cannot be copied or pickled: copy its `module` and build another, or save state_dict()"
         )
@@ -293,9 +291,7 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """The buckets of groups of parameters; a collective call for peer_copy. transport may be a PeerMemory. owners: of
-    all parameters; gradients are averaged only there.
-    """
+    """A collective call for peer_copy. owners: of all parameters; gradients are averaged only there."""
     if transport != "collectives" and groups and collectives.size > 1:
         from .peer_copies import peer_buckets  # it needs Triton
 

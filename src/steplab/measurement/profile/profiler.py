@@ -41,7 +41,7 @@ class StepProfiler:
         return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps and write the trace; returns notes on its gaps. Errors of a step or the profiler pass through."""
+        """Returns notes on gaps of the trace. Errors of a step or the profiler pass through."""
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)
