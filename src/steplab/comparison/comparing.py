@@ -106,9 +106,7 @@ def compare(
     threshold: float | None = None,
     allow: Collection[str] = (),
 ) -> Comparison:
-    """Compare B's records with A's.
-
-    Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
+    """Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
     Raises Inconclusive, with the fields, if no cells match. Raises UserError for kinds that are not comparable, and for
@@ -165,7 +163,6 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
 
 
 def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
-    """Raise UserError for an unknown field; environment variables may be set on neither side."""
     fields = dict.fromkeys(name for key in keys for name in key)
     for name in allow:
         if name not in fields and not name.isupper():

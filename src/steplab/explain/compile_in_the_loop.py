@@ -1,5 +1,3 @@
-"""Compilation during the measured steps."""
-
 from statistics import median
 
 from steplab.explain.case import Case

@@ -1,5 +1,3 @@
-"""Elementwise work that a compiler would fuse."""
-
 from collections import defaultdict
 
 from steplab.explain.case import Case
@@ -64,8 +62,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, str]:
-    """Seconds saved per step, and their derivation; None on a CPU. The number of launches determines a launch-bound
-    step."""
+    """None on a CPU. The number of launches determines a launch-bound step."""
     if not case.is_gpu:
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why

@@ -91,7 +91,6 @@ _UNKNOWN = (
     *("_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
-"""Prefixes of their names."""
 _INSTEAD = "measure it with `steplab run`"
 
 

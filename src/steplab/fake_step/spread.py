@@ -98,8 +98,7 @@ def _why_not(blocks: list[nn.Module]) -> str:
 
 
 def _kind(block: nn.Module) -> list[object]:
-    """Facts that distinguish kinds of blocks: modules, sizes of weights, and choices such as a sliding window, but not
-    the block's number."""
+    """Modules, sizes of weights, and choices such as a sliding window, but not the block's number."""
     found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
     for name, inner in block.named_modules():
         plain = (str, float, bool, type(None))

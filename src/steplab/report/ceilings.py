@@ -16,7 +16,6 @@ from steplab.units import format_percent, format_rate
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
-    """The fastest matmul and copy against the data sheet, and MFU's reference."""
     name = ceilings.environment.device.name
     hardware = find_hardware(name)
     rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]

@@ -67,7 +67,6 @@ def _for_the_first(advice: Advice) -> str:
 
 
 def tried_words(tried: Tried) -> str:
-    """A change's result, in one line."""
     result, ratio = _result(tried), tried.ratio
     if ratio and ratio.decision in ("lower", "higher"):
         share = abs(1 - ratio.ratio)
@@ -132,7 +131,6 @@ def _sections(advice: Advice) -> Iterator[Section]:
 
 
 def _allocator(advice: Advice) -> str:
-    """The search's setting of torch's allocator, before a command: its fastest step may not fit without."""
     environment = advice.environment
     if environment is None or environment.device.kind != "cuda":
         return ""
@@ -191,7 +189,6 @@ def _row(tried: Tried) -> Row:
 
 
 def predicted_s(tried: Tried) -> float | None:
-    """Saving in seconds of the previous step as measured."""
     if tried.predicted_share is None or tried.ratio is None:
         return None
     return tried.predicted_share * tried.ratio.a

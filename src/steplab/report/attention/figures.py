@@ -82,7 +82,6 @@ def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[Att
 
 
 def failure_words(cell: AttentionCell) -> str | None:
-    """In short; for out of memory, the size of the failed allocation and the pass."""
     failure = cell.failure
     if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
         return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
@@ -90,7 +89,6 @@ def failure_words(cell: AttentionCell) -> str | None:
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
-    """Both passes together if timed; None if none was timed."""
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 

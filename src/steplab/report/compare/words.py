@@ -134,7 +134,6 @@ def unlike_words(found: Unlike) -> str:
 
 
 def kernel_words(change: KernelChange) -> str:
-    """The change of time, its place, and new and missing kernels."""
     return f"{_where(change)}: {_what_changed(change)}"
 
 

@@ -113,7 +113,6 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
 
 
 def memory_bars(run: DdpRun) -> Bars | None:
-    """The rank with most memory after the first update, by category, with a mark for the formulas."""
     held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
     if not held:
         return None
@@ -189,7 +188,6 @@ def _sentences(run: DdpRun) -> Iterator[str]:
 
 
 def _saves(cell: DdpCell) -> bool:
-    """True if a step is surely shorter than without communication: each rank may update fewer parameters."""
     ratio = figures.step_ratio(cell)
     return ratio is not None and ratio.decision == "lower"
 

@@ -12,7 +12,6 @@ _TOLD_FIRST = (0, 3)
 
 
 def accounting_document(found: Accounting) -> Document:
-    """For programs, one row per figure."""
     return Document(
         title=f"Accounting for {found.model}",
         verdict=Verdict(sentences=tuple(found.questions[index].answer for index in _TOLD_FIRST)),

@@ -1,5 +1,3 @@
-"""Errors of predicted step times."""
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import mean, median

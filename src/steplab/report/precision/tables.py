@@ -38,7 +38,6 @@ _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
-    """Modules of one name and the same types share a row."""
     return Table.of(
         "types",
         module_groups(audit),
@@ -75,7 +74,6 @@ def operation_table(numerics: Numerics) -> Table:
 
 
 def matmul_table(audit: Audit) -> Table:
-    """Products of both passes, in their types on the device; equal ones share a row."""
     return Table.of(
         "matmuls",
         matmul_groups(audit),
@@ -221,7 +219,6 @@ _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, 
 
 
 def timing_table(runs: Sequence[Run]) -> Table:
-    """Figures have ratios to fp32."""
     return rows_table(timing_rows(runs), tuple(_timing_columns()))
 
 

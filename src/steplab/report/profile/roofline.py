@@ -66,12 +66,10 @@ class Point:
     op: OpStats
     intensity: float
     flops_per_s: float
-    """Achieved."""
     share: float
     ceiling_share: float | None
     """FLOP/s over the roofs' ceiling; None without roofs."""
     dtype: str
-    """Number format of its peak."""
 
 
 def roofline_points(run: Run, profile: Profile) -> list[Point]:

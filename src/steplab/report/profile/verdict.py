@@ -80,8 +80,8 @@ def _options(finding: Finding) -> str:
 
 
 def saving_words(finding: Finding, step_s: float | None) -> str:
-    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; for a larger batch with a longer step, 'about 3.00 ms for the same
-    tokens, 10.0 % of 30.0 ms'. The finding must predict a saving.
+    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; with a larger batch, 'about 3.00 ms for the same tokens, 10.0 % of
+    30.0 ms'. The finding must predict a saving.
     """
     saved, gain_s = saved_words(finding), finding.gain_s
     if step_s is None or gain_s is None:
@@ -91,9 +91,7 @@ def saving_words(finding: Finding, step_s: float | None) -> str:
 
 
 def saved_words(finding: Finding) -> str:
-    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'; for a larger batch, 'about 7.89 ms for the same
-    tokens'.
-    """
+    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'."""
     gain_s, trial = finding.gain_s, finding.trial
     if gain_s is None:
         return f"{units.format_time(finding.alone_s)} alone" if finding.alone_s is not None else "not predicted"

@@ -47,9 +47,6 @@ def caution(run: Run) -> str:
 
 
 def agreement(span: Span, profile: Profile) -> str | None:
-    """A phase's busy device time against its unprofiled median, with the cause of a difference beyond TOLERANCE; None
-    without unprofiled time.
-    """
     if span.timed_s is None:
         return None
     off = span.busy_s / span.timed_s - 1
@@ -145,7 +142,6 @@ def kernel_words(kernel: TopKernel, profile: Profile) -> str:
 
 
 def calls_text(calls: float) -> str:
-    """Calls per step, without decimals where they are whole."""
     return f"{calls:.0f}" if abs(calls - round(calls)) < 1e-9 else f"{calls:.1f}"
 
 

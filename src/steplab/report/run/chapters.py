@@ -78,7 +78,6 @@ def failure_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section:
-    """A chart, or for a single run the statistics."""
     return Section.of("Step time", *_step_time(cells), anchor="time")
 
 
@@ -93,7 +92,6 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
 
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section:
-    """A bar per run, and a table for a single one."""
     tables: Iterable[Block] = []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         tables = phase_blocks(cells[0].run, timing)
@@ -127,7 +125,6 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
-    """Means after 0, 1, 2 and 5 warm-up steps, for runs with a drawn curve."""
     chosen, fields = worth_a_curve(cells), varying(cells)
     rows: list[Row] = []
     for cell in chosen:
@@ -158,7 +155,6 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    """Of a single run."""
     ranks = cells[0].run.ranks if len(cells) == 1 else ()
     return Section.of("Ranks", *(rank_blocks(ranks) if ranks else ()), anchor="ranks")
 

@@ -29,7 +29,6 @@ _REASONS = {
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
-    """The first step's excess over settled steps by phase, and growth of memory."""
     fields = varying(cells)
     timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     rows: list[Row] = []
@@ -72,7 +71,6 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
 
 
 def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
-    """Why the first steps took longer, with the worst run."""
     fields = varying(cells)
     told = []
     for kind in ("cuda", "cpu"):

@@ -128,7 +128,6 @@ def headline_doubts(run: Run) -> list[str]:
 
 
 def choices(run: Run) -> list[str]:
-    """Notes on automatic choices, such as attention `auto`."""
     return [note for note in run.notes if _is_choice(note)]
 
 
@@ -238,7 +237,6 @@ def failure_blocks(failure: Failure) -> Iterator[Block]:
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
-    """Statistics of a step's samples, and derived figures."""
     summary, show = stats.summarize(run.samples_s), units.format_time
     pairs = [
         ("median", show(summary.median)),

@@ -26,7 +26,6 @@ _BY_INTEREST = ("precision", "compile")
 
 
 def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
-    """One run: its step time. Several: the trend over sizes, and effects of choices."""
     if len(cells) == 1:
         run = cells[0].run
         return Verdict(sentences=tuple(_one(run)), cautions=tuple(run_cautions(run)))
@@ -233,7 +232,6 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
-    """The figures of several runs that a page shows large."""
     fields = varying(cells)
     pairs = [(effect, pair) for effect in effects_of(cells) for pair in effect.faster]
     if pairs:
@@ -258,7 +256,6 @@ def _short(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def facts_of_one(run: Run) -> Iterator[Fact]:
-    """The figures of a single run that a page shows large."""
     if run.median_s:
         yield Fact(figure=units.format_time(run.median_s), text="a step")
         if run.tokens_per_step:
