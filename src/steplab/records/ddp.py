@@ -45,7 +45,6 @@ class StateMemory:
 
     @property
     def known_bytes(self) -> int:
-        """Parameters, gradients and optimizer state."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
@@ -146,7 +145,6 @@ class TracedSteps:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication without computation."""
         return self.communication_s - self.overlapped_s
 
 
@@ -177,7 +175,7 @@ class DdpCell(Outcome):
 
     @property
     def num_calls(self) -> int | None:
-        """Collectives per step; None: unknown."""
+        """Per step; None: unknown."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
@@ -264,7 +262,6 @@ class DdpRun(Benchmark[DdpCell]):
 
     @property
     def baseline(self) -> DdpCell | None:
-        """The variant without communication; None if missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)
 
     def problems(self) -> Iterator[Problem]:
@@ -312,7 +309,6 @@ COMPARED: tuple[Figure[DdpCell], ...] = (
 
 
 def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:
-    """Variants for comparison."""
     shared = step_key(run.study.step) | {"num_ranks": run.study.processes}
     labels = [cell.contender.label for cell in run.cells]
     return tuple(

@@ -49,13 +49,12 @@ def disturbances(run: Run) -> tuple[Disturbance, ...]:
 
 
 def never_settles(run: Run) -> bool:
-    """True if a curve long enough to judge did not settle."""
     samples = curve(run.timing) if run.timing else ()
     return len(samples) >= stats.FEWEST_FOR_STEADY and stats.steady_from(samples) is None
 
 
 def disturbance_words(run: Run) -> str | None:
-    """Short names for a column; None without any."""
+    """Short, for a column; None without any."""
     return ", ".join(disturbance.word for disturbance in disturbances(run)) or None
 
 

@@ -13,12 +13,11 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Excerpts of the model, in the order of its forward pass; empty for a plain one. Other names are the model's."""
+    """In the order of its forward pass; empty for a plain one. Other names are the model's."""
     return _with_imports_first(_model(spec))
 
 
 def own_loop(spec: StepSpec, device_kind: str = "cuda") -> tuple[str, ...]:
-    """The program that prepares the model and trains it."""
     loop = (*_formats(spec), *_blocks(spec), *_ranks(spec), *_optimizer(spec), *_step(spec), *_loop(spec, device_kind))
     return _with_imports_first(loop)
 
