@@ -25,7 +25,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
             seen.add(node.value)
         elif isinstance(node, ast.JoinedStr):
             seen.update(node.values)
-            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in seen:
             yield node.value
 

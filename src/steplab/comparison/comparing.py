@@ -20,7 +20,7 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.units import counted
+from steplab.units import counted, listed
 
 _T = TypeVar("_T")
 _Samples = list[tuple[str, tuple[float, ...]]]
@@ -86,12 +86,12 @@ class _Pair:
         """
         if min(len(self.a.good), len(self.b.good)) >= FEWEST or self.in_turns:
             return []
-        return [
-            f"{side} ({run.id}): {disturbance.text}"
-            for side, cell in self.sides
-            for run in cell.runs
-            for disturbance in disturbances(run)
-        ]
+        found: dict[str, list[str]] = {}
+        for side, cell in self.sides:
+            for run in cell.runs:
+                for disturbance in disturbances(run):
+                    found.setdefault(disturbance.text, []).append(f"{side} ({run.id})")
+        return [f"{listed(runs)}: {text}" for text, runs in found.items()]
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]

@@ -58,7 +58,7 @@ class Operands:
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
+    """-lse / log(2) [B, H, queries], padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
     minus_d: Tensor
     sums: Tensor
     """Memory for the sums of dQ, if made in one sweep; else empty."""

@@ -62,7 +62,7 @@ class SharedStorage:
     ds_parts: gl.shared_memory_descriptor
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
-    """For tiles of 64 queries, one for each of these and each consumer."""
+    """Barriers of ds_parts, for tiles of 64 queries: one a tile and consumer."""
     dq_0: gl.shared_memory_descriptor
     """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums."""
     dq_1: gl.shared_memory_descriptor

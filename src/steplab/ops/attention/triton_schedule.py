@@ -18,7 +18,7 @@ CACHE_SHARE = 16 * 2**20
 PAIRS_TOGETHER = 8
 """The fewest pairs of heads that CACHE_SHARE must hold for pairs to be used; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""Fewest programs a multiprocessor for using pairs, so that all end together; 3.9 was the fewest measured."""
+"""Fewest programs a multiprocessor for pairs of heads, so that all end together; measured from 3.9 on."""
 START_OF_TASK = 0.6
 """Time of a task without its tiles, in times of a tile; from trials."""
 MOST_DEALT = 2**17

@@ -267,8 +267,8 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
     return Bars(
         bars=tuple(bars),
         legend=tuple((color, "■", words) for words, color in _MEMORY),
-        note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure is for gaps that are not foreseen "
-        "and what lies outside of the allocator.",
+        note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure: for unforeseen gaps and memory "
+        "outside the allocator.",
     )
 
 

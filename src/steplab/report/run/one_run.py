@@ -297,8 +297,10 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
             Column(key="phase"),
             Column(key="time_s", header="back to back"),
             Column(key="share", quantity=SHARE),
-            Column(key="lead_s", header="host ahead"),
-            Column(key="device_s", header="alone, device"),
+            Column(key="lead_s", header="host ahead", note="host ahead: GPU work left once Python launched the phase."),
+            Column(
+                key="device_s", header="alone, device", note="alone: run separately, by the GPU's and the CPU's clock."
+            ),
             Column(key="host_s", header="alone, host"),
         ),
         rows=tuple(rows),
