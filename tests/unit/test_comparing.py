@@ -109,7 +109,7 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
     assert outcomes == {"undecided"}
-    assert "measure A and B in turns" in verdict(compared(*runs[:2])).cautions[-1]
+    assert "alternate A and B" in verdict(compared(*runs[:2])).cautions[-1]
 
 
 def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:

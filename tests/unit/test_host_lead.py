@@ -41,9 +41,9 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
     assert "250 ms" in rows["forward"]
     assert "2.00 ms" in rows["backward"]
-    assert shown.count("waits for the host") == 1
+    assert shown.count("GPU waits for Python") == 1
     assert "To see why it waits: steplab profile" in shown
-    assert "waits for the host" not in run_text(
+    assert "GPU waits for Python" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
 

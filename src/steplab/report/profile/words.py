@@ -67,7 +67,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
-        return f"launch-bound: idle {without} the profiler, too"
+        return f"launch-bound: idle about {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
         # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
