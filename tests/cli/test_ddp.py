@@ -42,7 +42,7 @@ def test_two_processes_are_compared_kept_and_drawn(steplab: Program) -> None:
     result = steplab("ddp", "--processes", "2", *SMALL, *variants, "--format", "json")
     assert result.code == 0, result.stderr
     rows = result.rows()
-    assert [row["contender"] for row in rows] == ["no communication", "flat", "sharded 25 MB"]
+    assert [row["variant"] for row in rows] == ["no communication", "flat", "sharded 25 MB"]
     assert [row["status"] for row in rows] == ["ok"] * 3
     for row in rows[1:]:
         assert row["num_ranks"] == 2

@@ -77,7 +77,7 @@ def check_two_ranks(run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "processes", "told"),
     [
-        ("out_of_memory", 2, "out of memory: rank 1 on {host}: asked for 2.00 GiB more (measure)"),
+        ("out_of_memory", 2, "out of memory: rank 1 on {host}: 2.00 GiB more were requested (measure)"),
         ("raises", 2, "error: rank 1 on {host}: ValueError: the third batch is spoilt"),
         ("killed", 8, "crashed: rank 1 on {host}: the process was ended by SIGKILL during measure"),
     ],

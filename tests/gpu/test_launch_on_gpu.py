@@ -60,7 +60,7 @@ def test_each_rank_has_a_gpu_and_the_same_steps(steplab: Program, strategy: str)
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("out_of_memory", "out of memory: rank 1 on {host}: asked for 64.0 TiB more"),
+        ("out_of_memory", "out of memory: rank 1 on {host}: 64.0 TiB more were requested"),
         ("killed", "crashed: rank 1 on {host}: the process was ended by SIGKILL during warmup"),
         ("hangs", "timeout: rank 1 on {host}: did not end within 40.0 s: it is at work/faulty.py:"),
     ],

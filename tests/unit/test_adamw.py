@@ -205,7 +205,7 @@ def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch:
     made.step()
     monkeypatch.setattr("steplab.ops.adamw._is_captured", lambda tensor: True)
     large.grad, small.grad = None, torch.ones(8)
-    with pytest.raises(Unsupported, match="the step before it was of other parameters"):
+    with pytest.raises(Unsupported, match="the previous step was of other parameters"):
         made.step()
     small.grad, large.grad = None, torch.ones(601)[1:]
     with pytest.raises(Unsupported, match="begin at a multiple of 16 bytes"):

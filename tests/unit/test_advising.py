@@ -208,7 +208,7 @@ def test_a_step_that_fits_beside_no_other_is_dropped_and_the_rest_still_take_tur
     advice = advise(spec, store=tmp_path / "store.db", session=CrowdedSession(product), profile=unprofiled)
     [graph] = [tried for tried in advice.tried if tried.words == "cuda_graph step"]
     assert (
-        graph.failure == "out of memory: beside the fastest step: the device's memory does not hold all of them at once"
+        graph.failure == "out of memory: with the fastest step: the device's memory does not hold all of them at once"
     )
     assert advice.tried[-1] is not graph
     assert all(tried.ratio for tried in advice.tried if tried is not graph)

@@ -255,7 +255,7 @@ def test_the_hfu_of_a_checkpointed_transformers_model_is_missing_with_a_reason(t
     with Store.open(tmp_path / "store.db", write=True) as store:
         told = with_utilizations(run, store)
     assert {u.kind for u in told.utilizations} == {"mfu"}
-    assert "HFU: steplab has no formula for what checkpointing recomputes in a transformers model" in told.notes
+    assert "HFU: steplab has no formula for recomputation in a transformers model" in told.notes
 
 
 def a_model() -> tuple[nn.Module, Callable[[], Tensor]]:

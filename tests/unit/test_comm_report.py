@@ -86,7 +86,7 @@ def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) ->
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
     rows = [summary_row(run) for run in studies]
-    assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
+    assert [(row["backend"], row["variants"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
 
 
 def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
     assert outcomes == {"undecided"}
-    assert "measure A and B in turns" in verdict(compared(*runs[:2])).cautions[-1]
+    assert "alternate A and B" in verdict(compared(*runs[:2])).cautions[-1]
 
 
 def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
@@ -167,7 +167,7 @@ def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> 
         ({"spec": make_run({"batch": "8"}).spec}, "batch", "4 in A, 8 in B"),
         ({"spec": make_run({"precision": "bf16"}).spec}, "precision", "fp32 in A, bf16 in B"),
         ({"environment": replace(ENVIRONMENT, torch="2.13.0")}, "torch", "2.11.0+cu130 in A, 2.13.0 in B"),
-        ({"environment": replace(ENVIRONMENT, driver=None)}, "driver", "580.65 in A, unknown in B"),
+        ({"environment": replace(ENVIRONMENT, driver=None)}, "driver", "580.65 in A only"),
         (
             {"environment": replace(ENVIRONMENT, device=replace(ENVIRONMENT.device, name="NVIDIA B200"))},
             "device",
@@ -252,7 +252,7 @@ def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
 
 def test_turns_are_advised_only_for_what_can_be_run_again() -> None:
     (of_steps,), (of_loops,) = (verdict(compared(run, slower(run, 1))).cautions for run in (STEADY, recorder_run()))
-    assert of_steps.endswith("measure A and B in turns, by `steplab ab`.")
+    assert of_steps.endswith("alternate A and B with `steplab ab`.")
     assert of_loops.endswith(
         f"measure each side in {'six' if FEWEST == 6 else FEWEST} processes or more, all under one name."
     )
@@ -291,7 +291,7 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
     assert change.b_s == pytest.approx(0.0051)
     words = kernel_words(change)
     assert words.startswith("+3.10 ms per step in backward of blocks.*.norm: ")
-    assert "in place of layer_norm_backward_kernel (24 calls, 2.00 ms), no longer fused" in words
+    assert "instead of layer_norm_backward_kernel (24 calls, 2.00 ms), no longer fused" in words
     assert "now fused" in kernel_words(compared(b, a).kernels[0])
     assert compared(a, a).kernels == ()
 
@@ -345,7 +345,7 @@ def test_an_allocation_that_is_planted_is_named_with_its_shape_and_format() -> N
     size = 4 * 512 * 10000
     found = compared(with_logits("bfloat16", 2 * size), with_logits("float32", 4 * size))
     assert memory_words(found.memory[0]) == (
-        "+39.1 MiB of activations: [4, 512, 10000] of head.*.loss, float32 in place of bfloat16"
+        "+39.1 MiB of activations: [4, 512, 10000] of head.*.loss, float32 instead of bfloat16"
     )
     assert figure(found, "activations").b - figure(found, "activations").a == 2 * size
     assert "in B alone" in memory_words(compared(run, with_logits("float32", 4 * size)).memory[0])

@@ -173,7 +173,7 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
     assert row["after_step_other_bytes"] is None
     assert row["peak_bytes"] is None
     chart = sure(memory_bars(on_cpu))
-    assert "keeps no count" in chart.note
+    assert "without the allocator's count" in chart.note
 
 
 def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpRun) -> None:

@@ -305,7 +305,7 @@ def _line_of(text: str) -> int:
         ("reading", rf"at test_fake_step.py:{_line_of('loss.item() > 0')} it computes with values of tensors"),
         ("printing", rf"at test_fake_step.py:{_line_of('print(f')} it computes with values of tensors"),
         ("leaving", rf"at test_fake_step.py:{_line_of('tokens_BT.numpy()')} it fails on tensors without content"),
-        ("sparse", "makes sparse tensors, whose sizes depend on values"),
+        ("sparse", "makes sparse tensors; their sizes depend on values"),
         ("recurrent", "the cost of operators like its mkldnn_rnn_layer is not known"),
         ("whole_step", "its factory returns a whole step"),
     ],

@@ -203,8 +203,8 @@ def test_a_users_whole_step_is_refused() -> None:
     [
         ({"device": "cpu"}, "cuda_graph step on cpu .* or --device cuda"),
         ({"device": "mps"}, "cuda_graph step on mps"),
-        ({"compile": "reduce-overhead"}, "records CUDA graphs of its own; use --compile block"),
-        ({"compile": "max-autotune"}, "records CUDA graphs of its own"),
+        ({"compile": "reduce-overhead"}, "records its own CUDA graphs; use --compile block"),
+        ({"compile": "max-autotune"}, "records its own CUDA graphs"),
         ({"precision": "fp16"}, "gradient scaler waits .* use --precision bf16"),
         ({"layout": "dp=2"}, "with 2 processes .* use one process"),
     ],

@@ -41,9 +41,9 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
     assert "250 ms" in rows["forward"]
     assert "2.00 ms" in rows["backward"]
-    assert shown.count("waits for the host") == 1
-    assert "To see what it waits for: steplab profile" in shown
-    assert "waits for the host" not in run_text(
+    assert shown.count("GPU waits for Python") == 1
+    assert "To see why it waits: steplab profile" in shown
+    assert "GPU waits for Python" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
 
@@ -66,7 +66,7 @@ def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> Non
         f"Warning: nearly launch-bound (host lead under 1 % of the step): {late.contender.label}. Exposed "
         "communication there includes the device's waits for the host."
     ]
-    found = {row["contender"]: row["host_lead_s"] for row in ddp_rows(measured)}
+    found = {row["variant"]: row["host_lead_s"] for row in ddp_rows(measured)}
     assert found[late.contender.label] == 0.004
     assert set(found.values()) == {0.2, 0.004}
     assert not [sentence for sentence in ddp_verdict(run).cautions if "launch-bound" in sentence]

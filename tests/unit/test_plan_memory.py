@@ -723,7 +723,7 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
         ("md", "| H200 SXM | 140 GiB | fits |"),
         ("latex", "toprule"),
         ("latex", "H200 SXM & 140 GiB & fits"),
-        ("csv", "card,,H200 SXM,read from such a card,,,"),
+        ("csv", "card,,H200 SXM,read from one such GPU,,,"),
     ],
 )
 def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_list_keeps_the_name_of_a_loop_and_what_each_run_was(width: int) -> No
 
 
 def test_tokens_are_asked_for_of_a_recorded_loop_alone() -> None:
-    asked = "the loop did not say how many tokens a step has"
+    asked = "the loop named no tokens_per_step"
     assert asked in " ".join(run_text(replace(recorder_run(), tokens_per_step=None), width=160).split())
     text = run_text(replace(make_run(), tokens_per_step=None), width=160)
     assert asked not in text

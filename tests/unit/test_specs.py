@@ -643,7 +643,7 @@ def test_precision_is_bf16_where_weights_cannot_have_masters(fields: dict[str, o
     ("fields", "left_out"),
     [
         ({"precision": "fp16"}, ["--cuda-graph step is left out: its gradient scaler waits"]),
-        ({"compile": "reduce-overhead"}, ["--cuda-graph step is left out: that mode records CUDA graphs of its own"]),
+        ({"compile": "reduce-overhead"}, ["--cuda-graph step is left out: that mode records its own CUDA graphs"]),
         (
             {"layout": "fsdp=2"},
             [f"--{field} is left out:" for field in ("block-ops triton", "optimizer adamw_triton", "cuda-graph step")],

@@ -115,7 +115,7 @@ def test_a_store_that_takes_no_record_ends_the_study(machine: Machine) -> None:
 
 
 def test_progress_says_what_tells_measurements_apart() -> None:
-    assert [job.what for job in jobs_of(STUDY)] == ["context 32", "context 64", "attention by itself"]
+    assert [job.what for job in jobs_of(STUDY)] == ["context 32", "context 64", "attention alone"]
     watched = dataclasses.replace(STUDY, parts=(Part(kind="memory", step=resolve_step({"precision": "bf16"})),))
     assert [job.what for job in jobs_of(watched)] == [
         "context 32 · fp32",

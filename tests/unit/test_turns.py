@@ -33,7 +33,7 @@ from steplab.report.turns.document import turns_document
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
-OUT_OF_MEMORY = Failure(kind="out_of_memory", message="asked for 8 GiB more")
+OUT_OF_MEMORY = Failure(kind="out_of_memory", message="8 GiB more were requested")
 KILLED = Failure(kind="crashed", message="the process was ended by SIGKILL during measure")
 
 

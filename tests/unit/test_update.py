@@ -294,7 +294,7 @@ def test_a_plan_leaves_out_what_the_backward_pass_hides_and_the_peak_is_the_same
         predict_step_time(dataclasses.replace(spec, precision="bf16", optimizer="adamw_fused"), gpu) for spec in specs
     ]
     assert fused[1].step.device_s == pytest.approx(fused[0].step.device_s)
-    assert "no record says how much it hides" in " ".join(fused[1].notes)
+    assert "no record shows how much it hides" in " ".join(fused[1].notes)
     fields = {"model": "small", "context": 16, "batch": 1, "optimizer": "adamw_foreach"}
     peaks = [predict_memory(resolve_step(fields | {"update": update})) for update in ("after", "overlapped")]
     assert peaks[0].peak_bytes == peaks[1].peak_bytes

@@ -56,7 +56,7 @@ def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
     assert told.sentences[0].startswith("The CPU waits for the GPU"), "a CUDA graph holds no such wait"
-    assert told.sentences[1].startswith("Next: The GPU waits for the CPU")
+    assert told.sentences[1].startswith("Also: The GPU waits for the CPU")
     only = replace(findings(late), findings=findings(late).findings[1:])
     first = answer([late], Context(findings={late.id: only})).sentences[0]
     assert re.search(r": (--[\w-]+ \S+ )+saves about .*, after the change for host_copies_and_syncs\.$", first)
@@ -151,9 +151,7 @@ def test_sizes_whose_intervals_overlap_are_no_trend() -> None:
 def test_of_many_unlike_runs_the_fastest_and_the_slowest_are_told() -> None:
     times = {"small": 1.0, "medium": 1.02, "large": 0.99, "xl": 1.01}
     runs = [steps(make_run({"model": model}), *(x * s for s in NOISY)) for model, x in times.items()]
-    assert answer(runs).sentences == (
-        "Of 4 runs the fastest, large, takes 10.9 ms; the slowest, medium, takes 11.2 ms.",
-    )
+    assert answer(runs).sentences == ("The fastest of 4 runs, large, takes 10.9 ms; the slowest, medium, 11.2 ms.",)
 
 
 def test_the_answer_of_a_loop_without_timed_steps_says_that_there_are_none() -> None:

@@ -54,7 +54,6 @@ def timeout_help(what: str) -> str:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(cls: _Class) -> _Class:
-    """A dataclass with fields as options of a command."""
     return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
 
 
@@ -105,7 +104,6 @@ def _attribute(field: StepField) -> str:
 
 
 def step_options(without: Collection[str] = (), *, with_defaults: bool = True) -> Callable[[_Class], _Class]:
-    """Options for the fields of a step, except `without`."""
     declared = [field for field in FIELDS.values() if field.key not in without]
     return field_options(declared, with_defaults=with_defaults)
 
@@ -119,7 +117,7 @@ class GivenFields:
     others: ClassVar[tuple[StepField, ...]] = ()
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
-        """One value per given field, except `without`. Raises UserError for a list."""
+        """Raises UserError for a list."""
         given = {field: value for field, value in self._given(self.declared).items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
@@ -129,14 +127,12 @@ class GivenFields:
         return {field.key: value for field, value in given.items()}
 
     def grid(self) -> "Grid":
-        """A list of values per given field."""
         return {
             field.key: [value] if field.about.parse or not isinstance(value, str) else _parts(value)
             for field, value in self._given(self.declared).items()
         }
 
     def options(self) -> dict[str, Any]:
-        """The given `others`; a list if one takes several values."""
         given = self._given(self.others)
         return {field.key: _parts(value) if field.is_list else value for field, value in given.items()}
 
@@ -206,7 +202,6 @@ class MeasurementOptions:
         return resolve_with_recipe(fields_here(fields, **self.processes.options()), device_kind_here)
 
     def timeout_s(self) -> float | None:
-        """Raises UserError for a text that is not a duration."""
         return parse_duration(self.timeout) if self.timeout else None
 
 
@@ -235,7 +230,6 @@ class ReadingOptions:
     ] = 1.0
 
     def limits(self) -> Limits:
-        """Raises UserError for a factor out of range."""
         return Limits().times(self.raise_limits)
 
 

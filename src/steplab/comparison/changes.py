@@ -63,7 +63,6 @@ def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int,
 
 
 def _clearest_cut(distances: Any) -> tuple[int, float]:
-    """The cut with the largest energy distance between both parts, and that distance."""
     import numpy as np
 
     num = len(distances)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from steplab.comparison.differences import kernel_changes, memory_changes
 from steplab.comparison.judging import start_margin
-from steplab.comparison.likeness import unlike, whole_key
+from steplab.comparison.likeness import sides_words, unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import of_starts, ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
@@ -20,7 +20,7 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.units import counted
+from steplab.units import counted, listed
 
 _T = TypeVar("_T")
 _Samples = list[tuple[str, tuple[float, ...]]]
@@ -86,12 +86,12 @@ class _Pair:
         """
         if min(len(self.a.good), len(self.b.good)) >= FEWEST or self.in_turns:
             return []
-        return [
-            f"{side} ({run.id}): {disturbance.text}"
-            for side, cell in self.sides
-            for run in cell.runs
-            for disturbance in disturbances(run)
-        ]
+        found: dict[str, list[str]] = {}
+        for side, cell in self.sides:
+            for run in cell.runs:
+                for disturbance in disturbances(run):
+                    found.setdefault(disturbance.text, []).append(f"{side} ({run.id})")
+        return [f"{listed(runs)}: {text}" for text, runs in found.items()]
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
@@ -106,9 +106,7 @@ def compare(
     threshold: float | None = None,
     allow: Collection[str] = (),
 ) -> Comparison:
-    """Compare B's records with A's.
-
-    Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
+    """Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
     Raises Inconclusive, with the fields, if no cells match. Raises UserError for kinds that are not comparable, and for
@@ -165,7 +163,6 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
 
 
 def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
-    """Raise UserError for an unknown field; environment variables may be set on neither side."""
     fields = dict.fromkeys(name for key in keys for name in key)
     for name in allow:
         if name not in fields and not name.isupper():
@@ -179,14 +176,10 @@ def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Colle
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
     least = min(pairs, key=len)
-    fields = "; ".join(f"{each.field}: {_told(each.a)} in A, {_told(each.b)} in B" for each in least)
+    fields = "; ".join(f"{each.field}: {sides_words(each)}" for each in least)
     what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
     options = " ".join(f"--allow {shlex.quote(each.field)}" for each in least)
     return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"
-
-
-def _told(value: Scalar) -> str:
-    return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _may_alarm(figure: MeasuredFigure) -> bool:

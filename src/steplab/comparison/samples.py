@@ -119,10 +119,7 @@ def compare_samples(
 
 
 def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
-    """Ratio of two exact values, such as bytes; its interval is the ratio.
-
-    Raises ValueError unless both are positive.
-    """
+    """Of exact values, such as bytes; the interval is the ratio. Raises ValueError unless both are positive."""
     if a <= 0 or b <= 0:
         raise ValueError("both values must be above zero")
     threshold = IN_TURNS if threshold is None else threshold
@@ -201,7 +198,6 @@ def _why(interval: tuple[float, float] | None, p: float | None, threshold: float
 
 
 def by_interval(low: float | None, high: float | None, threshold: float) -> Decision:
-    """Decision from the interval only."""
     if low is None or high is None:
         return "undecided"
     if 1 / (1 + threshold) <= low and high <= 1 + threshold:
@@ -293,7 +289,6 @@ def _sums(ranks: Any) -> Any:
 
 
 def _tails(ways: Any, observed: int) -> float:
-    """Share of all ways with a sum at least as extreme, on both sides."""
     total = ways.sum()
     lower, upper = ways[: observed + 1].sum() / total, ways[observed:].sum() / total
     return float(min(1.0, 2 * min(lower, upper)))

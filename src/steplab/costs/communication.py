@@ -42,7 +42,6 @@ class Line:
     alpha_s: float
     beta_s_per_byte: float
     gamma_s_per_rank: float | None = None
-    """Seconds per rank; None: the model has no such term."""
     num_points: int
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""

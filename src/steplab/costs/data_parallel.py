@@ -102,8 +102,6 @@ def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """Bytes that a rank keeps between two steps, and of its gradients."""
-
     parameters: float
     gradients: float
     optimizer: float

@@ -33,8 +33,6 @@ USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
 
 
 class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A batched matrix product: batch times [m, k] x [k, n]."""
-
     m: int
     n: int
     k: int

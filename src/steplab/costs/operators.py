@@ -134,7 +134,6 @@ def _reduction(tensors: Sequence[Tensor]) -> Cost:
 
 
 def _copy(tensors: Sequence[Tensor]) -> Cost:
-    """copy_(to, from): the second tensor is read; it may be of another type, and broadcast."""
     to, source = tensors[0], tensors[1]
     return Cost(flops=0, moved_bytes=to.size_bytes + source.size_bytes)
 
@@ -148,14 +147,13 @@ def _concatenation(tensors: Sequence[Tensor]) -> Cost:
 
 
 def _embedding(tensors: Sequence[Tensor]) -> Cost:
-    """embedding(weight, indices): one row is read and written per index."""
+    """One row is read and written per index."""
     weight, indices = tensors[0], tensors[1]
     rows_bytes = indices.numel * weight.shape[1] * weight.item_bytes
     return Cost(flops=0, moved_bytes=indices.size_bytes + 2 * rows_bytes)
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that all shapes broadcast to. Raises ValueError if they do not."""
     out: list[int] = []
     for sizes in zip(*(_padded(shape, max(map(len, shapes))) for shape in shapes), strict=True):
         wide = {size for size in sizes if size != 1}

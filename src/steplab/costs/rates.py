@@ -19,10 +19,9 @@ from steplab.units import format_bytes
 
 
 class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of matrix products in one number format; see kernel_time.product_s."""
+    """See kernel_time.product_s."""
 
     fixed_s: float
-    """Seconds of the smallest product."""
     peak_share: float
     """Share of the stated dense peak that a long product reaches on full tiles."""
     ramp_k: float
@@ -33,10 +32,9 @@ class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of one pass of a fused attention; see kernel_time.attention_s."""
+    """See kernel_time.attention_s."""
 
     fixed_s: float
-    """Seconds of the smallest attention."""
     peak_share: float
     """Share of the stated dense peak that its products reach."""
     softmax_width: float
@@ -46,10 +44,9 @@ class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of bandwidth-bound kernels; see kernel_time.streaming_s."""
+    """See kernel_time.streaming_s."""
 
     fixed_s: float
-    """Seconds of the smallest kernel."""
     cached_gain: float
     """Relative gain in speed of a small tensor, in the cache, over a large one."""
     cached_bytes: float
@@ -91,9 +88,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replayed_gap_s: float
     """The same if a CUDA graph launches the kernels."""
     product_factor: float
-    """Factor on the time of products and fused attention."""
     streaming_factor: float
-    """Factor on the time of all other kernels."""
     throttle_from: float
     """Share of the stated peak of tensor cores, over the whole step, above which the power limit lowers the clock."""
     throttle: float
@@ -105,7 +100,6 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     models, held out by family. 'elsewhere': formats without a fit, and GPUs without a fit or a measured step."""
 
     def gap(self, replayed: bool) -> float:
-        """Seconds between a kernel and the next."""
         return self.replayed_gap_s if replayed else self.gap_s
 
 
@@ -215,7 +209,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     borrowed = f"no record of {hardware.name} was fitted: it is assumed to reach the same shares of its figures as "
     borrowed += f"{rates.name}"
     if tried := rates.borrowers.get(hardware.name):
-        borrowed += f", by which 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
+        borrowed += f": 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
     return Gpu(
         name=hardware.name,
         peaks={dtype: each.flops_per_s for dtype, each in hardware.peaks.items()},

@@ -20,7 +20,6 @@ class Roofline:
         return stated.flops_per_s if stated else None
 
     def bandwidth(self) -> float | None:
-        """B/s of the device's memory; None: not stated."""
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:

@@ -65,8 +65,8 @@ _NOTABLE = 1.005
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """Findings about a run, most useful first (records.finding.in_order). `ceilings`, from `steplab doctor` on the
-    run's device, replace missing hardware figures.
+    """Most useful first (records.finding.in_order). `ceilings`, from `steplab doctor` on the run's device, replace
+    missing hardware figures.
     """
     if run.failure is not None:
         return []
@@ -122,7 +122,7 @@ def _believable(case: Case, finding: Finding) -> Finding:
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
-    """A line per gap of the record: missing diagnoses, and how to record it."""
+    """A line per gap of the record, and how to record it."""
     return tuple(_gaps(case_of(run, ceilings)))
 
 

@@ -1,5 +1,3 @@
-"""A batch too small for the part of the step that does not depend on it."""
-
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import product_rates

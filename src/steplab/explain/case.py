@@ -43,7 +43,6 @@ class Case:
 
     @property
     def step_s(self) -> float | None:
-        """Median step, unprofiled; None: not timed."""
         return self.run.median_s
 
     def phase_s(self, name: str) -> float | None:
@@ -56,11 +55,9 @@ class Case:
         return max(1.0, profile.window_s / profile.num_steps / self.step_s)
 
     def per_step(self, profile: Profile, total_s: float) -> float:
-        """A total of the profile as seconds per step, scaled to the step without the profiler."""
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Seconds per step of device work, in all phases or in these."""
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:

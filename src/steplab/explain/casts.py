@@ -14,7 +14,6 @@ def weight_cast_ops(profile: Profile) -> list[OpStats]:
 
 
 def cast_ops(profile: Profile) -> list[OpStats]:
-    """Copies between fp32 and low precision, of weights or activations, in either direction."""
     return [op for op in profile.ops if op.category == "copy" and _changes_precision(op)]
 
 

@@ -1,5 +1,3 @@
-"""Collectives with no concurrent computation."""
-
 import dataclasses
 import re
 import shlex
@@ -35,7 +33,7 @@ _OF_PARTS = (
 
 
 def communication_exposed(case: Case) -> Finding | None:
-    """Fires if collectives run for a considerable share of the step with no concurrent computation."""
+    """Fires if collectives take a considerable share of the step with no concurrent computation."""
     profile = case.profile
     if profile is None or profile.communication is None:
         return None

@@ -1,5 +1,3 @@
-"""Compilation during the measured steps."""
-
 from statistics import median
 
 from steplab.explain.case import Case
@@ -49,7 +47,7 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         title="The model is compiled again while it trains",
         saw=" ".join(saw),
         why=(
-            "torch.compile guards what it has compiled: a new shape, dtype or Python value makes it compile again, "
+            "torch.compile guards compiled code: a new shape, dtype or Python value makes it compile again, "
             "which takes seconds, and after eight times it falls back to eager execution. The median step does not "
             "show this time, but training takes that much longer."
         ),

@@ -1,5 +1,3 @@
-"""Copies between CPU and GPU during which nothing computes."""
-
 from steplab.explain.case import ACROSS, Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Timeline

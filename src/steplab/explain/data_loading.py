@@ -1,5 +1,3 @@
-"""Python loads data while the device waits."""
-
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.units import format_percent, format_time

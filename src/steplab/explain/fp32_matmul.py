@@ -1,5 +1,3 @@
-"""Matrix products in fp32 without TF32."""
-
 import re
 
 from steplab.costs.kernel_time import product_s
@@ -72,7 +70,6 @@ def _names_show_it(profile: Profile) -> bool:
 
 
 def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | None, str]:
-    """Each product is faster by the ratio of its predicted times, or of the peaks if its sizes are not known."""
     gpu = case.gpu
     if gpu is None or not {"fp32", "tf32"} <= gpu.peaks.keys():
         return None, "The device's peaks in fp32 and TF32 are not known; their ratio is 7 to 8 on A100 and later."

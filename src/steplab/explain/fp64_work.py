@@ -1,5 +1,3 @@
-"""Work in double precision."""
-
 import re
 
 from steplab.explain.case import Case

@@ -1,5 +1,3 @@
-"""Casts to fp8, as kernels between the products."""
-
 import re
 
 from steplab.errors import UserError

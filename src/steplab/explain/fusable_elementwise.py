@@ -1,5 +1,3 @@
-"""Elementwise work that a compiler would fuse."""
-
 from collections import defaultdict
 
 from steplab.explain.case import Case
@@ -64,13 +62,12 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, str]:
-    """Seconds saved per step, and their derivation; None on a CPU. The number of launches determines a launch-bound
-    step."""
+    """None on a CPU. The number of launches determines a launch-bound step."""
     if not case.is_gpu:
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why
     shares = fusing.shares
-    leaves = f"{format_percent(shares.memory_bound)} of the time of such kernels and {format_percent(shares.kernels)}"
+    leaves = f"{format_percent(shares.memory_bound)} of these kernels' time and {format_percent(shares.kernels)}"
     if profile.compiled is not None:
         told = f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves} of the kernels."
     else:

@@ -39,7 +39,6 @@ class Fusing:
 
     @property
     def saves_s(self) -> float:
-        """Saved device time, with the gaps before kernels that fusing removes."""
         return self.fused_s + self.products_s + self.gaps_s * (1 - self.shares.kernels)
 
 

@@ -1,5 +1,3 @@
-"""Python waits for the device within the step."""
-
 import re
 
 from steplab.explain.case import WORTH_TELLING, Case

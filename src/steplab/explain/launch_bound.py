@@ -1,5 +1,3 @@
-"""The device waits for Python to launch kernels."""
-
 from dataclasses import replace
 
 from steplab.errors import Unsupported

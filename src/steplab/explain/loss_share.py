@@ -1,5 +1,3 @@
-"""The output head and the loss take a large part of the step."""
-
 from steplab.costs.kernel_time import streaming_s
 from steplab.explain.case import WORTH_TELLING, Case, reached_bandwidth
 from steplab.explain.shapes import shapes_of

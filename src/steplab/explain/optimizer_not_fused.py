@@ -1,5 +1,3 @@
-"""An optimizer that passes over its state many times."""
-
 import re
 
 from steplab.costs.kernel_time import streaming_s
@@ -38,7 +36,7 @@ def optimizer_not_fused(case: Case) -> Finding | None:
 
 
 def _from_spec(case: Case) -> Finding | None:
-    """The finding from the timed optimizer step and the bytes that AdamW must move, without a profile."""
+    """From the timed optimizer step and the bytes that AdamW must move, without a profile."""
     spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
     gpu = case.gpu
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:

@@ -1,5 +1,3 @@
-"""Attention that writes its scores to memory."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

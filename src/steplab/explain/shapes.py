@@ -23,7 +23,6 @@ class Shape:
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes, dense; None for a type that is not floating-point."""
         return self.numel * FLOATING_BYTES[self.dtype] if self.dtype in FLOATING_BYTES else None
 
 

@@ -1,5 +1,3 @@
-"""Autocast copies every weight to low precision, each step."""
-
 from dataclasses import dataclass
 
 from steplab.errors import UserError
@@ -106,8 +104,8 @@ def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
 
 
 def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """Seconds saved per step and their derivation. bf16 weights need no casts, and autocast's fp32 work (softmax,
-    norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW.
+    """bf16 weights need no casts, and autocast's fp32 work (softmax, norms, the loss, sums of the residual stream)
+    moves half as many bytes, as does AdamW.
     """
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]

@@ -122,7 +122,6 @@ class _Made:
     value: Tensor | None
     """None: several, each of them a node."""
     where: str | None
-    """Part of the model; None: the current part."""
     is_product: bool
     within: tuple[Count, ...]
     cast_of: fx.Node | None

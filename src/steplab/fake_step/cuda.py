@@ -34,7 +34,7 @@ _LEFT_ALONE = ("cross_entropy_loss",)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """A context: torch treats CPU tensors as CUDA tensors."""
+    """torch treats CPU tensors as CUDA tensors."""
     with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]

@@ -84,14 +84,13 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
     """Raise Unsupported for an operator with results of unknown size before it runs."""
     if any(each.layout != torch.strided for each in outputs):
-        raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
+        raise Unsupported(doing, f"its {name} makes sparse tensors; their sizes depend on values", _INSTEAD)
 
 
 _UNKNOWN = (
     *("_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
-"""Prefixes of their names."""
 _INSTEAD = "measure it with `steplab run`"
 
 

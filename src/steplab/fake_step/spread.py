@@ -93,13 +93,12 @@ def _why_not(blocks: list[nn.Module]) -> str:
     if len(blocks) < _BLOCKS:
         return f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
     if len({tuple(map(repr, _kind(block))) for block in blocks}) > 1:
-        return "its blocks are of several kinds, and are planned as alike"
+        return "its blocks are of several kinds, and are planned as equal"
     return ""
 
 
 def _kind(block: nn.Module) -> list[object]:
-    """Facts that distinguish kinds of blocks: modules, sizes of weights, and choices such as a sliding window, but not
-    the block's number."""
+    """Modules, sizes of weights, and choices such as a sliding window, but not the block's number."""
     found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
     for name, inner in block.named_modules():
         plain = (str, float, bool, type(None))

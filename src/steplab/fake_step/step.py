@@ -147,12 +147,10 @@ def _errors_told_once() -> Iterator[None]:
 
 
 def tokens_of(spec: StepSpec) -> int | None:
-    """The tokens of a step; None for a model that sizes its batches itself."""
     return spec.tokens_of_all if knows_tokens(spec) else None
 
 
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
-    """The operators of a step after the first, in order; as `fake_step`."""
     found: list[Event] = []
     with fake_step(spec, Count(0, ""), found.append) as run:
         run()  # makes the optimizer's state
@@ -205,7 +203,7 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
 
 
 def _return_as_a_graph(module: nn.Module, given: object, made: object) -> None:
-    """Give each output beside the loss, such as logits, a gradient of zeros, as autograd does for a compiled graph."""
+    """Give each output except the loss, such as logits, a gradient of zeros, as autograd does for a compiled graph."""
     for each in tree_leaves(made):
         if isinstance(each, torch.Tensor) and each.requires_grad and each.numel() > 1:
             each.register_hook(lambda gradient: gradient + torch.ops.aten.zero(gradient))
@@ -233,7 +231,6 @@ def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """As `repeated_blocks`; empty without blocks."""
     try:
         return repeated_blocks(module)
     except Unsupported:

@@ -34,7 +34,6 @@ class Storages:
         self._made = 0
 
     def number(self, tensor: Tensor) -> int | None:
-        """None: not followed."""
         found: int | None = self._numbers.get(tensor.untyped_storage())
         return found
 
@@ -43,7 +42,6 @@ class Storages:
         return None if number is None else self._alive.get(number)
 
     def add(self, tensor: Tensor, what: str, where: str) -> None:
-        """Follow the memory of a tensor that was just made."""
         storage = tensor.untyped_storage()
         number = self.make(what, formula_of(tensor), storage.nbytes(), where)
         self._numbers[storage] = number

@@ -80,8 +80,6 @@ def _part(parameter: nn.Parameter, style: str | None, tp: int, name: str) -> nn.
 
 
 class _Gathered(torch.autograd.Function):
-    """Outputs of all ranks, side by side; backward takes this rank's."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, tp: int) -> Tensor:
         ctx.width = local.shape[-1]

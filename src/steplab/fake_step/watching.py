@@ -119,7 +119,6 @@ class Watcher(TorchDispatchMode):
         self._first = BEFORE if blocks else ""
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
-        """Report that the model makes a tensor at this source line without naming a device."""
         if self._is_paused:
             return
         self._listen(
@@ -143,7 +142,6 @@ class Watcher(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context without reports of operators."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -151,7 +149,6 @@ class Watcher(TorchDispatchMode):
             self._is_paused = before
 
     def place(self) -> str:
-        """The current part of the model, or the part that autograd goes back through."""
         node: Any = torch._C._current_autograd_node()
         return self._where if node is None else self.made_in(node._sequence_nr())
 
@@ -202,7 +199,6 @@ class Watcher(TorchDispatchMode):
         return self._phase == "backward" and not torch.is_grad_enabled()
 
     def made_in(self, sequence_number: int) -> str:
-        """The part of the model that made a node of autograd's."""
         at = bisect.bisect_right(self._begins, sequence_number, key=lambda begun: begun[0])
         return self._begins[at - 1][1] if at else ""
 

@@ -44,7 +44,6 @@ class RecordedTraining:
             self._inside = True
 
     def begin_phase(self, name: str) -> None:
-        """Begin a phase, ending the one before."""
         if self._recorder and self._inside:
             self._phase.close()
             self._phase.enter_context(self._recorder.phase(name))

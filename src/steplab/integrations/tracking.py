@@ -27,8 +27,6 @@ _UNUSUAL = re.compile(r"[^\w.-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
-    """One record for a tracker."""
-
     id: str
     """Id for folders and runs, without characters that could leave a folder."""
     name: str

@@ -46,18 +46,14 @@ class Walk:
     on_change: Callable[[str], None]
     on_attempt: Callable[[Attempt], None]
     start: Any = None
-    """None before it was built."""
     met: Ratio | None = None
-    """Time of the fastest step over the first's, from alternating turns; else None."""
     again: Any = None
-    """The first step's side in those turns."""
     interrupted: KeyboardInterrupt | None = None
-    """Reason for an early end; else None."""
     _built_s: list[float] = field(default_factory=list)
     _turns: list[float] = field(default_factory=list)
 
     def go(self, spec: StepSpec) -> None:
-        """Search until no change is left, or the time is over."""
+        """Search until no change or time is left."""
         self._began_s = self.clock()
         start = self._built("start", spec, "the step as given", by_itself=True)
         took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
@@ -93,20 +89,16 @@ class Walk:
 
     @property
     def best(self) -> Any:
-        """May have failed; None before the first was built."""
         return self.kept[-1].side if self.kept else self.start
 
     @property
     def overall(self) -> Ratio | None:
-        """Time of the fastest step over the first's, or the product of the kept changes' ratios; None without kept
-        changes, or if the first step failed.
-        """
+        """Or the product of the kept changes' ratios; None without kept changes, or if the first step failed."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
     @property
     def untried(self) -> Iterable[Candidate]:
-        """Untried changes of the fastest step, the next one first."""
         if not self._goes_on:
             return ()
         trial_s = self._trial_s(step_s(self.best.run))
@@ -132,7 +124,7 @@ class Walk:
 
     @property
     def left_s(self) -> float:
-        """Remaining budget; negative if exceeded, infinite without one."""
+        """Negative if exceeded, infinite without a budget."""
         return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
 
     @property
@@ -190,8 +182,9 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """The side of a step. With `by_itself`, find out if it runs, where and how fast; with a process per turn this
-        takes one. Raises UserError for a step that the device, or this build of torch, refuses.
+        """Raises UserError for a step that the device, or this build of torch, refuses.
+
+        by_itself: find out if it runs, where and how fast; with a process per turn this takes one.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -271,11 +264,10 @@ def advise(
         advice = advise("small", context=512)
         advice.best, advice.overall.ratio
 
-    `keep_precision` keeps number formats; `opt_in` names further changes: fp8. After `budget_s` seconds no change is
-    tried, and no change may outlast the budget. The given step is always measured; a Remark warns at once if that
-    leaves no time for changes. A step of several processes restarts them each turn. `on_change` gets the next
-    measurement in words, `on_tried` each tried change. An interrupted search is stored as far as it got. Raises
-    UserError for a step that cannot be measured.
+    `keep_precision` keeps number formats; `opt_in` names further changes: fp8. No change is tried after `budget_s`
+    seconds, or outlasts them. The given step is always measured; a Remark warns at once if that leaves no time.
+    `on_change` gets the next measurement in words, `on_tried` each tried change. An interrupted search is stored as far
+    as it got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):
@@ -354,7 +346,7 @@ def _doubts(walk: Walk) -> Iterator[str]:
 
 def _notes(walk: Walk) -> Iterator[str]:
     if walk.interrupted:
-        yield "interrupted: what was not reached is listed as not tried"
+        yield "interrupted; remaining changes are listed as not tried"
     if walk.budget_s and -walk.left_s > _NOTICEABLY_OVER * walk.budget_s:
         yield (
             f"the walk took {format_time(-walk.left_s)} longer than its budget of {format_time(walk.budget_s)}: what "

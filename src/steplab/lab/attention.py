@@ -60,7 +60,7 @@ def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> Attent
 
 
 def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
-    """The study's cells; cells of one shape alternate."""
+    """Cells of one shape alternate."""
     numbers = {cell: number for number, cell in enumerate(study.cells)}
     return Cells(
         job="attention",
@@ -75,10 +75,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """The tensors of the smallest plain attention that runs out of memory.
-
-    With `hardware`, a known GPU's name, it is computed for these shapes; else it comes from the newest stored benchmark
-    with plain attention out of memory. Raises UserError without one.
+    """Tensors of the smallest plain attention that runs out of memory: computed for a known GPU, `hardware`, else from
+    the newest stored benchmark with one. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -99,10 +97,8 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark of a grid, of fields of cells (values or lists), or both, with its options; by default the device's
-    grid.
-
-    Raises UserError with the valid values.
+    """From a grid, fields of cells (values or lists), or both; by default the device's grid. Raises UserError with the
+    valid values.
     """
     fields, asked = ATTENTION.asked(given)
     check_device(asked.device)

@@ -35,7 +35,6 @@ class Chosen:
 class Room:
     gpu: str
     usable_bytes: int
-    """Memory that is surely available."""
     most_bytes: int
 
     def holds(self, predicted: MemoryPrediction) -> bool:
@@ -97,7 +96,6 @@ def _least(spec: StepSpec, room: Room, gpu: HardwareSpec | None) -> Chosen:
 def _fitting(
     spec: StepSpec, room: Room, choice: str, found: MemoryPrediction, before: tuple[str, MemoryPrediction] | None
 ) -> Chosen:
-    """before: the choice with less recomputation, which does not fit."""
     why = f"predicted peak {format_bytes(found.peak_bytes)}, sure to run with {format_bytes(_safe_bytes(found))}"
     why += f" of the {format_bytes(room.usable_bytes)} of {room.gpu}"
     if not room.holds(found):

@@ -25,8 +25,6 @@ _TRIED_FIRST = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The records named by a text."""
-
     side: Side
     records: tuple[Record, ...]
 
@@ -43,8 +41,8 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
     - the beginning of a record's or study's id
     - a git revision: the newest record of each cell measured in a clean checkout of it
 
-    FILE names the records in an export (.jsonl), or the newest of another store (.db). FILE:TEXT names those of TEXT in
-    that store.
+    FILE names the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those of TEXT in that
+    store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
     """
@@ -64,9 +62,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
 
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """The records of a store named by texts, each once: ids, studies, names, tags and revisions, as in `find_records`.
-    Raises UserError for a text without records.
-    """
+    """Each record once. Raises UserError for a text without records."""
     return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 
@@ -131,7 +127,6 @@ def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
 
 
 def without_records(study: str, opened: Store) -> UserError:
-    """Such as a study interrupted at its first measurement."""
     return UserError(
         f"study '{study}' has no record in {opened.path} that can be read; its command goes on by --resume"
     )
@@ -181,9 +176,8 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The given records, or those named by texts (`records_of`), a name, or a study; else the latest measurement's.
-
-    That is the newest record's study; or its benchmark; or all records of its kind outside studies.
+    """The given records, or those named by texts (`records_of`), a name, or a study; else the newest record's study,
+    its benchmark, or all of its kind outside studies.
 
     Raises UserError without anything to report, and for more than one of records, a name and a study.
     """

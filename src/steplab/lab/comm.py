@@ -50,10 +50,10 @@ def comm(
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The benchmark of fields of cells (values or lists) with its options, and its device: cuda or cpu.
+    """From fields of cells (values or lists) and options; the second result is the device, cuda or cpu.
 
-    The default number of processes is torchrun's, else one per GPU if there are two or more, else two on the CPU.
-    Raises UserError with the valid values.
+    The default number of processes is torchrun's, else one per GPU if there are two or more, else two. Raises UserError
+    with the valid values.
     """
     fields, asked = COMM.asked(given)
     count, device = _processes(asked.gpus, asked.processes)
@@ -104,7 +104,6 @@ def _failed(spec: CommSpec, failure: Failure) -> CommCell:
 
 
 def with_profile(run: CommRun) -> CommRun:
-    """With the machine's communication profile, and notes on cells left out of it."""
     profile = profile_of(run.cells)
     notes = (*_waits(run.cells), *map(_why_left_out, left_out(run.cells)), *_why_no_line(run.cells, profile))
     return dataclasses.replace(run, profile=profile, notes=(*run.notes, *notes))
@@ -165,10 +164,7 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
 
 
 def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
-    """Cells with unsettled call times, so their medians are disturbed.
-
-    A cell is left out only if the settled cells suffice for its line.
-    """
+    """Cells with unsettled call times, unless too few settled ones remain for their line."""
     groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
     for cell in cells:
         groups.setdefault(_line_of(cell.spec), []).append(cell)

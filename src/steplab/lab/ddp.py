@@ -78,8 +78,7 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study of a step with these fields and options; by default with the device's bucket sizes and collectives.
-    Bucket sizes are in MB, as numbers or texts.
+    """From a step's fields and options; by default the device's bucket sizes (in MB) and collectives.
 
     Raises UserError with the valid values, and Unsupported for a transport that needs GPUs.
     """
@@ -118,7 +117,6 @@ def measure_ddp(
 
 
 def ddp_cells(study: DdpStudy, traces: Path | None) -> Cells[DdpCell]:
-    """Rank 0 writes traces."""
     return Cells(
         job="ddp",
         study=study,
@@ -220,7 +218,7 @@ def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
 
 
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """Fitted to the variants' communication alone; None with too few measurements."""
+    """None with too few measurements."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -252,9 +250,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Seconds of backward without communication on the slowest rank; 0 if not timed.
-
-    With `baseline`, its samples from turns with the variant, on a settled machine.
+    """Without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on a settled
+    machine.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

@@ -14,11 +14,10 @@ from steplab.store.database import Store
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
-    """The findings on a run: what could be faster, the predicted gain, and the evidence.
+    """Findings on a run: what could be faster, the predicted gain, and the evidence.
 
-    `run` is a record, or the beginning of a stored one's id; without it, the newest run with a profile. For a device
-    outside the catalogue, ceilings that `steplab doctor` measured on it are used. Raises UserError if there is no such
-    run.
+    `run` is a record, or the beginning of a stored one's id; without it, the newest run with a profile. Peaks that
+    `steplab doctor` measured are used for an unknown GPU. Raises UserError without such a run.
     """
     from steplab import __version__
     from steplab.explain.api import explain as diagnose
@@ -38,15 +37,11 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
 
 
 def findings_of(runs: Sequence[Run], store: Path | str | None = None) -> dict[str, Findings]:
-    """The findings on each of the runs that has a profile, by their ids."""
     return {run.id: explain(run, store=store) for run in runs if run.profile}
 
 
 def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None) -> Run:
-    """The stored run whose id begins with `run_id`; without it, the newest run with a profile.
-
-    Raises UserError if there is no such run.
-    """
+    """By the beginning of its id; without one, the newest with a profile. Raises UserError without such a run."""
     with open_store(store, write=False) as opened:
         if run_id is not None:
             record = opened.get(run_id)
@@ -64,8 +59,9 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
 
 
 def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> tuple[Run, ...]:
-    """For every watched run, the newest stored runs of the same step in fp32 and without checkpointing, on the same
-    device and with the same torch."""
+    """For each watched run, the newest runs of the same step in fp32 and without checkpointing, on the same device and
+    torch.
+    """
     watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
     if not watched:
         return ()

@@ -46,26 +46,24 @@ _MARKED = re.compile(rb'[=:] ?"steplab[ "]|"steplab_version":|' + MARK.encode())
 class Destination:
     path: Path
     store: Path | str | None = None
-    """None: the default store."""
     force: bool = False
     """True: replace other programs' files, but never a store."""
 
     @property
     def is_written_to(self) -> bool:
-        """A device or a pipe is written to directly."""
         in_devices = self.path.parent in (_DEVICES, _DEVICES / "fd")
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Check before the work begins. Raises UserError for a file that must not be replaced, and SteplabError for a
-        path that cannot be written.
+        """Before the work begins. Raises UserError for a file that must not be replaced, and SteplabError for a path
+        that cannot be written.
         """
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):
                 pass  # on some file systems a folder's permissions do not show if it takes a file
 
     def write(self, content: bytes) -> None:
-        """Create or replace the file, or write to the device. Raises as `check` does."""
+        """Raises as `check` does."""
         with self.writing() as file:
             file.write(content)
 
@@ -156,10 +154,7 @@ class Destination:
 
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A temporary folder for an unfinished file, on its destination's disk.
-
-    target: destination; None: the file is not kept. Raises as `check` does, before measuring.
-    """
+    """A temporary folder on the destination's disk; None: the file is not kept. Raises as `check` does."""
     if target:
         target.check()
     beside = _real(target.path).parent if target and not target.is_written_to else None
@@ -208,14 +203,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Paths that do not exist yet are compared without links."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return _real(path) == _real(other)
 
 
 def _real(path: Path) -> Path:
-    """The path without links; unlike Path.resolve, it also accepts links in a circle."""
+    """Without links; unlike Path.resolve, it also accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -247,12 +241,10 @@ _FORMATS = {
 
 
 def format_of(path: Path) -> str | None:
-    """The format of a file name's suffix, before any .gz; None if unknown."""
     return _FORMATS.get(Path(path.name.removesuffix(_PACKED)).suffix.lower())
 
 
 def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
-    """Compressed if the path ends in .gz; deterministic."""
     if path.suffix != _PACKED:
         return nullcontext(file)
     return cast(IO[bytes], gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0))

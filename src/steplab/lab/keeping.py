@@ -30,7 +30,6 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
-    """None: the default path (store.location). Raises SteplabError as Store.open does."""
     return Store.open(path, write=write)
 
 
@@ -39,15 +38,11 @@ def has_store(path: Path | str | None = None) -> bool:
 
 
 def check_store(path: Path | str | None = None) -> care.Condition:
-    """Reads everything. Raises SteplabError if the store cannot be opened."""
     return care.check(Path(path) if path else default_path())
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy a store, also while in use, to another store file.
-
-    Raises as Destination does for a file that is not replaced.
-    """
+    """Also while in use. Raises as Destination does for a file that is not replaced."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -61,7 +56,7 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
         run = steplab.load()
         run.median_s, run.interval_s, run.mfu
 
-    Raises UserError for none or several, and SteplabError if the store cannot be read.
+    Raises UserError for none or several, and SteplabError for an unreadable store.
     """
     with open_store(store, write=False) as opened:
         return opened.get(record_id)
@@ -84,9 +79,8 @@ def checked_name(name: str) -> str:
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """An empty record for an imported file, by default named after it (step.json.gz: step).
-
-    Raises UserError for a name that is not one line of printable text.
+    """Empty, and by default named after its file (step.json.gz: step). Raises UserError for a name that is not one line
+    of printable text.
     """
     return Run(
         **new_head(),
@@ -95,7 +89,6 @@ def imported_run(path: Path, name: str | None) -> Run:
 
 
 def checked_import(path: Path, run: Run) -> Run:
-    """With its texts cleaned. Raises UserError for an impossible value."""
     run = cleaned(run)
     with named_file(path):
         check(run)
@@ -114,7 +107,7 @@ def named_file(path: Path | str) -> Iterator[None]:
 
 
 class NotStored(SteplabError):
-    """The store did not take a measured record."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +180,8 @@ def import_files(
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
     Returns the numbers of added and existing records. Raises UserError for an unreadable file, one beyond the limits
-    (None: the usual ones) or without records, and, with file and line, for an invalid record. Raises SteplabError, with
-    file and line, for the id of another stored record.
+    (None: the usual ones) or without records. Raises it for an invalid record, and SteplabError for the id of another
+    stored record, with file and line.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:

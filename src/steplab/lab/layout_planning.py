@@ -40,10 +40,10 @@ def plan_layout(
 ) -> LayoutPlan:
     """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
 
-    `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
-    `network=45`, in GB/s that one GPU reaches, or `network=400Gb/s`, an adapter's stated bandwidth; `profile` is a
-    record of `steplab comm` that replaces stated links. With checkpointing `auto` each layout has the fastest of none,
-    selective and full. `tokens` is the whole training's number.
+    `spec` and `fields` are as in `measure`, without a layout. `links` are texts such as `network=45`, in GB/s that one
+    GPU reaches, or `network=400Gb/s`, an adapter's stated bandwidth; `profile` is a record of `steplab comm` that
+    replaces stated links. With checkpointing `auto` each layout has the fastest of none, selective and full. `tokens`:
+    of the whole training.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -77,7 +77,7 @@ def plan_layout(
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """The plan of the one layout that a step has, in nodes of the GPU as the catalogue has them.
+    """For a step's own layout, in nodes of a known GPU.
 
     Raises Unsupported for a step of unpredictable time or memory on several GPUs.
     """
@@ -148,7 +148,6 @@ def _machine(
 
 
 def _bandwidths(links: Sequence[str]) -> tuple[dict[str, float], float | None]:
-    """Bytes per second that are reached over each link that was given, and those that are stated of the network."""
     reached: dict[str, float] = {}
     stated: float | None = None
     for text in links:
@@ -173,4 +172,3 @@ def _bandwidths(links: Sequence[str]) -> tuple[dict[str, float], float | None]:
 
 
 _STATED = "Gb/s"
-"""Vendors' unit of an adapter's bandwidth."""

@@ -99,7 +99,7 @@ def list_records(
 
 
 def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Names of fields from a list with commas. Raises UserError for an unknown one."""
+    """From a list with commas. Raises UserError for an unknown one."""
     known, keys = dict.fromkeys(key for row in rows for key in row), [_key(part.strip()) for part in text.split(",")]
     for key in keys if rows else ():
         if key not in known:
@@ -126,7 +126,7 @@ class _Condition:
 def _conditions(where: str) -> list[_Condition]:
     parts = re.split(r"\s+and(?:\s+|$)|\s*,\s*", where.strip())
     if len(parts) > 1 and "" in parts:
-        raise UserError(f"'{where}' lacks a condition beside an 'and' or a comma; write model=small and context>=512")
+        raise UserError(f"'{where}' lacks a condition at an 'and' or a comma; write model=small and context>=512")
     return [_condition(part) for part in parts]
 
 

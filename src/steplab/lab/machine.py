@@ -68,7 +68,6 @@ def device_kind_here(name: str) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisibleGpu:
     name: str
-    """As torch.cuda.get_device_name()."""
     memory_bytes: int
 
 
@@ -111,10 +110,7 @@ def fields_here(
 
 
 def spread_here(spec: StepSpec) -> StepSpec:
-    """Under torchrun, a step without a layout is data parallel over its processes.
-
-    Raises UserError if torchrun started another number of processes than the layout takes.
-    """
+    """Raises UserError if torchrun started another number of processes than the layout takes."""
     around = torchrun_around()
     if around is None or spec.layout.world_size == around.size:
         return spec
@@ -127,7 +123,6 @@ def spread_here(spec: StepSpec) -> StepSpec:
 
 
 def refuse_torchrun(verb: str) -> None:
-    """For a command that runs in one process."""
     around = torchrun_around()
     if around is not None:
         raise UserError(

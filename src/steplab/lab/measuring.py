@@ -58,7 +58,6 @@ def measure(
 
 
 def completed(run: Run, name: str, notes: Sequence[str], store: Store) -> Run:
-    """With name, utilizations and further notes."""
     run = with_utilizations(dataclasses.replace(run, name=name), store)
     return dataclasses.replace(run, notes=(*run.notes, *notes))
 
@@ -69,9 +68,7 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """The step of a call `caller(spec, **fields)`; `device_kind` gives a device's kind by its name, for a recipe.
-    Raises UserError for an invalid request.
-    """
+    """`device_kind` gives a device's kind by its name, for a recipe. Raises UserError for an invalid request."""
     if isinstance(spec, StepSpec):
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")
@@ -80,6 +77,5 @@ def asked_step(
 
 
 def named_fields(model: str | None, fields: Mapping[str, object]) -> dict[str, object]:
-    """By the names of the command line, with the model."""
     named: dict[str, object] = {"model": model} if model is not None else {}
     return named | {("pass" if name == "pass_name" else name): value for name, value in fields.items()}

@@ -39,20 +39,18 @@ def memory(
 ) -> Run:
     """Measure one training step as `measure` does, then watch the memory of one further step, in one record.
 
-    `spec` and `fields` are as in `measure`. The watched step runs after all timing and does not affect it:
+    `spec` and `fields` are as in `measure`:
 
         run = steplab.memory("small", context=256, precision="bf16")
         run.memory_profile.at_peak  # bytes by category
 
-    `snapshot` is a path for the raw history, such as step.pickle, in the format of torch.cuda.memory._dump_snapshot,
-    which https://pytorch.org/memory_viz shows. The file step.marks.json in the same folder names the owners of the
-    memory; `import_snapshot("step.pickle")` reads both again. A file that is neither an earlier snapshot nor its marks
-    is replaced only with `force`, and the store never.
+    `snapshot` is a path for the raw history, such as step.pickle, which https://pytorch.org/memory_viz shows.
+    step.marks.json in the same folder names the owners of the memory; `import_snapshot("step.pickle")` reads both
+    again. A file other than an earlier snapshot or its marks is replaced only with `force`, and the store never.
 
-    A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`. If only the watched step
-    fails, the record has a note, and `run.memory_profile` is None. Raises UserError for a request that is not
-    supported, and SteplabError if the store or the snapshot cannot be written, or the snapshot not read; then the
-    measurement is stored, and the snapshot is kept with its marks.
+    A failed measurement is a record, as in `measure`. If only the watched step fails, the record has a note, and
+    `run.memory_profile` is None. Raises UserError for a request that is not supported, and SteplabError if the store or
+    the snapshot cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
@@ -97,12 +95,10 @@ def _destinations(
 
 
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
-    """The predicted memory of a step by category, from a dry run.
+    """By category, from a dry run.
 
-    Raises Unsupported for a step that a dry run does not support.
-
-    device: name of the GPU by torch; None: a Hopper. The prediction is always for a CUDA device, as reports of other
-    devices state.
+    device: name of the GPU by torch; None: a Hopper. The prediction is always for a CUDA device. Raises Unsupported for
+    a step that a dry run does not support.
     """
     return _remembered(dataclasses.replace(spec, device="auto"), device)
 
@@ -115,7 +111,7 @@ def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Predictions by id for runs with watched memory on a CUDA device, unless the dry run does not support them."""
+    """By id, for runs with watched memory on a CUDA device, unless the dry run does not support them."""
     watched = [
         (run, run.spec)
         for run in runs
@@ -174,11 +170,10 @@ def import_snapshot(
     """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
     or xz.
 
-    The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. The
-    record has only a memory profile. If the marks that `memory` writes are in the same folder (step.pickle,
-    step.marks.json), its categories are owners; else memory from before the history, and allocated since. Raises
-    UserError for an unreadable file, another content, one beyond the limits (None: the usual ones), or one without
-    allocations.
+    The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. With the
+    marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else memory
+    from before the history, and since. Raises UserError for an unreadable file, another content, one beyond the limits
+    (None: the usual ones), or one without allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

@@ -36,7 +36,6 @@ _LEAST_TRIAL_S = 1.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     share: float
-    """Saved share of the step; negative if it costs time."""
     source: str
     """A kind of finding, `plan time` or `plan layout`."""
 
@@ -46,7 +45,6 @@ class Candidate:
     change: Change
     promise: Promise | None
     takes_s: float
-    """Seconds of trying it, if known."""
     place: tuple[int, bool, float]
 
 
@@ -54,10 +52,8 @@ class Candidate:
 class Attempt:
     change: Change
     base: Any
-    """Side without it."""
     promise: Promise | None
     side: Any = None
-    """Side with it; None if it could not be built."""
     ratio: Ratio | None = None
     kept: bool = False
     failure: str | None = None
@@ -100,9 +96,7 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Find sources of predictions, once the first step is built and its device known; `may_profile`: there is time
-        for a profile.
-        """
+        """Once the first step is built and its device known; `may_profile`: there is time for a profile."""
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -115,7 +109,6 @@ class Outlook:
                 self._findings, self._step_s = found.findings, found.step_s
 
     def see(self, run: Run) -> None:
-        """Adopt the host's pace of a measured step."""
         if self._gpu is None or run.spec is None or self._planned_s(run.spec) is None:
             return
         gpu = on_the_host_of(run, self._gpu)
@@ -127,7 +120,6 @@ class Outlook:
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
-        """The predicted gain of a change; None: unknown."""
         before_s = self._planned_s(spec)
         after_s = self._planned_s(change.made(spec)) if before_s else None
         if before_s and after_s:
@@ -141,7 +133,6 @@ class Outlook:
         return None
 
     def room(self, spec: StepSpec) -> FitVerdict | None:
-        """The predicted fit; None: unknown."""
         if self._gpu is None:
             return None
         if spec not in self._rooms:
@@ -154,11 +145,9 @@ class Outlook:
         return self._rooms[spec]
 
     def fits(self, spec: StepSpec, change: Change) -> bool:
-        """True unless it is predicted not to fit."""
         return self.room(change.made(spec)) != "does not fit"
 
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
-        """Findings without a field of the step."""
         found = self._findings or (explain(best, store=self.store).findings if best and not best.failure else ())
         return tuple(finding for finding in found if not finding.fields)
 
@@ -177,11 +166,10 @@ class Outlook:
     # --- what is next -------------------------------------------------------------------------------------
 
     def changes(self, spec: StepSpec) -> list[Change]:
-        """A step's applicable changes, in default order."""
         return changes_for(spec, self._device_kind, keep_precision=self.keep_precision, opt_in=self.opt_in)
 
     def untried(self, spec: StepSpec) -> list[Change]:
-        """Changes that make an untried step, and are worth trying."""
+        """Changes that make an untried step and are worth trying."""
         timed = {(attempt.change.field, attempt.change.value) for attempt in self.attempts if attempt.ratio}
         return [
             change
@@ -192,10 +180,9 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """Untried changes of the fastest step, the next one first; a trial takes `trial_s` seconds and compilation.
-        With `alternating`, a process per turn, only larger savings are kept.
-
-        Memory is predicted for promising changes, and for others on demand: a prediction takes up to a second.
+        """The next one first; a trial takes `trial_s` seconds and compilation. `alternating`, with a process per turn,
+        keeps only larger savings. Memory is predicted for promising changes, for others on demand: it takes up to a
+        second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)

@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 
 def on_cuda(device: str) -> str:
-    """The kind of device that a step is predicted on, whatever this machine has."""
     return "cuda"
 
 
@@ -44,7 +43,7 @@ DEFAULT_GPU = "H200 SXM"
 
 
 def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object) -> PlannedStep:
-    """The predicted memory of a step, and its time on a GPU; what cannot be predicted has the reason in its place.
+    """The predicted memory and time of a step on a GPU; a missing prediction has its reason instead.
 
     `spec` and `fields` are as in `measure`. Neither torch nor a GPU is needed:
 
@@ -73,13 +72,11 @@ def plan_memory(
 
         steplab.plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
-    `gpu` is the one of the catalogue that is judged, or one with other figures (costs.rates.gpu_named), by default each
-    of them.
-    `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
-    `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
-    which steplab plans and does not run.
+    `gpu` is a known GPU, or one with other figures (costs.rates.gpu_named); default: every known one. `variant` is how
+    the ranks of a layout of dp alone share their state, as in `steplab ddp`: `torch_ddp:25`, `sharded`, `fsdp2`.
+    Without `sequence_parallel` ranks of tp have all tokens between products, which steplab plans and does not run.
 
-    Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
+    Raises UserError for an invalid request, Unsupported for unpredictable memory.
     """
     asked = asked_step("plan_memory", spec, fields, on_cuda)
     if not sequence_parallel and asked.layout.tp == 1:
@@ -99,7 +96,7 @@ def _fit_on(card: HardwareSpec, found: MemoryPrediction) -> CardFit:
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
-    """The variant of this name on the spec's layout. Raises UserError where the layout is not of dp alone."""
+    """Raises UserError where the layout is not of dp alone."""
     if name is None:
         return None
     if spec.layout.world_size == 1 or spec.layout.world_size != spec.layout.dp:
@@ -115,13 +112,12 @@ def plan_time(
 ) -> StepTimePrediction:
     """The predicted time of a step on a GPU, with a 90 % interval.
 
-    `spec` and `fields` are as in `measure`; `gpu` is one of the catalogue, by its name, or one with other figures
-    (costs.rates.gpu_named):
+    `spec` and `fields` are as in `measure`; `gpu` as in `plan_memory`:
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
-    `fit` says if the memory fits that GPU; if not, the time is for an equally fast GPU with enough memory. Raises
-    UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
+    `fit` gives the fit of its memory; the time assumes enough. Raises UserError for an invalid request, Unsupported for
+    an unpredictable time.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), chosen.hardware)
@@ -162,7 +158,7 @@ def _tokens_of_batches(spec: StepSpec) -> int | None:
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
-    """The predicted memory and time of each of several steps; a step that cannot be predicted has the reasons."""
+    """A step that cannot be predicted has the reasons."""
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = []
     for spec in specs:
@@ -182,10 +178,8 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
 
 
 def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
-    """The predictions of the different training steps among these runs, by the run's id, for the GPU they ran on if it
-    is known.
-
-    How a step is measured makes no difference; at most _MOST_PLANNED are predicted, the first and the last among them.
+    """Predictions of the different training steps among these runs, by run id, for their known GPUs; at most
+    _MOST_PLANNED, the first and the last among them.
     """
     steps = {
         run.spec.as_predicted: run
@@ -225,14 +219,13 @@ def plan_accounting(
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args:
+
         spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
-        gpu: the device of the mesh, a GPU or TPU of the catalogue; `flops_per_s` and `axis_bytes_per_s` replace its
-            figures.
+        gpu: the mesh's device, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.
         counted_in: the GPU in whose memories weights, gradients and optimizer state are counted.
 
-    Raises UserError for an unknown device, and for a mesh that cannot be; Unsupported for a model whose parts are not
-    known.
+    Raises UserError for an unknown device or an impossible mesh; Unsupported for a model with unknown parts.
     """
     asked = asked_step("plan_accounting", spec, fields)
     device = device_of(accelerator_named(gpu), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
@@ -252,8 +245,7 @@ _MOST_PLANNED = 12
 def chosen_gpu(
     name: str, peaks: tuple[str, ...] = (), bandwidth: float | None = None, memory: str | None = None
 ) -> Gpu:
-    """The GPU of the command line's options; peaks: texts such as bf16=989e12, memory: 96GiB. Raises UserError for
-    another text."""
+    """peaks: texts such as bf16=989e12; memory: 96GiB. Raises UserError for another text."""
     found: dict[str, float] = {}
     for text in peaks:
         dtype, _, value = text.partition("=")
@@ -271,7 +263,7 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progress: None) -> list[TimeCheck]:
-    """Every run of the store beside its prediction. Raises UserError where there is nothing to check."""
+    """Every run of the store with its prediction. Raises UserError without any."""
 
     def tell(done: int, total: int) -> None:
         on_progress(Progress(stage="predict", done=done, total=total))
@@ -286,7 +278,6 @@ def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progr
 
 
 def predicted(spec: StepSpec, gpu: str) -> Predicted:
-    """As `plan steps` predicts it."""
     (planned,) = plan_steps([spec], gpu=gpu)
     if planned.time is None:
         raise UserError(next(why for why in planned.why_not if why.startswith("time")).partition(": ")[2])

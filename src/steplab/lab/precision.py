@@ -93,7 +93,6 @@ class _Book:
         self._study_id: str | None = None
 
     def study_id(self) -> str | None:
-        """Begins the study at the first call. None without timings."""
         if self._study_id is None and self._study.cells:
             self._study_id = self._store.begin_study(self._study)
         return self._study_id

@@ -134,7 +134,6 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
 
 
 def _keep(path: Path, found: object) -> None:
-    """A cache that cannot be written is none."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(f".{os.getpid()}")
@@ -253,7 +252,7 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """Operators of a traced model's later eager step, in order, as a compiler fuses them.
+    """Of a traced model's later eager step, in order, as a compiler fuses them.
 
     Raises Unsupported for a model that cannot be run on tensors without content.
     """
@@ -283,7 +282,7 @@ def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[O
 
 
 def spread_model(spec: StepSpec) -> ForeignModel | None:
-    """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
+    """A third-party model as layouts divide it, by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
     known = _known(spec)
@@ -303,14 +302,14 @@ def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
-    """The sizes of the model; None: it is known by a trace alone, which needs what is not installed."""
+    """None: only a trace knows them, which needs a package that is not installed."""
     if spec.model.shape is not None:
         return own_facts(spec.model.shape)
     return _known(spec).facts if is_traced(spec) else None
 
 
 def sizes_for_accounting(spec: StepSpec) -> Sizes:
-    """The sizes of a model in an accounting. Raises Unsupported for a model whose blocks are not known or not alike."""
+    """Raises Unsupported for a model with unknown or different blocks."""
     if spec.model.shape is not None:
         return sizes_of(spec.model.shape)
     what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"
@@ -367,6 +366,5 @@ def _trace_two_blocks(of: int | None, spec: StepSpec, listen: Listener, *, compi
 
 
 def is_traced(spec: StepSpec) -> bool:
-    """True for models that run on tensors without content, which needs torch."""
     needed = {"hf": ("torch", "transformers"), "factory": ("torch",)}.get(spec.model.kind, ())
     return bool(needed) and all(importlib.util.find_spec(name) is not None for name in needed)

@@ -49,18 +49,18 @@ def profile(
 ) -> Run:
     """Measure one training step as `measure` does, then profile further steps, and store one record of both.
 
-    `spec` and `fields` are as in `measure`. The profiled steps run after all timing and do not affect it:
+    `spec` and `fields` are as in `measure`:
 
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file
-    that is not an earlier trace is replaced only with `force`, and the store never. Under `nsys profile` its report has
-    the steps, and the record no profile.
+    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file other than an
+    earlier trace is replaced only with `force`, and the store never. Under `nsys profile` its report has the steps, and
+    the record no profile.
 
     A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
     `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
-    cannot be written, or the trace not read; then the measurement is stored, and the trace is kept.
+    cannot be written, or the trace not read; the measurement is then stored and the trace kept.
     """
     refuse_torchrun("profile a step")
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
@@ -166,7 +166,6 @@ def _destination(trace: Path | str | None, store: Path | str | None, force: bool
 
 
 def is_recorded_elsewhere(run: Run) -> bool:
-    """True if nsys runs this program, and so has the steps in its own report."""
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
 
@@ -196,9 +195,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """The run with its profile's shares after compilation, or a note if they cannot be predicted.
-
-    Only for an eager step on CUDA. A user's model runs on tensors without content, in another process.
+    """With its profile's shares after compilation, or a note. Only for an eager step on CUDA; a user's model runs on
+    tensors without content, in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

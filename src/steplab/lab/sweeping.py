@@ -43,7 +43,6 @@ Measure = Callable[..., Record]
 class StudyJob:
     key: str
     what: str
-    """Words that distinguish it within the study."""
     measure: Measure
     """Measures it and stores the record. Raises SteplabError if impossible."""
     num_steps: int = 0
@@ -142,7 +141,6 @@ def _of_benchmark(part: Part) -> StudyJob:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepProgress:
     index: int
-    """Number of the current or just ended measurement, from 0."""
     to_run: int
     skipped: int
     what: str
@@ -207,10 +205,9 @@ def sweep(
         cells = steplab.study_from_grids("contexts", "", [{"model": ["tiny"], "context": [32, 64]}])
         steplab.sweep(cells).runs
 
-    `resume` continues the newest study of the same measurements. It repeats killed and timed-out ones, not those that
-    ended, ran out of memory or raised. A failing step is stored as a record, and the study continues; the study's
-    description has the reasons for refused benchmarks. `timeout_s` is for one measurement. Raises SteplabError if the
-    store cannot be written, UserError for a study that needs more GPUs.
+    `resume` continues the newest study of the same measurements, and repeats killed and timed-out ones. A failing step
+    is a record, and the study continues; its description has the reasons for refused benchmarks. `timeout_s` is for one
+    measurement. Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)

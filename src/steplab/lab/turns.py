@@ -33,7 +33,6 @@ from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 STEPS = 30
-"""Default number of measured steps of each side."""
 STARTS, _SOON_S = 3, 60.0
 """Starts of each side by `ab`, and longest first start in seconds for others by default."""
 LEAST_GAIN = 0.003
@@ -45,8 +44,6 @@ _MOST_ROUNDS = 2.5
 
 
 class StoredSession:
-    """Stores records as sides leave, and the remaining ones at its end, also after an interruption."""
-
     def __init__(self, session: Session, store: Store, name: str) -> None:
         self.session = session
         self._store, self._name = store, name
@@ -70,7 +67,6 @@ class StoredSession:
             raise KeyboardInterrupt(f"stored with the turns until then: {stored}")
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
-        """Raises UserError for an impossible step."""
         chosen = choose_checkpointing(spec)
         side = self.session.enter(label, chosen.spec, surroundings)
         self._chosen[side] = chosen.notes
@@ -80,8 +76,8 @@ class StoredSession:
         self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
     ) -> None:
         """Alternate two sides until their difference is plain, or a saving by the second is ruled out; at most `steps`
-        of each. Open ratios get the same number of turns again, until `most_s` seconds have passed, or twice more.
-        Unless the session `alternates`, a second side that does not fit fails.
+        of each. Open ratios get as many turns again, until `most_s` seconds have passed, or twice. Unless the session
+        `alternates`, a second side that does not fit fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -99,7 +95,7 @@ class StoredSession:
         while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
             session.measure((before, after), steps, alternates=alternates)
         if session.alternating and not alternates:
-            after.failure = Failure(kind="out_of_memory", message=f"beside the fastest step: {session.alternating}")
+            after.failure = Failure(kind="out_of_memory", message=f"with the fastest step: {session.alternating}")
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
@@ -111,7 +107,7 @@ class StoredSession:
         return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
-        """End a side, and store and return its record; a side without turns is first measured alone."""
+        """A side without turns is first measured alone."""
         if side not in self.left:
             if side.failure is None and side.run is None:
                 self.session.measure([side], side.spec.steps)
@@ -123,7 +119,6 @@ class StoredSession:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     starts: tuple[tuple[Run, ...], ...]
-    """Records of each start, in the sides' order."""
     each: tuple[tuple[Ratio | None, ...], ...]
     """By start, step time of each further side over the first's; None if one is missing."""
 
@@ -156,17 +151,16 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    A record of each side and start is stored. `starts`: number of restarts of the sides, because two processes of one
-    step differ by more than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the
-    smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn; `on_side` gets
-    each side's label when its building starts. Raises UserError if a step cannot be measured, or differs from the
-    others in steps or device.
+    Each side and start has a record. `starts`: restarts of the sides, because two processes of one step differ by more
+    than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the smallest difference
+    that matters, as a share. `timeout_s` limits each side's warm-up and each turn. Raises UserError if a step cannot be
+    measured, or differs from the others in steps or device.
     """
-    refuse_torchrun("measure in turns")
+    refuse_torchrun("alternate")
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:
-        raise UserError("name what the sides differ in, as in steplab ab '--precision fp32' '--precision bf16'")
+        raise UserError("name what differs, as in steplab ab '--precision fp32' '--precision bf16'")
     differing = ({}, {}) if against else ({}, *sides) if len(sides) == 1 else sides
     specs = [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing]
     steps, devices = {spec.steps for spec in specs}, {spec.device for spec in specs}
@@ -198,7 +192,6 @@ def ab(
 
 
 def label_of(number: int) -> str:
-    """The label of a side: A, B and so on."""
     return chr(ord("A") + number) if number < 26 else str(number + 1)
 
 
@@ -219,7 +212,9 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
             _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
             folder = tree / here.relative_to(root)
             if not folder.is_dir():
-                raise UserError(f"revision {revision} has no folder {here.relative_to(root)}; run from one that it has")
+                raise UserError(
+                    f"revision {revision} has no folder {here.relative_to(root)}; run from a folder that it has"
+                )
             yield Surroundings(folder=folder, environment=os.environ | {"PYTHONPATH": _import_path(root, tree)})
         finally:
             with suppress(UserError):  # git has not added it, or will forget it once its folder is gone
@@ -268,12 +263,10 @@ def try_findings(
 ) -> Findings:
     """The findings, with trials of changes to the spec's fields.
 
-    Each changed step alternates with the unchanged one, and every measurement is stored. `timeout_s` limits each step's
-    warm-up and each turn; `on_trial` gets each step's name as it begins. A change that runs out of memory, fails or is
-    not supported gives a trial with a failure.
+    Each changed step alternates with the unchanged one, and every measurement is stored. `timeout_s` limits each
+    warm-up and turn. A change that runs out of memory, fails or is not supported gives a trial with a failure.
 
-    Raises UserError if the run has no step that can be run again, and SteplabError if the unchanged step fails or runs
-    on another device.
+    Raises UserError for a run without a step, and SteplabError if the unchanged step fails or runs on another device.
     """
     if run.spec is None:
         what = (

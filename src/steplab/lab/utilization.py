@@ -24,10 +24,7 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFigure:
-    """A device's dense peak in one data type, or why it is unknown."""
-
     flops_per_s: float | None
-    """None: unknown."""
     source: str
     """A data sheet or a measurement; or the reason that it is unknown."""
     measured: bool = False
@@ -47,7 +44,6 @@ def with_utilizations(run: Run, store: Store) -> Run:
 
 
 def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, store: Store) -> Run:
-    """A loop's MFU, from the user's model FLOPs of one step of all ranks."""
     if run.failure or run.environment is None or not run.median_s:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[precision], store)
@@ -160,7 +156,7 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
         or spec.checkpointing == "none"
     ):
         return []
-    return ["HFU: steplab has no formula for what checkpointing recomputes in a transformers model"]
+    return ["HFU: steplab has no formula for recomputation in a transformers model"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:

@@ -61,7 +61,6 @@ def seconds_of(work: Callable[[], object], device: Device) -> float:
 
 
 def repeats_within(measured_s: float, call_s: float, *, least: int, most: int) -> int:
-    """The number of calls of `call_s` that take `measured_s` together, within bounds."""
     return int(min(max(measured_s / call_s if call_s else most, least), most))
 
 
@@ -100,7 +99,7 @@ def run_back_to_back(
     host_s = time.perf_counter() - started
 
     def column(name: str, parts: Sequence[tuple[int, int]]) -> PhaseSamples:
-        """Seconds between these pairs of a step's borders, summed; a step begins where the previous one ends."""
+        """A step begins where the previous one ends."""
         firsts = range(0, iterations * len(phases), len(phases))
         seconds = tuple(
             sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
@@ -130,10 +129,7 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Time each phase by both clocks with the device idle before and after it, and take its peak memory.
-
-    A phase's peak is the largest of all iterations; its times are summed over a step.
-    """
+    """Each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}
@@ -165,10 +161,7 @@ def lengthen_launch_queues() -> None:
 
 
 class HeadStart:
-    """Holds a device before timed work, for the same time on all ranks; all methods are collective.
-
-    A CPU has no queue to get ahead of, and is not held.
-    """
+    """Holds a device before timed work, equally on all ranks; all methods are collective. A CPU is not held."""
 
     def __init__(self, device: Device, collectives: Collectives, longest_s: float = LONGEST_HOLD_S) -> None:
         self._device, self._collectives, self._longest_s = device, collectives, longest_s
@@ -271,7 +264,6 @@ def _hardly_ahead(samples: Samples) -> bool:
 class ColdCall:
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
-    """Untimed work before each call and its flush."""
     num_flushes: int = 1
     num_waits: int = 0
     """Timed calls where the device may have waited for Python."""
@@ -304,8 +296,9 @@ class ColdCaches:
         return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
 
     def run_ahead(self, call: ColdCall) -> Marks:
-        """Call once; returns the marks around it. If the device reached it before all of it was launched, call again
-        behind more flushes; at the most flushes count it as one that may have waited."""
+        """Call once; returns the marks around it. Call again behind more flushes while the device gets there before
+        everything is launched; at the most flushes, count a wait.
+        """
         while True:
             span = self._run(call)
             if self._flush is None or not self._device.has_passed(span[0]):

@@ -72,7 +72,6 @@ def minds_function_modes(module: nn.Module) -> bool:
 
 @contextmanager
 def memory_history() -> Iterator[None]:
-    """A context: the CUDA allocator records its actions and the Python lines behind them."""
     record: Any = torch.cuda.memory._record_memory_history
     # Recording the stacks of C++ as well would make the snapshot a hundred times slower.
     record(enabled="all", context="alloc", stacks="python", clear_history=True)
@@ -83,7 +82,7 @@ def memory_history() -> Iterator[None]:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """The allocator's history and state, as torch.cuda.memory._dump_snapshot would pickle it."""
+    """As torch.cuda.memory._dump_snapshot would pickle it."""
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
     return snapshot
 
@@ -96,7 +95,6 @@ def profiled_events(profiler: profile) -> list[Any]:
 
 
 def next_sequence_number() -> int:
-    """The number of this thread's next autograd node."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -121,7 +119,6 @@ def sequence_number(node: Any) -> int:
 
 
 def running_node() -> Any:
-    """The autograd node running in backward; None outside."""
     return torch._C._current_autograd_node()
 
 

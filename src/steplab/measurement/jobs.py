@@ -40,20 +40,15 @@ class StepTask(msgspec.Struct, kw_only=True):
     snapshot: str | None = None
     """File for the allocator's history of one further step; None: not recorded."""
     marks: str | None = None
-    """File for facts missing from that history (records.memory_marks)."""
 
 
 class TurnsTask(msgspec.Struct, kw_only=True):
-    """Time a step that alternates with other processes' steps."""
-
     spec: StepSpec
     session: str
     label: str
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
-    """Audit a step's precision; without a step, run the accumulation study."""
-
     spec: StepSpec | None
     device: str
 
@@ -68,7 +63,6 @@ class SharesTask(msgspec.Struct, kw_only=True):
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
     study: Study
     groups: list[list[int]]
-    """Numbers of the requested cells; cells of one group alternate."""
     traces: str | None = None
     """Folder for a trace of each cell; None: no traces."""
 

@@ -14,8 +14,6 @@ from steplab.records.turns import Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observer:
-    """Callbacks of a measurement; missing ones do nothing."""
-
     on_environment: Callable[[Environment], None] = lambda environment: None
     """The environment, and again with its clocks."""
     on_stage: Callable[[str, int], None] = lambda stage, num_steps: None

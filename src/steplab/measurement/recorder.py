@@ -32,10 +32,10 @@ from steplab.units import counted
 
 class ProfiledSteps:
     def __init__(self, steps: range, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps` are numbers from 0; the first cannot be profiled.
+        """`steps`: numbers from 0; the first cannot be profiled. `module`: the model, with submodules that mark their
+        forward passes. `trace`: None: another rank writes the profile.
 
-        `module` is the model; its submodules mark their forward passes. `trace` is the file; None: another rank writes
-        the profile. Raises UserError for no steps, steps that are not consecutive, or the first.
+        Raises UserError for no steps, steps with gaps, or the first.
         """
         if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
             raise UserError(
@@ -43,7 +43,6 @@ class ProfiledSteps:
                 f"{text_of(steps)[:80]}"
             )
         self.notes: list[str] = []
-        """Gaps of the profile, or why it is missing."""
         self.trace: Path | None = None
         """None: not yet complete, or failed."""
         self._steps, self._module, self._path = steps, module, trace
@@ -63,7 +62,6 @@ class ProfiledSteps:
         return self._spans(name)
 
     def around_step(self, number: int, device: Device) -> AbstractContextManager[object]:
-        """Starts the profiler before the first step."""
         if number == self._steps.start - 1 and self._path and not self._profiler and not self._has_failed:
             self._start(device)
         return self._spans("warmup step" if number < self._steps.start else "step")
@@ -80,7 +78,6 @@ class ProfiledSteps:
             self._give_up(failure_of(error, None).message)
 
     def end(self, num_steps: int) -> None:
-        """The loop is over after `num_steps` steps; without all profiled ones, note it."""
         if self._path is None or self.trace or self._has_failed:
             return
         with suppress(Exception):  # the trace is not kept
@@ -140,11 +137,9 @@ class Recorder:
     ) -> None:
         """Open the device. In a process group every rank calls this, and `finish` if its loop succeeds.
 
-        `folder` is for the trace of the steps in `profile`, which names the modules of `model`. Raises UserError under
-        torchrun without a process group.
+        `folder` is for the trace of `profile`. Raises UserError under torchrun without a process group.
         """
         self.run: Run | None = None
-        """Set after the loop; only in the first process."""
         self._name, self._tokens_per_step = name, tokens_per_step
         self._warmup, self._most = warmup, None if steps is None else warmup + steps
         self._ranks = _ranks()

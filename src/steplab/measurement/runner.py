@@ -31,18 +31,15 @@ class Broken(Exception):
 
 
 class Runner:
-    """The device of a measurement, and the observer that hears of it."""
-
     def __init__(self, device: Device, observer: Observer) -> None:
         self.device, self.observer = device, observer
         self.stage = "build"
         self.environment = read_environment(device.torch_device)
         observer.on_environment(self.environment)
         self.idle_bytes = allocated_bytes(device)
-        """Bytes allocated while no cell is in memory; None if the allocator does not count."""
+        """Bytes allocated without a cell; None if the allocator does not count."""
 
     def run(self, groups: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], None]) -> bool:
-        """Measure group after group; returns whether this process could measure further cells."""
         try:
             for group in groups:
                 self.observer.on_under_way(list(group))
@@ -70,7 +67,6 @@ class Runner:
         self.idle_bytes = allocated_bytes(self.device)
 
     def free(self) -> int | None:
-        """Free what nothing refers to; returns the bytes still allocated, None if the allocator does not count."""
         gc.collect()
         self.device.synchronize()
         self.device.free_unused()
@@ -106,7 +102,6 @@ def refuse_unserved_step(spec: StepSpec, device: torch.device) -> None:
 
 
 def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None, Failure | None]:
-    """The result of some work, or its failure, with its frames freed."""
     try:
         return work(), None
     except Exception as error:

@@ -47,8 +47,6 @@ from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
 
 
 class Watcher(Protocol):
-    """Runs and records steps; built before the model."""
-
     @property
     def stage(self) -> str:
         """Stage while the steps run; the watcher's notes begin with it."""
@@ -66,10 +64,7 @@ class Watcher(Protocol):
         """The model's ranges."""
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps, write the files, and return notes on gaps.
-
-        `on_export` is called between the steps and the writing. Errors of a step or torch pass through.
-        """
+        """Returns notes on gaps; `on_export` is called between the steps and the writing."""
 
 
 Watch = Callable[[StepSpec, Device], Watcher]
@@ -109,9 +104,9 @@ def measure_here(
 ) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
-    In a world every rank calls this, and a record without a failure has the samples of all. With `watch`, further steps
-    are recorded after all timing; if that fails, the record has a note. With `turns`, steps are measured in the
-    observer's turns, and it gets the record after each. Raises UserError or Unsupported for an impossible request.
+    Collective; a record without a failure has the samples of all ranks. Steps of `watch` come after all timing; if they
+    fail, the record has a note. With `turns`, the observer gets the record after each. Raises UserError or Unsupported
+    for an impossible request.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved_step(spec, device.torch_device)
@@ -274,11 +269,7 @@ class _Cell:
         return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
-        """Measure the steps of each turn.
-
-        Earlier steps, while caches and clocks settle, are kept apart. Between turns the device holds only the state for
-        the next step, and an empty allocator cache.
-        """
+        """Between turns the device holds only the state for the next step, and an empty allocator cache."""
         device = self.device
         warm = self.warm_up()
         lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
@@ -312,7 +303,6 @@ class _Cell:
         self.runner.environment = dataclasses.replace(self.runner.environment, **found)
 
     def peak(self, step: Step) -> PeakMemory | None:
-        """Since the last reset, or of a replayed step while it was recorded."""
         return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
 
     def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:

@@ -10,7 +10,6 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def tensors_in(held: Any) -> Iterator[Tensor]:
-    """The tensors in a nest, in order."""
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, Mapping):

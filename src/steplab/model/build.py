@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
-    """Build the spec's model on the device, with random weights from the spec's seed. `span` marks for a profiler a
-    built-in model's computation outside of modules: the parts of plain attention, and the loss. Raises Unsupported for
-    a planning-only size, and UserError for a factory or configuration that cannot be used."""
+    """With random weights from the spec's seed. `span` marks a built-in model's computation outside of modules for a
+    profiler: parts of plain attention, and the loss. Raises Unsupported for a planning-only size, and UserError for an
+    unusable factory or configuration.
+    """
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":
         from steplab.model.hf import build_hf
@@ -154,7 +155,6 @@ def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:
 def _refuse_other_parameters(
     name: str, parameters: Collection[inspect.Parameter], offered: Mapping[str, object]
 ) -> None:
-    """Raise UserError for a factory with parameters that steplab does not give."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     missing = [
         each.name

@@ -49,7 +49,6 @@ Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
 
 
 def block_caller(checkpointing: str) -> BlockCaller:
-    """The function that calls a block under a StepSpec's `checkpointing`."""
     if checkpointing == "none":
         return call_plainly
     recompute = _recompute(checkpointing, is_compiled=False)

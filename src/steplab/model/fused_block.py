@@ -22,8 +22,6 @@ Stream = tuple[Tensor, Tensor]
 
 
 class AddRMSNorm(nn.RMSNorm):
-    """The norm of a stream and a branch together, and their sum."""
-
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> Stream:  # type: ignore[override]
         """(normed, sum); normed is in autocast's format, so that the next product needs no cast."""
         return add_rms_norm(
@@ -32,8 +30,6 @@ class AddRMSNorm(nn.RMSNorm):
 
 
 class LastNorm(AddRMSNorm):
-    """The norm after the last block; its sum is unused."""
-
     def forward(self, stream: Stream) -> Tensor:  # type: ignore[override]
         return super().forward(*stream)[0]
 

@@ -23,7 +23,6 @@ _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 """Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
 _INNER = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
-"""Names of the inner width of feed-forward blocks, in configurations."""
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all known types."""
 

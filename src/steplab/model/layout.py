@@ -54,7 +54,6 @@ def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
 
 
 def _positions() -> ParallelStyle:
-    """The style of learned positions [T, C], without a batch: each rank has T / tp rows."""
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
 
 
@@ -102,7 +101,6 @@ class TransformerStage(nn.Module):
     rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
 
     def __init__(self, whole: Transformer, number: int, num_stages: int, around: Around = nullcontext) -> None:
-        """Build a stage that shares its parameters with `whole`; `around` is entered for each forward pass."""
         super().__init__()
         self.around = around
         self.embedding = whole.embedding if number == 0 else None

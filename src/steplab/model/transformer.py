@@ -104,8 +104,6 @@ def norm_of(shape: TransformerShape) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
-
     compiled_within: bool = False
     """True if its forward pass is compiled; hooks on its submodules would then cause another compilation."""
 
@@ -122,7 +120,6 @@ class Block(nn.Module):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Tensor:
-        """The residual stream as the first block takes it."""
         return x_BTC
 
     @staticmethod
@@ -172,8 +169,6 @@ class SwiGLU(nn.Module):
 
 
 class MergedSwiGLU(nn.Module):
-    """SwiGLU with gate and up in one linear layer."""
-
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
         self.widths = d_ff, d_ff

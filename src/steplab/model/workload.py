@@ -12,7 +12,7 @@ from steplab.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model ready to be stepped: either `module` with `make_batch`, or `step` alone."""
+    """Either `module` with `make_batch`, or `step` alone."""
 
     module: nn.Module | None = None
     """Called with a batch; `loss_of` finds the loss in its result."""
@@ -21,13 +21,11 @@ class Workload:
     step: Callable[[], object] | None = None
     """A user's whole step, which steplab times as a single phase."""
     num_layers: int | None = None
-    """Number of attention layers, for the FLOP count; None: unknown."""
     attention_width: int | None = None
     """Query heads x head dimension; None: unknown."""
     key_width: int | None = None
     """Heads of keys x head dimension; None: unknown."""
     inner_width: int | None = None
-    """Inner width of feed-forward blocks; None: unknown."""
     is_causal: bool = True
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
@@ -77,7 +75,6 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def num_lookup_parameters(module: nn.Module) -> int | None:
-    """Parameters of embeddings that are not also a linear layer's weight."""
     linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
     embeddings = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     return sum(weight.numel() for key, weight in embeddings.items() if key not in linear)

@@ -1,9 +1,8 @@
-"""AdamW with one kernel for all parameters of a group, after a short kernel that counts the step.
+"""AdamW with one kernel for all parameters of a group, float32 or bfloat16 with float32 masters.
 
-Its parameters are float32, or bfloat16 weights with float32 masters (`bf16_with_masters`). Autocast rounds a linear
-layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32. A bfloat16 weight,
-written as its rounded master, enters the same products with the same gradient, so numbers stay equal without these
-casts.
+Autocast rounds a linear layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32.
+A bfloat16 weight, written as its rounded master, enters the same products with the same gradient, so numbers stay equal
+without these casts.
 """
 
 import math
@@ -54,12 +53,10 @@ def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tenso
 
 
 def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
-    """Convert the weights and biases of linear layers to bfloat16, in place, and return their float32 values by
-    parameter.
+    """Convert linear layers' weights and biases to bfloat16, in place; return their float32 values by parameter.
 
-    The step runs under autocast as before, which casts only these before each use. Unchanged are all other parameters,
-    parameters shared with another kind of module (an embedding tied to the head), parameters in `stay` or not in
-    float32. Load weights into the module first, because the masters copy its current values.
+    Run the step under autocast as before. Unchanged are parameters shared with another kind of module (an embedding
+    tied to the head), in `stay`, or not in float32. Load weights first: masters copy the current values.
     """
     staying = {id(parameter) for parameter in stay}
     linear: dict[int, nn.Parameter] = {}
@@ -85,16 +82,15 @@ _RATES = 3
 class OneKernelAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for contiguous float32 parameters, and for bfloat16 weights with float32 masters.
 
-    The kernel runs on CUDA, and on a CPU under TRITON_INTERPRET=1. Elsewhere torch's operators make the step, one
-    parameter after the other, which is slow.
+    The kernel runs on CUDA, and on a CPU under TRITON_INTERPRET=1; elsewhere torch's operators do, which is slow.
 
     For a bfloat16 weight, a step reads the bfloat16 gradient, updates master and moments in float32 and writes the
-    rounded master (Micikevicius et al. 2018, "Mixed Precision Training", section 3.1). That moves 28 bytes a parameter,
-    as in float32.
+    rounded master (Micikevicius et al. 2018, "Mixed Precision Training", section 3.1): 28 bytes a parameter, as in
+    float32.
 
-    The state has torch's names and `master`, so either class loads the other's state. The number of steps is on the
-    device, as in torch's fused AdamW, so a CUDA graph can capture a step. Take one step before the capture, keep the
-    optimizer as long as the graph, and pass a learning rate that changes between replays as a tensor on the device.
+    The state has torch's names and `master`, so either class loads the other's. A CUDA graph can capture a step: take
+    one before, keep the optimizer as long as the graph, and pass a learning rate that changes as a tensor on the
+    device.
     """
 
     def __init__(
@@ -107,8 +103,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
         *,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """masters: float32 values of each bfloat16 parameter, from `bf16_with_masters`. The optimizer updates them in
-        place and writes weights from them, so `step` raises UserError for a weight that differs from its master.
+        """masters: float32 values of bfloat16 parameters, from `bf16_with_masters`, updated in place. `step` raises
+        UserError for a weight that differs from its master.
         """
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
@@ -140,9 +136,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments and masters. A parameter that was saved with a master gets its value, rounded where the
-        parameter is bfloat16. A state without masters, such as torch's own, leaves the masters unchanged. Raises
-        Unsupported for the state of AMSGrad, of an ascent, or of Adam with weight decay."""
+        """Load moments and masters; without masters, as from torch, they stay. Raises Unsupported for the state of
+        AMSGrad, of an ascent, or of Adam with weight decay.
+        """
         for group in state_dict["param_groups"]:
             _refuse_other_options(group)
         masters = {parameter: state["master"] for parameter, state in self.state.items() if "master" in state}
@@ -162,8 +158,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's result. Raises Unsupported in a capture
-        without an earlier step outside of it, and UserError for a weight that differs from its master."""
+        """Update all parameters with a gradient; returns the closure's result. Raises Unsupported in a capture without
+        an earlier step, and UserError for a weight that differs from its master.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -188,8 +185,6 @@ class OneKernelAdamW(torch.optim.Optimizer):
             _round_to_weights(tensors)
 
     def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[tuple[torch.device, bool], list["Tensors"]]:
-        """Tensors with a gradient and their state, by device and presence of masters: a kernel reads one device's
-        memory."""
         found: dict[tuple[torch.device, bool], list[Tensors]] = {}
         for parameter in parameters:
             if parameter.grad is None:
@@ -220,14 +215,15 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return found
 
     def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
-        """Tables with addresses that the graph itself copies from CPU memory in each replay. A capture cannot allocate
-        that memory, so it comes from the step before, and no later step gets it."""
+        """Tables with addresses that the graph copies from CPU memory in each replay. A capture cannot allocate that
+        memory, so the step before provides it, and no later step gets it.
+        """
         before = self._tables.get(key)
         if before is None or before.on_host is None:
             why = "the tables of its tensors are made in a step outside of one"
             raise Unsupported("AdamW in one kernel as the first step before a capture", why, "take a step before each")
         if [each[0].numel() for each in tensors] != before.sizes:
-            why = "the step before it was of other parameters, whose sizes are in the tables"
+            why = "the previous step was of other parameters; the tables hold their sizes"
             raise Unsupported("AdamW in one kernel in a capture", why, "take a step of the same parameters before it")
         for each in tensors:
             _refuse_unserved_tensors(*each)
@@ -404,7 +400,7 @@ def _refuse_unserved_tensors(
         _refuse_unserved(tensor)
     _refuse_other_types(values, torch.float32, "parameter", "without a master it updates float32 parameters")
     gradient_type = torch.bfloat16 if weight else torch.float32
-    _refuse_other_types(gradient, gradient_type, "gradient", f"such a weight has one of {gradient_type}")
+    _refuse_other_types(gradient, gradient_type, "gradient", f"a weight in bfloat16 has one of {gradient_type}")
 
 
 def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str) -> None:

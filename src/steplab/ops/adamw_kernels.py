@@ -97,7 +97,6 @@ def _update(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """The first `count` elements of a block; with masters the weight becomes the rounded parameter."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)

@@ -18,7 +18,6 @@ def amax_so_far(amax_ptr):
 
 @triton.jit
 def raise_amax(amax_ptr, so_far, bits):
-    """Set amax to the maximum of itself and of a tile with these magnitude_bits."""
     top = tl.max(bits)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), top, mask=top > so_far, sem="relaxed")
 
@@ -130,7 +129,6 @@ def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
 
 @triton.jit
 def _places(base_ptr, batch, position, head, of_batch, of_token, of_head):
-    """Addresses of rows, by the strides of batch, token and head; int64, for tensors of more than 2^31 elements."""
     places = batch * tl.cast(of_batch, tl.int64) + position * tl.cast(of_token, tl.int64)
     return base_ptr + places + head * tl.cast(of_head, tl.int64)
 
@@ -229,8 +227,7 @@ def rotary_heads_backward_kernel(
 
 @triton.jit
 def swiglu_kernel(joined_ptr, out_ptr, amax_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """silu(gate) * up: joined [rows, 2 width] -> out [rows, width], both contiguous; amax [1]: out's largest magnitude,
-    or None."""
+    """joined [rows, 2 width] -> out [rows, width], contiguous; amax [1]: out's largest magnitude, or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

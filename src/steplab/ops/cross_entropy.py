@@ -49,8 +49,6 @@ _NOTHING = (None,) * 7
 
 
 class ReducedLoss(torch.autograd.Function):
-    """The mean or the sum of the losses, with gradients formed in the forward pass."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -88,8 +86,6 @@ class ReducedLoss(torch.autograd.Function):
 
 
 class TokenLosses(torch.autograd.Function):
-    """The losses of the tokens; backward recomputes their logits."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -144,7 +140,6 @@ def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype
 
 
 def _scaled(gradient: Tensor, factor: Tensor, name: str) -> Tensor:
-    """The gradient times the factor, in place unless the graph is kept for another backward pass."""
     # The compiler decides on memory itself. Torch has no public way to read this setting.
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return (gradient * factor).to(gradient.dtype)
@@ -226,7 +221,6 @@ def linear_cross_entropy(
 def _checked(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float
 ) -> torch.dtype:
-    """The number format of the products. Raises UserError, with the fix, for inputs that do not fit."""
     given = [hidden, weight] if bias is None else [hidden, weight, bias]
     shown = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

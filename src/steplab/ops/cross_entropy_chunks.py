@@ -126,7 +126,6 @@ class _Columns:
 
 
 def _cut(weight_VC: Tensor, bias_V: Tensor | None) -> list[_Columns]:
-    """The vocabulary as one or two products take it; see triton_places.whole_entries."""
     num_entries, width = weight_VC.shape
     whole = whole_entries(num_entries)
     first, rest = slice(0, whole), slice(whole, num_entries)
@@ -142,7 +141,6 @@ def _cut(weight_VC: Tensor, bias_V: Tensor | None) -> list[_Columns]:
 
 
 def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
-    """Memory for a gradient: zeros if it is only added to, as for the bias, and without tokens."""
     make = tensor.new_empty if num_tokens and tensor.dim() == 2 else tensor.new_zeros
     return make(tensor.shape, dtype=gradient_dtype(tensor))
 
@@ -201,7 +199,6 @@ SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 
 def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: Tensor | None, terms: Terms) -> None:
-    """A RowStep for float32, bfloat16 and float16, in one kernel."""
     refuse_unserved("loss 'fused'", logits_nV, "choose chunked or plain")
     from .cross_entropy_kernels import cross_entropy_softmax_kernel
 
@@ -219,7 +216,6 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
 
 
 def triton_scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor in place, for a contiguous tensor and a float32 number on its device."""
     from .cross_entropy_kernels import cross_entropy_scale_kernel
 
     if x.numel() == 0:
@@ -246,7 +242,6 @@ class Operators:
     are empty.
     """
     scale: Callable[[Tensor, Tensor], None]
-    """(gradient, factor): multiplies a gradient in place by a number on its device."""
 
 
 def _define(name: str, rows: RowStep, scale: Callable[[Tensor, Tensor], None]) -> Operators:
@@ -284,7 +279,6 @@ def _fake_scale(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _flops(hidden: Sequence[int], weight: Sequence[int], *others: Any, **kwargs: object) -> int:
-    """FLOPs of the matrix products: one for the logits, and one for each of the larger gradients."""
     _, _, scale, *_, wanted = others
     num_products = 1 + (0 if scale is None else sum(wanted[:2]))
     return 2 * num_products * hidden[0] * hidden[1] * weight[0]

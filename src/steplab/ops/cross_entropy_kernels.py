@@ -18,7 +18,6 @@ LOWEST = tl.constexpr(-1e38)
 
 @triton.jit
 def _taken_in(x, largest, total):
-    """Each lane's maximum and sum of exponentials relative to it, with one more logit."""
     # One exponential for both cases: either x is the new maximum and the sum shrinks, or x adds a part of it.
     ratio = tl.exp2(-tl.abs(x - largest) * LOG2_E)
     total = tl.where(x > largest, total * ratio + 1.0, total + ratio)
@@ -27,7 +26,6 @@ def _taken_in(x, largest, total):
 
 @triton.jit
 def _gradient(x, top, log_2, factor, uniform, is_target, target_part, scale):
-    """The gradient of the loss with respect to logits; 2^log_2 is the sum of exponentials relative to `top`."""
     gradient = tl.exp2((x - top) * LOG2_E - log_2) * factor - uniform
     return tl.where(is_target, gradient - target_part, gradient) * scale
 

@@ -41,10 +41,10 @@ _INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
 
-    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); the
-    pairs (x[i], x[i + D/2]) are rotated. Computed in float32 and rounded once. For float32, bfloat16 and float16 on
-    CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes and for a table of another type,
-    Unsupported for other formats and devices, and for a table that is trained.
+    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); pairs
+    (x[i], x[i + D/2]) rotate. Computed in float32, rounded once; for float32, bfloat16 and float16 on CUDA (CPU:
+    TRITON_INTERPRET=1). Raises UserError for other shapes and tables, Unsupported for other formats and devices, and
+    for a trained table.
     """
     if not _fit(merged_BTE.shape, table_2TD.shape, num_heads) or table_2TD.dtype != torch.float32:
         raise UserError(
@@ -69,7 +69,6 @@ def rotary_heads_backward_amax(
 
 
 def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
-    """True if the shapes suit rotary_heads; its kernels would read past the end of a table that is too small."""
     if len(merged) != 3 or len(table) != 3 or table[0] != 2 or table[1] < merged[1] or not table[2] or num_heads < 1:
         return False
     of_keys_and_values = merged[2] - num_heads * 2 * table[2]  # divmod takes no symbolic sizes
@@ -110,7 +109,6 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, amax: Tensor | 
 
 
 def _rows_together(table: Tensor) -> Tensor:
-    """The table, which may be the first positions of a longer one."""
     return table if table.stride()[1:] == (table.shape[-1], 1) else table.contiguous()
 
 

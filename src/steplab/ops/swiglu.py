@@ -16,8 +16,9 @@ from .triton_device import on_device_of, refuse_second_derivative, refuse_unserv
 
 
 def plain_swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2F], the gate in the first half of the last dimension: [..., F]. The reference, as the
-    formula reads (Shazeer 2020, "GLU Variants Improve Transformer"), in the precision of its input."""
+    """The reference, as the formula reads (Shazeer 2020, "GLU Variants Improve Transformer"), in the precision of its
+    input.
+    """
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 
@@ -27,9 +28,10 @@ _INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for [..., 2F], the gate in the first half of the last dimension: [..., F], in the same format.
-    Computed in float32 and rounded once. For float32, bfloat16 and float16 on CUDA (or on a CPU under
-    TRITON_INTERPRET=1). Raises UserError for an odd last dimension, Unsupported for other formats and devices."""
+    """silu(gate) * up for [..., 2F], the gate first: [..., F], in the same format. Computed in float32, rounded once;
+    for float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises UserError for an odd last dimension,
+    Unsupported for other formats and devices.
+    """
     _refuse(gate_up)
     output: Tensor = torch.ops.steplab.swiglu(gate_up)
     return output

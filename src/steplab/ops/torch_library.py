@@ -15,8 +15,9 @@ _library = Library("steplab", "FRAGMENT")
 
 
 def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator steplab::name of a schema such as "(Tensor x) -> Tensor". `real` computes it, on every device;
-    `fake` returns results of the same shapes, formats and layouts without computing."""
+    """`schema` is such as "(Tensor x) -> Tensor". `real` computes it on every device; `fake` returns results of the
+    same shapes, formats and layouts.
+    """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, real, "CompositeExplicitAutograd")
     register_fake(f"steplab::{name}", fake, lib=_library)
@@ -44,5 +45,5 @@ def define_with_amax(
 
 
 def define_derivative(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """Give steplab::name a backward pass and its saving, both as in torch.library.register_autograd."""
+    """Both as in torch.library.register_autograd."""
     register_autograd(f"steplab::{name}", backward, setup_context=save, lib=_library)

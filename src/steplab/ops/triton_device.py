@@ -28,8 +28,8 @@ def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
 
 
 def refuse_func_grad(what: str, instead: str) -> None:
-    """Raise Unsupported within torch.func.grad, vjp and jacrev: they do not differentiate operators with a declared
-    backward pass. torch's own error names a class that the caller never wrote.
+    """Raise Unsupported within torch.func.grad, vjp and jacrev: torch's own error names a class that the caller never
+    wrote.
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return

@@ -39,10 +39,9 @@ ALIGNED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to compute the loss from the last hidden state."""
+    """One way to compute the loss."""
 
     name: str
-    """Name that --loss takes."""
     summary: str
     in_chunks: bool = True
     """True if it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
@@ -66,7 +65,6 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 
 def implementation(name: str) -> Implementation:
-    """The row of a name; KeyError for an unknown name."""
     return _BY_NAME[name]
 
 

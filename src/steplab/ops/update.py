@@ -71,8 +71,6 @@ class UpdateByParts:
         return [*self._optimizer.param_groups, vars(self._optimizer)]
 
     def _begin_part(self, parameters: Sequence[Tensor]) -> None:
-        """Restore the numbers from before the update, or begin a new update if a parameter comes again or something
-        other than a step has changed a number."""
         places = self._places()
         now = [_numbers(place) for place in places]
         if now != self._left or not self._updated.isdisjoint(parameters):

@@ -89,7 +89,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
     """The strides of its gradient: its own if it fills its memory without gaps, as optimizers are fastest on equal
-    strides. Call it once, outside of the backward pass: it takes longer than launching a copy."""
+    strides. Call outside of backward: it takes longer than launching a copy.
+    """
     if fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
@@ -108,9 +109,10 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """True if a gradient that autograd has just made may share its memory. Autograd does not copy a gradient that is a
-    view: with `h + p[None]`, p's gradient is in the memory of h's, which the backward pass still reads. Only the number
-    of references to the memory shows that."""
+    """True if a gradient just made by autograd may share its memory: autograd does not copy a gradient that is a view.
+    With `h + p[None]`, p's gradient is in the memory of h's, which backward still reads. Only the number of references
+    shows that.
+    """
     return _references(gradient) > references_of_its_own()
 
 
@@ -120,8 +122,9 @@ def _references(tensor: Tensor) -> int:
 
 @cache
 def references_of_its_own() -> int:
-    """References to an unshared gradient's memory when its hooks run, which depends on torch. It runs a backward pass,
-    so the first call must be outside of one."""
+    """References to an unshared gradient's memory when its hooks run, by this torch. The first call runs a backward
+    pass, so it must be outside of one.
+    """
     found: list[int] = []
     with torch.enable_grad():
         parameter = torch.zeros(1, requires_grad=True)

@@ -23,8 +23,6 @@ class Pending(Protocol):
 
 
 class Collectives(Protocol):
-    """Collective operations of one group's ranks. Tensors are contiguous."""
-
     rank: int
     size: int
 

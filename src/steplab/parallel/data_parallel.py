@@ -174,7 +174,6 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context: backward passes add to this rank's gradients and send nothing; the next one outside sends all."""
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -183,7 +182,6 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """Names of parameters per bucket, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
 
     @property
@@ -205,8 +203,9 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the inner module's state; every rank has to load the same. Raises UserError for `assign=True`, which
-        would separate parameters from their buckets."""
+        """Every rank has to load the same. Raises UserError for `assign=True`, which would separate parameters from
+        their buckets.
+        """
         if assign:
             raise UserError("assign=True would replace parameters: load into the module before building DataParallel")
         return self.module.load_state_dict(state_dict, strict)
@@ -222,7 +221,6 @@ class DataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getstate__(self) -> Any:
-        """Raises UserError: its shared state with other ranks cannot be copied or saved."""
         raise UserError(
             "a DataParallel cannot be copied or pickled: copy its `module` and build another, or save state_dict()"
         )
@@ -257,9 +255,7 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The tensor without repeated elements, as in an expanded mask; strides: of another tensor that shows the
-    repetition.
-    """
+    """Without elements that repeat, as in an expanded mask; strides: of the repeating tensor, if it is another."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -276,13 +272,13 @@ def check_transport(transport: str | PeerMemory, compress: str | None, to_owners
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
     if compress not in WIRE_DTYPES:
-        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients unchanged")
     if compress is not None and transport != "collectives":
         what = f"compression to {compress} with the transport peer_copy"
-        raise Unsupported(what, "it copies gradients as they are", "use transport='collectives', or no compression")
+        raise Unsupported(what, "it copies gradients unchanged", "use transport='collectives', or no compression")
     if compress is not None and to_owners:
         what = f"compression to {compress} of gradients that go to owners"
-        raise Unsupported(what, "they are reduced as they are", "leave compress or to_owners out")
+        raise Unsupported(what, "they are reduced unchanged", "leave compress or to_owners out")
 
 
 def buckets_of(
@@ -293,9 +289,7 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """The buckets of groups of parameters; a collective call for peer_copy. transport may be a PeerMemory. owners: of
-    all parameters; gradients are averaged only there.
-    """
+    """A collective call for peer_copy. owners: of all parameters; gradients are averaged only there."""
     if transport != "collectives" and groups and collectives.size > 1:
         from .peer_copies import peer_buckets  # it needs Triton
 

@@ -92,13 +92,10 @@ class ArrivingCopies:
         self._copies, self._number = copies, number
 
     def wait(self) -> None:
-        """The current stream's next work waits for all parts, and for this rank's own copies."""
         self._copies.wait(self._number)
 
 
 class FlatParameters:
-    """Parameters of one dtype on one device, in a buffer with a slot for each owner."""
-
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], ranks: Collectives, exchange: Exchange
     ) -> None:
@@ -119,7 +116,6 @@ class FlatParameters:
         return self._slots.size * self.params[0].element_size()
 
     def move_in(self, copies: ParameterCopies | None = None, place: int = 0) -> None:
-        """Move the parameters into a buffer: a new one, or buffer `place` of `copies`."""
         first, self._copies, self._place = self.params[0], copies, place
         if copies is None:
             self._buffer = first.new_zeros(self._slots.size, requires_grad=False)

@@ -44,8 +44,8 @@ AXES = ("pp", "dp", "fsdp", "tp")
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of all ranks; a collective call. A missing axis has size 1. Raises UserError for an unknown axis, a size
-    below 1, or sizes that do not multiply to the number of ranks.
+    """A collective call; a missing axis has size 1. Raises UserError for an unknown axis, a size below 1, or another
+    product than the number of ranks.
     """
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -66,7 +66,6 @@ def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
 
 
 def data_share(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's part of the batch, from 0, and the number of parts: along dp and fsdp together."""
     place, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
     return place * mesh["fsdp"].size() + mesh.get_local_rank("fsdp"), parts * mesh["fsdp"].size()
 
@@ -76,7 +75,6 @@ class Unit:
     """A submodule with parameters gathered together, when its forward pass begins."""
 
     module: nn.Module
-    """Called as a module, so that hooks on it run."""
     low_precision: bool = True
     """True if its parameters may be gathered in `Sharding.gather_dtype`."""
 
@@ -151,7 +149,6 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
 
 
 def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise Unsupported for a parameter that would be gathered in two places."""
     inside = {id(unit.module) for unit in units}
     modules = module.named_modules(remove_duplicate=False)
     unit_of = {name: id(inner) for name, inner in modules if id(inner) in inside}
@@ -196,8 +193,6 @@ def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
 
 
 class Pipeline:
-    """The stages of this rank, and the schedule that runs them with the other ranks of pp."""
-
     def __init__(
         self,
         stages: Sequence[nn.Module],

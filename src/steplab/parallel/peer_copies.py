@@ -70,7 +70,6 @@ class PeerCopies:
     """
 
     def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
-        """`go_home`: all ranks get all means."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
@@ -221,7 +220,6 @@ class Chunk:
         ]
 
     def outward(self, addresses: Sequence[int], room: int) -> list[Copies]:
-        """Copies of each peer's part of the gradients."""
         found: list[Copies] = []
         for sent, sizes in zip(self._sent, self._sizes, strict=True):
             targets = [landing + room for landing, _, _ in sent]
@@ -299,7 +297,6 @@ class PeerBucket:
         self.drop()
 
     def drop(self) -> None:
-        """The current stream may then overwrite the gradients."""
         self._sources = []
 
 

@@ -236,8 +236,6 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class MemoryOperations:
-    """Writes to 32-bit numbers, or waits for them, that a stream receives in one call."""
-
     def __init__(self, start: Callable[..., None], operation: int, addresses: Sequence[int], flags: int = 0) -> None:
         self._start, self._items = start, (_MemoryOperation * len(addresses))()
         for item, address in zip(self._items, addresses, strict=True):
@@ -250,8 +248,6 @@ class MemoryOperations:
 
 
 class CudaDriver:
-    """The driver's functions, looked up once. They act on the current device."""
-
     def __init__(self, device: int) -> None:
         """Raises Unsupported if the driver of the device of that number lacks a function."""
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
@@ -267,7 +263,6 @@ class CudaDriver:
         self._how = ctypes.byref(self._attributes), ctypes.byref(from_the_first), 1, ctypes.byref(failed)
 
     def writes(self, addresses: Sequence[int]) -> MemoryOperations:
-        """Writes of a value to each address, after all earlier work of the stream."""
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
@@ -275,7 +270,6 @@ class CudaDriver:
         return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Copy between addresses of any GPUs that reach each other, in any order, as one piece of the stream's work."""
         numbers = ctypes.c_uint64 * len(sizes_bytes)
         self._copy(numbers(*targets), numbers(*sources), numbers(*sizes_bytes), len(sizes_bytes), *self._how, stream)
 

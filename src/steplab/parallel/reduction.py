@@ -66,8 +66,6 @@ def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
 
 
 class LaunchOrder:
-    """Launches by the modules of one group on this rank."""
-
     def __init__(self) -> None:
         self._num_modules = 0
         self.checksum = 0
@@ -157,8 +155,6 @@ class StepAgreement:
 
 
 class GradientReducer:
-    """Averages gradients of parameters that require them, passed in their order of readiness."""
-
     def __init__(
         self,
         names: Sequence[str],
@@ -198,12 +194,10 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[list[int]]:
-        """Positions of parameters per bucket, in the order of launch."""
         return [list(group) for group in self._members]
 
     @property
     def shared_bytes(self) -> int:
-        """The buckets' memory outside torch's allocator."""
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int, _: Tensor) -> None:

@@ -212,8 +212,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as for any optimizer, on every rank; parameters keep existing owners. Raises the local
-        optimizer's error if it refuses its part of the group, and UserError on the other ranks."""
+        """On every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses its part,
+        and UserError on the other ranks.
+        """
         if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)
             return
@@ -398,7 +399,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state --------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> Any:
-        """Raises UserError: its shared state with other ranks cannot be copied or saved."""
         raise UserError("a ShardedOptimizer cannot be copied or pickled: build another, or save state_dict()")
 
     def state_dict(self, *, gather: bool = False) -> StateDict:
@@ -442,7 +442,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _each_once(params: Iterable[Any]) -> list[Any]:
-    """Each tied weight once; torch refuses anything odd."""
     listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if listed and all(isinstance(item, dict) for item in listed):
         return [{**group, "params": _each_once(group["params"])} if "params" in group else group for group in listed]

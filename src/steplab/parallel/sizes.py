@@ -65,8 +65,7 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """The owners of parameters in groups, given by numbers of elements, so that each group and all together are spread
-    evenly."""
+    """Each group and all together are spread evenly; groups are numbers of elements."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 

@@ -1,9 +1,8 @@
-"""The tensors that plain attention holds at its peak, and the smallest attention that does not fit.
+"""Plain attention's tensors at its peak, and the smallest attention that does not fit.
 
-The account follows ops/attention/plain.py, eager, on a CUDA device. Its variables live until the function returns, so
-the masked scores exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient,
-the product of both, and the outgoing gradient. The product is made before the kernel starts (softmax_backward_cuda_out
-in aten/src/ATen/native/cuda/SoftMax.cu). A CPU holds three.
+The account follows ops/attention/plain.py, eager, on CUDA: variables live until the function returns, so masked scores
+exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient, their product, and
+the outgoing gradient (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu). A CPU holds three.
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
@@ -20,8 +19,7 @@ _LONGEST = 2**24
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
-    """The moment of plain attention's peak and its tensors then, inputs included. A forward pass alone saves
-    tensors for a backward. Library workspaces and CUDA's own memory are not counted."""
+    """The peak's moment and tensors, inputs included. Library workspaces and CUDA's own memory are not counted."""
     element = 4 if spec.dtype in ("fp32", "tf32") else 2
     batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
     queries, keys, dim = spec.queries, spec.num_keys, spec.dim
@@ -58,8 +56,9 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """The account of plain attention on these shapes; if all fit, with their sequences doubled until one does not.
-    Raises UserError if sequences of up to 2^24 positions fit."""
+    """For these shapes, else with their sequences doubled until one does not fit. Raises UserError if sequences of up
+    to 2^24 positions fit.
+    """
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     if not shapes:
         raise UserError("no shape to account for; name a grid with --grid, or sizes")

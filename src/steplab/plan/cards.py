@@ -39,8 +39,8 @@ def least_device_bytes(peak_bytes: int) -> int:
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """Bytes that surely suffice for a step. Cautious, because the allocator frees its cache before it fails.
-    by_compiled_block: reserved_bytes sums blocks that were compiled one by one, as in every compiled layout.
+    """Cautious, because the allocator frees its cache before it fails. by_compiled_block: reserved_bytes sums blocks
+    that were compiled one by one, as in every compiled layout.
     """
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside
@@ -55,7 +55,6 @@ def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: 
 
 
 def usable_of(card: HardwareSpec) -> tuple[int, int]:
-    """Bytes surely available, and their upper limit."""
     if card.usable_bytes is not None:
         return card.usable_bytes, card.usable_bytes
     return int(card.memory_bytes * LEAST_USABLE), card.memory_bytes

@@ -23,8 +23,8 @@ def check_runs(
     predict: "Callable[[StepSpec, str], Predicted]",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TimeCheck]:
-    """Checks every measured single-process step on a GPU, in order. predict: a step's time on the named GPU, and its
-    peak in bytes or None; raises UserError if the time is unknown. on_progress: gets checked and total runs.
+    """Checks every measured single-process step on a GPU. predict: raises UserError if the time is unknown.
+    on_progress: gets checked and total runs.
     """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()

@@ -28,7 +28,6 @@ class Formula:
     is_quotient: bool = False
 
     def text(self, *, figures: bool = False) -> str:
-        """Plain text, in symbols or with the figures inserted."""
         return self.forms[_FIGURES if figures else _TEXT]
 
     def latex(self, *, figures: bool = False) -> str:

@@ -41,9 +41,7 @@ class Kernel:
     operator: Operator
     moved_bytes: int
     fused: bool = False
-    """True if it is made of operators between products; False for an unchanged operator."""
     reduces: bool = False
-    """True if one of its operators sums over a dimension."""
     sums_rows: bool = False
     """True if it adds up rows, in a pass separate from kernels that go row by row."""
     exponentials: bool = False
@@ -51,7 +49,6 @@ class Kernel:
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of operators, in order, fused if compiled."""
     if compiled:
         return fused_kernels(operators, blocks_alone=blocks_alone)
     return [kernel for op in operators for kernel in lone_kernels(op)]
@@ -67,8 +64,8 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of a compiled step, in order. With `blocks_alone` each block is compiled alone: operators outside of
-    blocks are eager, and no kernel spans two.
+    """In order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no kernel
+    spans two.
     """
     fuser = _Fuser(blocks_alone)
     for op in operators:
@@ -81,13 +78,11 @@ def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) 
 class _Group:
     pass_name: str
     unit: str
-    """The unit of compilation: a block, or the part of the model between two values that Python reads."""
     level: int
     """Number of products on the longest path to it."""
     operators: list[Operator] = field(default_factory=list)
     reads: dict[Version, Spans] = field(default_factory=dict)
     made: dict[Version, int] = field(default_factory=dict)
-    """Bytes of each result."""
     unnamed_bytes: int = 0
     """Bytes read beyond operands, such as rows of a table."""
 
@@ -172,7 +167,7 @@ class _Fuser:
             readers.append(group)
 
     def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
-        """The kernel that makes or reads an input with no product between; kernels of several inputs are merged."""
+        """An input's kernel with no product between; kernels of several inputs are merged."""
         found: list[_Group] = []
         for version in read:
             made = self._made.get(version)
@@ -279,5 +274,5 @@ def _covered_bytes(spans: Spans) -> int:
 
 
 def _pass(op: Operator) -> str:
-    """The phase; recomputation is a separate pass, because it makes tensors that forward did not keep."""
+    """Recomputation is a separate pass, because it makes tensors that forward did not keep."""
     return f"{op.phase} again" if op.recomputed else op.phase

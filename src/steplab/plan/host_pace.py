@@ -47,7 +47,6 @@ class PhaseCell:
 
 
 def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
-    """The forward and backward passes of the runs with known operators."""
     found, known = [], dict[StepSpec, tuple[TimePart, ...]]()
     for run in runs:
         if run.spec is None or run.timing is None:

@@ -115,12 +115,10 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
 
 
 def _place(where: str, kind: PredictionKind) -> str:
-    """A place of the model; '' outside a traced model's blocks: its other parts are unknown."""
     return "" if kind == "traced" and where in (BEFORE, BEHIND) else where
 
 
 def workspace_of(device: str | None) -> Count:
-    """Bytes of a cuBLAS handle on a GPU of this name in torch; None: a Hopper."""
     return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
 
 
@@ -156,7 +154,6 @@ def refuse_unknown_memory(spec: StepSpec) -> None:
 
 
 def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
-    """Raise Unsupported for torchao's products."""
     if spec.precision == "fp8_torchao":
         why = "the memory and time of torchao's casts are not known"
         raise Unsupported(f"{what} in {spec.precision}", why, "use --precision fp8, or measure it with `steplab run`")
@@ -183,7 +180,6 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
 
 
 def refuse_untraced(spec: StepSpec, what: str) -> None:
-    """Raise Unsupported for a step that cannot be run on tensors without content."""
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     refuse_unknown_formats(spec, what)
@@ -290,7 +286,7 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, traced: 
             notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
     if spec.cuda_graph == "step":
         notes.append(
-            "CUDA graphs: an estimate, from what the step allocates while it is recorded; their pool keeps that memory "
+            "CUDA graphs: an estimate, from the step's allocations while it is recorded; their pool keeps that memory "
             "between the steps"
         )
     if spec.attention == "sdpa":

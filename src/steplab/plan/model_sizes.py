@@ -10,15 +10,12 @@ from steplab.specs.model import TransformerShape
 class Sizes:
     width: int
     inner: int
-    """Inner width of the feed-forward blocks."""
     num_layers: int
     num_parameters: int
     num_active: int
     """Parameters that one token uses: all but the experts that it does not take."""
     matrices: int
-    """Elements of a block's matrices."""
     kinds: str
-    """Number of these matrices, in words."""
     key_width: int
     """Width of keys; 0: no attention."""
     plain_layers: int = 0
@@ -28,7 +25,6 @@ class Sizes:
 
 
 def sizes_of(shape: TransformerShape) -> Sizes:
-    """The sizes of steplab's Transformer."""
     number = len(shape.feed_forward_layers)
     return Sizes(
         width=shape.d_model,

@@ -10,7 +10,6 @@ Alike = tuple[str, str, str, int]
 
 
 def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, ...]:
-    """The terms by category, largest first, then the allocator's rounding; counted: number of each kind."""
     terms = [
         Term(category=category, what=what, formula=formula, num_bytes=num_bytes, count=count)
         for (category, what, formula, num_bytes), count in counted.items()
@@ -22,7 +21,6 @@ def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, .
 
 
 def by_category(terms: Sequence[Term]) -> dict[str, int]:
-    """In their order, without empty ones."""
     totals = {
         category: sum(term.num_bytes * term.count for term in terms if term.category == category)
         for category in MEMORY_CATEGORIES

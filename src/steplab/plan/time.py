@@ -474,11 +474,11 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so Python's time does not count")
     elif spec.block_ops == "triton":
-        notes.append("block operators: Python's time for each is assumed to be that of any kernel; it was not recorded")
+        notes.append("block operators: Python's time for each was not recorded and is assumed as any kernel's")
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
         share = (
-            f"{hidden:.0%} of it is hidden, as in the fitted records" if hidden else "no record says how much it hides"
+            f"{hidden:.0%} of it is hidden, as in the fitted records" if hidden else "no record shows how much it hides"
         )
         notes.append(f"the update is overlapped with the backward pass: {share}")
     if spec.precision == "fp16":

@@ -32,11 +32,9 @@ def read_bounded(
     limits: Limits | None = None,
     on_progress: OnProgress = unwatched,
 ) -> _Result:
-    """Read the files in a new process; errors name the first file.
-
-    `what` is a function of `child` that takes the paths and `options`; `on_progress` gets bytes read and the file's
-    size. Raises UserError for a file that cannot be read, is of another kind or exceeds the limits (None: the usual
-    ones), and SteplabError as the function does.
+    """`what` is a function of `child` that takes the paths and `options`; errors name the first file. `on_progress`
+    gets bytes read and the file's size. Raises UserError for a file that cannot be read, is of another kind or exceeds
+    the limits (None: the usual ones), and SteplabError as the function does.
     """
     limits = limits or Limits()
     if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):

@@ -79,7 +79,7 @@ class AttentionCell(Outcome):
         return found.best_s if found else ()
 
     def median_s(self, name: str) -> float | None:
-        """Median time of a pass; None if it was not timed."""
+        """None if it was not timed."""
         samples = self.samples(name)
         return median(samples) if samples else None
 
@@ -158,7 +158,6 @@ class AttentionAccount:
 
     @property
     def total_bytes(self) -> int:
-        """Peak in bytes: the sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
 
@@ -232,7 +231,7 @@ ERRORS: tuple[Figure[AttentionCell], ...] = (
 
 
 def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
-    """The cells as they are compared: the time of each pass, and memory beyond the inputs."""
+    """For comparison: the time of each pass, and memory beyond the inputs."""
     return tuple(
         measured_cell(cell, asdict(cell.spec), f"{cell.spec.column}, {cell.spec.label}", (*PASS_TIMES, *MEMORY))
         for cell in run.cells

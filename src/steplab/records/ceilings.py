@@ -31,7 +31,7 @@ class Ceiling:
 
     @property
     def best_per_s(self) -> float:
-        """Rate of the fastest, least disturbed repeat."""
+        """Of the fastest, least disturbed repeat."""
         return self.work / min(self.seconds)
 
     @property
@@ -57,7 +57,6 @@ class Ceilings(MachineRecord):
         return next((c for c in self.ceilings if c.name == "matmul" and c.dtype == dtype), None)
 
     def serves(self, device: DeviceInfo) -> bool:
-        """True for a device of the same name and number of threads."""
         own = self.environment.device
         return (own.name, own.threads) == (device.name, device.threads)
 
@@ -71,7 +70,6 @@ class Ceilings(MachineRecord):
 
 
 def ceilings_row(record: Ceilings, kind: str, figures: object = ()) -> Row:
-    """One column per rate."""
     row = head(record, kind) | {"device": record.device_name, "status": record.status} | software(record)
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"

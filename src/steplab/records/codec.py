@@ -41,7 +41,6 @@ def new_head() -> Head:
 
 
 def encode(record: object) -> bytes:
-    """JSON on one line."""
     return msgspec.json.encode(record)
 
 
@@ -53,7 +52,7 @@ def encode_with_summary(record: Record) -> bytes:
 
 
 class UnknownFormat(SteplabError):
-    """The kind or format of a record is unknown to this version."""
+    pass
 
 
 class _Head(msgspec.Struct):

@@ -101,7 +101,7 @@ class CommCell(Outcome):
 
     @property
     def algorithm_bandwidth(self) -> float | None:
-        """Bytes of the message per second; None for a failure."""
+        """None for a failure."""
         return self.message_bytes / self.slowest.median_s if self.slowest else None
 
     @property
@@ -242,5 +242,4 @@ COMM_FIGURES: tuple[Figure[CommCell], ...] = (
 
 
 def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:
-    """Cells for comparison: time of the slowest rank."""
     return tuple(measured_cell(cell, asdict(cell.spec), cell.spec.label, COMM_FIGURES) for cell in run.cells)

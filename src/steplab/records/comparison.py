@@ -103,12 +103,10 @@ class KernelChange:
 
     @property
     def a_s(self) -> float:
-        """Seconds per step in A."""
         return sum(kernel.time_s for kernel in self.a)
 
     @property
     def b_s(self) -> float:
-        """Seconds per step in B."""
         return sum(kernel.time_s for kernel in self.b)
 
 
@@ -140,7 +138,6 @@ class MemoryChange:
 
     @property
     def change_bytes(self) -> int:
-        """Bytes of B minus bytes of A."""
         return sum(held.num_bytes for held in self.b) - sum(held.num_bytes for held in self.a)
 
 
@@ -187,18 +184,16 @@ class Comparison:
 
     @property
     def deciding(self) -> tuple[ComparedFigure, ...]:
-        """Figures that decide the comparison."""
         return tuple(figure for figure in self.figures if figure.decides and figure.ratio)
 
     @property
     def regressions(self) -> tuple[ComparedFigure, ...]:
-        """Deciding figures above the threshold, largest ratio first."""
+        """Largest ratio first."""
         found = [figure for figure in self.deciding if figure.ratio and figure.ratio.exceeds]
         return tuple(sorted(found, key=lambda figure: -(figure.ratio.ratio if figure.ratio else 0)))
 
     @property
     def undecided(self) -> tuple[ComparedFigure, ...]:
-        """Deciding figures that may exceed the threshold."""
         return tuple(figure for figure in self.deciding if figure.ratio and figure.ratio.exceeds is None)
 
     @property

@@ -45,7 +45,6 @@ class StateMemory:
 
     @property
     def known_bytes(self) -> int:
-        """Parameters, gradients and optimizer state."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
@@ -146,7 +145,6 @@ class TracedSteps:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication without computation."""
         return self.communication_s - self.overlapped_s
 
 
@@ -177,7 +175,7 @@ class DdpCell(Outcome):
 
     @property
     def num_calls(self) -> int | None:
-        """Collectives per step; None: unknown."""
+        """Per step; None: unknown."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
@@ -264,7 +262,6 @@ class DdpRun(Benchmark[DdpCell]):
 
     @property
     def baseline(self) -> DdpCell | None:
-        """The variant without communication; None if missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)
 
     def problems(self) -> Iterator[Problem]:
@@ -283,9 +280,7 @@ def _families(run: DdpRun) -> str:
 DDP_ROW: tuple[Figure[DdpRun], ...] = (
     Figure(key="num_ranks", find=lambda run: run.study.processes),
     Figure(key="backend", find=lambda run: run.facts.backend if run.facts else None),
-    Figure(
-        key="contenders", header="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True
-    ),
+    Figure(key="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True),
 )
 """Figures of a study in lists, after the fields of its step."""
 
@@ -309,12 +304,11 @@ def _time(
 COMPARED: tuple[Figure[DdpCell], ...] = (
     *(_time(name, "phase", partial(DdpRank.samples, phase=name)) for name in PHASES),
     _time("step time", "time", partial(DdpRank.samples, phase="step"), decides=True),
-    _time("communication by itself", "communication", lambda rank: rank.alone_s),
+    _time("communication alone", "communication", lambda rank: rank.alone_s),
 )
 
 
 def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:
-    """Variants for comparison."""
     shared = step_key(run.study.step) | {"num_ranks": run.study.processes}
     labels = [cell.contender.label for cell in run.cells]
     return tuple(

@@ -49,13 +49,12 @@ def disturbances(run: Run) -> tuple[Disturbance, ...]:
 
 
 def never_settles(run: Run) -> bool:
-    """True if a curve long enough to judge did not settle."""
     samples = curve(run.timing) if run.timing else ()
     return len(samples) >= stats.FEWEST_FOR_STEADY and stats.steady_from(samples) is None
 
 
 def disturbance_words(run: Run) -> str | None:
-    """Short names for a column; None without any."""
+    """Short, for a column; None without any."""
     return ", ".join(disturbance.word for disturbance in disturbances(run)) or None
 
 
@@ -80,9 +79,7 @@ def _waiting(run: Run) -> Disturbance | None:
     if not waits_for_host(run.timing.back_to_back):
         return None
     share = format_limit(HARDLY_AHEAD)
-    text = (
-        f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
-    )
+    text = f"The GPU waits for Python, which is less than {share} of a step ahead: CPU speed affects this time."
     return Disturbance(word=WAITS, text=text)
 
 

@@ -50,7 +50,6 @@ class MeasuredCell:
 
 
 def of_phase(phase: PhaseSamples) -> MeasuredFigure:
-    """The time of a step or of one phase."""
     whole = phase.phase == "step"
     return MeasuredFigure(
         name="step time" if whole else phase.phase,
@@ -109,12 +108,10 @@ class Figure(Generic[Item]):
 
 
 def values(figures: Iterable[Figure[Item]], item: Item) -> dict[str, Scalar]:
-    """The figures' part of the item's row."""
     return {figure.key: figure.find(item) for figure in figures}
 
 
 def measured_cell(cell: Cell, key: dict[str, Scalar], label: str, figures: Iterable[Figure[Cell]]) -> MeasuredCell:
-    """A cell of a benchmark as it is compared."""
     return MeasuredCell(
         key=key,
         label=label,

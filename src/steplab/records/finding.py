@@ -83,7 +83,7 @@ class Finding:
 
     @property
     def gain_s(self) -> float | None:
-        """Seconds saved per step: measured if tried, else predicted."""
+        """Per step: measured if tried, else predicted."""
         return self.trial.saved_s if self.trial and self.trial.saved_s is not None else self.saves_s
 
 

@@ -15,7 +15,6 @@ class PeakMemory:
     """Most bytes held from the device (torch.cuda.max_memory_reserved)."""
 
     def with_larger_of(self, other: "PeakMemory") -> "PeakMemory":
-        """Combine two measurements: the larger of each figure."""
         return PeakMemory(
             phase=self.phase,
             peak_allocated_bytes=max(self.peak_allocated_bytes, other.peak_allocated_bytes),
@@ -50,5 +49,4 @@ class Memory:
     """Largest resident set of the measuring process in bytes, with Python and libraries."""
 
     def peak(self, phase: str) -> PeakMemory | None:
-        """Peak of a phase; None: not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)

@@ -124,7 +124,6 @@ class Communication:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication without computation."""
         return self.total_s - self.overlapped_s
 
 
@@ -237,11 +236,9 @@ class Profile:
         return sum(phase.busy_s for phase in self.phases)
 
     def phase(self, name: str) -> PhaseTime | None:
-        """None if absent."""
         return next((phase for phase in self.phases if phase.phase == name), None)
 
     def category_s(self, category: str) -> float:
-        """Seconds of a category."""
         return sum(phase.categories.get(category, 0.0) for phase in self.phases)
 
     def problems(self) -> Iterator[Problem]:

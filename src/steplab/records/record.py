@@ -45,26 +45,22 @@ class Record(Outcome):
         return f"<{type(self).__name__} {self.id}: {' · '.join(part for part in told if part)}>"
 
     def in_short(self) -> Iterator[str]:
-        """Yield the content in a few words each."""
         yield from ()
 
     @property
     def device_name(self) -> str | None:
-        """None: no process reported it."""
         return self.environment.device.name if self.environment else None
 
     @property
     def sweep_id(self) -> str | None:
-        """Id of the record's sweep; None: none."""
         return None
 
     @property
     def cell(self) -> StepSpec | None:
-        """The step that the record measures within its sweep; None: none."""
+        """The step that the record measures within its sweep."""
         return None
 
     def within(self, study_id: str) -> Self:
-        """The record as part of a study."""
         raise NotImplementedError
 
 
@@ -117,12 +113,10 @@ class Benchmark(MachineRecord, Generic[Cell]):
 
     @property
     def num_requested(self) -> int:
-        """Cells in the study."""
         raise NotImplementedError
 
     @property
     def is_interrupted(self) -> bool:
-        """True if cells of the study are missing."""
         return len(self.cells) < self.num_requested
 
     @property

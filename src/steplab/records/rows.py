@@ -19,7 +19,6 @@ Step = Callable[[Any], StepSpec | None]
 
 
 def run_row(run: Run) -> Row:
-    """Fields of the step, then figures."""
     return step_row(run, _kind_of_run(run), RUN_FIGURES)
 
 
@@ -33,7 +32,7 @@ def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambd
 
 
 def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step | None = None) -> Row:
-    """Fields of its cells' common step, if they have one, its figures, then the outcome of its cells."""
+    """Its cells' common step, if any, its figures, then the outcome of its cells."""
     row = head(run, kind) | (step_columns(step(run)) if step else {}) | values(figures, run)
     num_ok = sum(cell.failure is None for cell in run.cells)
     return row | {
@@ -65,7 +64,6 @@ def head(record: Record, kind: str) -> Row:
 
 
 def step_columns(spec: StepSpec | None) -> Row:
-    """Every field of a step; all None without one."""
     return {field.column: field.value(spec) if spec else None for field in FIELDS.values()}
 
 
@@ -94,7 +92,6 @@ def _kind_of_run(run: Run) -> str:
 
 
 def run_cells(run: Run) -> tuple[MeasuredCell, ...]:
-    """The run as its single cell."""
     spec = run.spec
     cell = MeasuredCell(
         key=step_key(spec) if spec else {"tokens_per_step": run.tokens_per_step},

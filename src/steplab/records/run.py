@@ -143,7 +143,7 @@ class Run(StepRecord):
         return self.phase_s("step")
 
     def phase_s(self, name: str) -> float | None:
-        """Median seconds of a phase, back to back; None: not timed."""
+        """Back to back; None: not timed."""
         samples = self.timing.phase(name) if self.timing else None
         return median(samples.best_s) if samples and samples.best_s else None
 
@@ -154,17 +154,17 @@ class Run(StepRecord):
 
     @property
     def peak(self) -> PeakMemory | None:
-        """Peak memory of a step; None: not measured, or not counted by the allocator."""
+        """None: not measured, or not counted by the allocator."""
         return self.memory.peak("step") if self.memory else None
 
     @property
     def mfu(self) -> float | None:
-        """MFU as a share of one, under `causal` or else the first known convention."""
+        """Under `causal`, or else the first known convention."""
         used = self.utilization("mfu", "causal")
         return used.value if used else None
 
     def utilization(self, kind: str, convention: str) -> Utilization | None:
-        """The stored utilization under a convention, else the first of that kind."""
+        """Under a convention, else the first of that kind."""
         of_kind = [u for u in self.utilizations if u.kind == kind]
         exact = [u for u in of_kind if u.convention == convention]
         return next(iter(exact or of_kind), None)

@@ -18,7 +18,6 @@ def _phase(name: str) -> Callable[[Run], float | None]:
 
 
 def _end_of_interval(number: int) -> Callable[[Run], float | None]:
-    """The lower (0) or upper (1) end of the 95 % interval of the median step time."""
     return lambda run: run.interval_s[number] if run.interval_s else None
 
 

@@ -106,7 +106,7 @@ class StepTimePrediction:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens/s at the central value; None: unknown tokens."""
+        """At the central value; None: unknown tokens."""
         return self.tokens_per_step / self.central_s if self.tokens_per_step else None
 
 

@@ -110,7 +110,6 @@ def waits_for_host(phases: Sequence[PhaseSamples], name: str = "step") -> bool:
 
 
 def find_phase(phases: Sequence[PhaseSamples], name: str) -> PhaseSamples | None:
-    """None if it was not measured."""
     return next((phase for phase in phases if phase.phase == name), None)
 
 
@@ -136,8 +135,6 @@ def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
 
 
 def part(phases: Sequence[PhaseSamples], first: int) -> tuple[PhaseSamples, ...]:
-    """Samples of the steps from `first` on, for every phase."""
-
     def cut(column: tuple[float, ...] | None) -> tuple[float, ...] | None:
         return None if column is None else column[first:]
 

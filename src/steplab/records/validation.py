@@ -110,7 +110,6 @@ def _checked_fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for None and numbers that every field allows; a fast common case."""
     return value is None or (type(value) in (bool, int, float) and 0 <= value < LARGEST)
 
 

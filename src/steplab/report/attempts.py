@@ -15,18 +15,14 @@ T = TypeVar("T")
 
 
 class Attempts:
-    """Tries to draw sections of some records.
-
-    A record that is wrong in an unforeseen way must not cost the figures of all others.
-    """
+    """Tries to draw sections of some records: a wrong record must not cost the figures of all others."""
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """Return `draw(records)`; if it fails, leave out records on which it fails alone.
-
-        If that fails too, draw no records, which `draw` must support. Each left-out record gives a LeftOut warning.
+        """Leave out records on which `draw` fails alone, with a LeftOut warning each; if it still fails, draw no
+        records.
         """
         try:
             return draw(records)

@@ -16,7 +16,6 @@ from steplab.units import format_percent, format_rate
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
-    """The fastest matmul and copy against the data sheet, and MFU's reference."""
     name = ceilings.environment.device.name
     hardware = find_hardware(name)
     rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]
@@ -30,7 +29,7 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
             part = float(best["best_per_s"] or 0) / float(best["stated_per_s"]) if best["stated_per_s"] else None
             share = f" ({format_percent(part)} of the data sheet's)" if part else ""
             told.append(f"{verb} at up to {best['best']}{dtype}{share}")
-    against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
+    against = "its data sheet" if hardware else "the matmul ceilings below, because it is not a known GPU"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
     cautions = []
     if ceilings.doubt:

@@ -46,12 +46,10 @@ def render_page(
     attempts: Attempts | None = None,
     write: Callable[[Document, Mapping[str, str]], str] = html.to_html,
 ) -> str:
-    """The page for records of any kinds, as HTML.
+    """The page for records of any kinds, as HTML; the same records always give the same page.
 
-    `about` has predictions and findings.
-
-    A record that a section cannot draw is left out with a note; `attempts` has earlier ones. `write` prints the page's
-    document and the sections that are finished, by their anchors. The same records always give the same page.
+    `about` has predictions and findings. A record that a section cannot draw is left out with a note; `attempts` has
+    earlier ones. `write` prints the page's document and the finished sections, by their anchors.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
@@ -89,7 +87,6 @@ def render_page(
 
 
 def page_verdict(records: Sequence[Record], context: Context | None = None) -> Verdict:
-    """The answer of the records of each kind; of several kinds, all of the runs' and the first of each other's."""
     if context is None:
         context = Context(cells=cells_of([record for record in records if isinstance(record, Run)]))
     ids = {record.id for record in records}
@@ -108,7 +105,6 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
 
 
 def _printed(part: Chapter, context: Context, ready: dict[str, str], records: Sequence[Any]) -> Section | None:
-    """The chapter, written to `ready` at once, so that what cannot be written fails where its record is left out."""
     section = html.drawn(part.make(records, context))
     ready[section.anchor] = html.section_html(section)
     return section if section.blocks else None
@@ -122,7 +118,6 @@ def _shared(cells: Sequence[RunCell]) -> str:
 
 
 def subtitle(records: Sequence[Record]) -> list[str]:
-    """Devices, days, numbers of records, versions of steplab."""
     counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
     days = sorted({record.created_utc[:10] for record in records})
     versions = sorted({record.steplab_version for record in records})

@@ -51,18 +51,13 @@ NOTHING = Context()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chapter:
-    """A chapter of a page."""
-
     name: str
-    """Its name in messages about left-out records."""
     make: Callable[[Sequence[Any], Context], Section]
     """From the records of its kind (for runs, their cells)."""
     terms: Terms = ()
 
 
 class Report(Protocol):
-    """The report of records of one kind."""
-
     @property
     def chapters(self) -> tuple[Chapter, ...]: ...
 
@@ -75,9 +70,7 @@ class Report(Protocol):
         """The common answer of one or more records (for runs, their cells)."""
         ...
 
-    def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[Document]:
-        """Records in full: a document each, or one joint document."""
-        ...
+    def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[Document]: ...
 
 
 def report_of(kind: str) -> Report:
@@ -109,7 +102,6 @@ class RecordReport:
     title: Callable[[Any], str]
     subtitle: Callable[[Any], str]
     heading: Callable[[Any], str]
-    """Under a record's name on a page."""
     called: Callable[[Any], str]
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
@@ -120,7 +112,6 @@ class RecordReport:
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
     """Facts next to the environment."""
     names_one: bool = False
-    """True if a page names even a single record."""
     parts: Callable[[Sequence[Any], Context, Callable[[Any], Section]], Iterable[Block | None]] = (
         lambda records, context, section: map(section, records)
     )

@@ -98,7 +98,7 @@ _CHAPTERS = (
     Chapter(name="utilization", make=_of_cells(chapters.utilization_chapter)),
     Chapter(name="ranks", make=_of_cells(chapters.ranks_chapter)),
     Chapter(name="the table of runs", make=_of_cells(chapters.runs_chapter), terms=chapters.TERMS),
-    Chapter(name="what was not measured", make=_of_cells(chapters.missing_chapter)),
+    Chapter(name="not measured", make=_of_cells(chapters.missing_chapter)),
 )
 
 

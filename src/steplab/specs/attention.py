@@ -77,17 +77,15 @@ class AttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Default: `heads`."""
         return self.kv_heads or self.heads
 
     @property
     def num_keys(self) -> int:
-        """Default: `queries`."""
         return self.keys or self.queries
 
     @property
     def shape(self) -> "AttentionSpec":
-        """The spec without implementation and compile mode: equal for comparable cells."""
+        """Without implementation and compile mode: equal for comparable cells."""
         return dataclasses.replace(self, implementation="plain", compile="off")
 
     @property
@@ -146,9 +144,7 @@ class AttentionOptions:
     seed: Annotated[int, Declared(help="Seed of the random inputs")] = 0
 
 
-ATTENTION = Benchmark(
-    name="attention", what="attention by itself", timeout="10min", cells=FIELDS, options=AttentionOptions
-)
+ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min", cells=FIELDS, options=AttentionOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,8 +191,9 @@ class AttentionStudy:
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Name, description and cells of a named grid or a TOML file. `overrides` replace the grid's own fields; `defaults`
-    apply to fields that neither gives. Raises UserError for a grid that does not exist or is not valid."""
+    """Of a named grid or a TOML file: name, description, cells. `overrides` replace the grid's fields, `defaults` apply
+    last. Raises UserError for an unknown or invalid grid.
+    """
     content = content_of("grid", source, GRIDS)
     grids = content.get("grid", [])
     unknown = sorted(set(content) - {"description", "grid"})
@@ -208,7 +205,7 @@ def cells_of_grid(
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
-    """The grid with its fields replaced; `sequence` also replaces `queries` and `keys`, and these replace it."""
+    """`sequence` also replaces `queries` and `keys`, and these replace it."""
     lists = as_grid(grid)
     if "sequence" in overrides:
         lists.pop("queries", None)
@@ -219,7 +216,7 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
-    """The cells of all products; the first field varies slowest. Raises UserError if there are no cells."""
+    """Of all products; the first field varies slowest. Raises UserError without cells."""
     cells = cells_of_grids(grids, lambda grid: map(resolve_attention, products(grid)))
     if not cells:
         raise UserError("no cells to measure; give each field of the grid at least one value")
@@ -227,7 +224,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
-    """The cell that `fields` describe. Raises UserError with the field, its value and the valid ones."""
+    """Raises UserError with the field, its value and the valid ones."""
     for name in fields:
         if name not in FIELDS:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")

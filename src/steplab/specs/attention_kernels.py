@@ -16,7 +16,6 @@ _DTYPES = {"fp32": FP32, "tf32": FP32, "fp16": FP16, **dict.fromkeys(("bf16", "b
 
 
 def refuse_unserved_kernels(spec: StepSpec, device: str) -> None:
-    """Raise Unsupported if the spec's attention or loss does not run on a device of this kind: cuda, cpu or mps."""
     refuse_unserved_attention(spec, device)
     if loss_implementation(spec.loss).in_kernel and not runs_on(device):
         raise Unsupported(f"loss {spec.loss} on {device}", "its kernel is for CUDA", "use --loss chunked, or plain")
@@ -34,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """The reason that it cannot take its tensors there, or lacks a needed backward pass on a CPU; None: it can run."""
+    """Also for lack of a backward pass on a CPU; None: it can run."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent
@@ -71,8 +70,7 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *,
 def with_attention_chosen(
     spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
 ) -> tuple[StepSpec, tuple[str, ...]]:
-    """The step with `auto` resolved on a GPU of one of these names, and a note on the choice. A step with another
-    attention, or of unknown shape or GPU, is returned unchanged, without a note."""
+    """With `auto` resolved on one of these GPUs, and a note on the choice; else unchanged, without a note."""
     if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]

@@ -52,7 +52,6 @@ class Benchmark(Generic[Options]):
 
     @property
     def own(self) -> Fields:
-        """The declarations of its other options."""
         return declared_fields(self.options)
 
     @property
@@ -60,7 +59,6 @@ class Benchmark(Generic[Options]):
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
-        """The fields among the given values, by either name, and the options with their defaults."""
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
         return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
@@ -93,7 +91,6 @@ def _read(what: str, value: object, wanted: Any) -> object:
 
 
 def sampling(repeats: int | None) -> dict[str, Any]:
-    """Fields of a study with this number of repeats; None: its defaults."""
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
 
 

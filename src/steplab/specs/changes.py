@@ -27,7 +27,7 @@ ORDER = {
     "saves": "predicted to save enough to be kept: most saved per second of trial first",
     "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
     "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
-    "unknown": "nothing is predicted of it: the shortest trial first",
+    "unknown": "no saving is predicted: the shortest trial first",
     "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }
@@ -74,11 +74,9 @@ class Change:
 
     @property
     def words(self) -> str:
-        """The change in words."""
         return f"{self.field.removeprefix('model.')} {self.value}"
 
     def words_along(self, spec: StepSpec) -> str:
-        """The change of a step in words, with the changes that it brings."""
         return words_with(self.words, [each.words for each in self.brings(spec)])
 
     @property
@@ -86,7 +84,6 @@ class Change:
         return frozenset((self.field, *self.needs))
 
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
-        """True if it changes this step on the device."""
         return (
             device_kind in self.devices
             and self.matters(spec)
@@ -95,11 +92,10 @@ class Change:
         )
 
     def is_fast(self, spec: StepSpec, device_kind: str) -> bool:
-        """True if the recipe `fast` has it for this kind of model and of device."""
         return spec.model.kind in self.fast.get(device_kind, ())
 
     def matters(self, spec: StepSpec) -> bool:
-        """True if it replaces the present value of a field that has an effect on this step."""
+        """True if it replaces the value of a field with an effect on this step."""
         changed, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
         return (
             now != self.value
@@ -114,7 +110,6 @@ class Change:
         return tuple(next(change for change in CHANGES if (change.field, change.value) == need) for need in missing)
 
     def joined(self, others: Sequence["Change"]) -> "Change":
-        """This change and others, of other fields, as one."""
         made = {field: value for each in others for field, value in (*each.needs.items(), (each.field, each.value))}
         return dataclasses.replace(self, needs={**self.needs, **made})
 
@@ -123,7 +118,6 @@ class Change:
         return with_fields(spec, {**self.needs, self.field: self.value})
 
     def is_supported(self, spec: StepSpec) -> bool:
-        """True if a step can be made with it."""
         try:
             self.made(spec)
         except UserError:
@@ -213,7 +207,6 @@ CHANGES = (
 
 
 def words_with(own: str, others: Sequence[str]) -> str:
-    """A change in words, with the changes made along with it."""
     return f"{own} with {' and '.join(others)}" if others else own
 
 
@@ -222,7 +215,6 @@ OPT_IN: tuple[str, ...] = tuple(change.value for change in CHANGES if change.opt
 
 
 def numerics_of_fp8(precisions: Collection[str]) -> tuple[str, ...]:
-    """A sentence if some of these precisions take fp8 and others do not."""
     in_fp8 = [each for each in FP8 if each in precisions]
     if not in_fp8 or all(each in FP8 for each in precisions):
         return ()
@@ -233,8 +225,7 @@ def numerics_of_fp8(precisions: Collection[str]) -> tuple[str, ...]:
 def changes_for(
     spec: StepSpec, device_kind: str, *, keep_precision: bool, opt_in: Collection[str] = ()
 ) -> list[Change]:
-    """The changes that apply to a step, without number formats if `keep_precision`, and with only the opt-in changes in
-    `opt_in`."""
+    """Without number formats if `keep_precision`, and with only the opt-in changes in `opt_in`."""
     return [
         change
         for change in CHANGES
@@ -245,11 +236,10 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """Build the spec that `fields` describe, as resolve_step does, with the additions of a recipe among them.
+    """As resolve_step, with the additions of a recipe among `fields`.
 
-    `device_kind` gives the kind of device behind a name, such as `auto`; it is called only for a recipe. A Remark
-    reports the fields that were set, and those that could not be. Raises UserError as resolve_step does, and for an
-    unknown recipe.
+    `device_kind` gives the kind of device behind a name, such as `auto`; only a recipe calls it. A Remark reports the
+    fields that were set, and those that could not be. Raises UserError as resolve_step does, and for an unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)
@@ -281,7 +271,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
 
 
 def recipe_help() -> str:
-    """Help of the option --recipe: its settings for a built-in model on each kind of device."""
+    """Its settings for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
         values = dict[str, list[str]]()

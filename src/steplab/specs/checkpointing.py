@@ -41,8 +41,9 @@ def check_checkpointing(name: str) -> None:
 
 
 def is_recomputed(checkpointing: str, block: int) -> bool:
-    """True if a block, counted from 0, is recomputed in the backward pass, matmuls included; never for selective.
-    Raises UserError for auto, which must be chosen before."""
+    """Matmuls included; blocks count from 0. False for selective. Raises UserError for auto, which must be chosen
+    before.
+    """
     if checkpointing == AUTO:
         raise UserError("checkpointing auto is not chosen here; name none, selective, full, first_K or every_N")
     if (first := num_first(checkpointing)) is not None:
@@ -64,7 +65,7 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
     """A note that a choice has less effect than its name suggests; None if it has its full effect. num_layers None: not
     known. gradients: True if there is a backward pass."""
     if checkpointing != "none" and not gradients:
-        return "checkpointing: changes nothing, because without gradients no activation is saved"
+        return "checkpointing: no effect, because without gradients no activation is saved"
     if num_layers is not None and num_layers < (num_first(checkpointing) or 0):
         return f"checkpointing {checkpointing}: there are {num_layers} blocks, and all of them are recomputed"
     if num_layers is not None and 1 < num_layers <= period_of(checkpointing):
@@ -76,12 +77,10 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
 
 
 def period_of(checkpointing: str) -> int:
-    """The period of repeating blocks: N for every_N, else 1."""
     return _number("every", checkpointing) or 1
 
 
 def num_first(checkpointing: str) -> int | None:
-    """The K of first_K; None for another choice."""
     return _number("first", checkpointing)
 
 

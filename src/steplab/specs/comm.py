@@ -106,7 +106,7 @@ class CommSpec:
 
     @property
     def message_bytes(self) -> int:
-        """Size of the whole message in bytes, after rounding: S of nccl-tests."""
+        """Of the whole message, after rounding: S of nccl-tests."""
         return self.message_elements * self.element_bytes
 
     @property
@@ -212,7 +212,7 @@ def _least_bytes(world_size: int) -> int:
 
 
 def worlds_of(num_processes: int) -> list[int]:
-    """Group sizes: the powers of two up to the number of processes, and that number; 2, 4 and 6 for six processes."""
+    """Powers of two up to the number of processes, and that number: 2, 4 and 6 for six."""
     powers = [2**exponent for exponent in range(1, num_processes.bit_length()) if 2**exponent < num_processes]
     return [*powers, num_processes]
 

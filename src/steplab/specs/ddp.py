@@ -215,7 +215,7 @@ class DdpOptions(Spread):
     ] = 2
     traces: Annotated[
         str | None,
-        Declared(help="Folder in which to keep the traces, one file per variant", parse=Path),
+        Declared(help="Folder for traces, one file per variant", parse=Path),
     ] = None
 
 
@@ -236,9 +236,7 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for unused bucket
-    sizes, transports or updates.
-    """
+    """`small`: by default with buckets for a CPU. Raises UserError also for unused options."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))
@@ -285,7 +283,6 @@ def variants_of(
 
 
 def _megabytes(text: object) -> float:
-    """The size of a bucket from a number or its text. Raises UserError for anything but a positive number."""
     try:
         size_mb = float(str(text))
     except ValueError as error:

@@ -72,7 +72,6 @@ class HardwareSpec:
     """
 
     def peak_flops(self, dtype: str) -> Peak | None:
-        """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None if the vendor states none."""
         return self.peaks.get(dtype)
 
 
@@ -96,30 +95,29 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """Every known GPU, in the order of the file."""
+    """In the order of the file."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
 @functools.cache
 def accelerators() -> tuple[HardwareSpec, ...]:
-    """Every known GPU and TPU; torch has no names for TPUs."""
+    """torch has no names for TPUs."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
 
 def find_hardware(device_name: str) -> HardwareSpec | None:
-    """The GPU with torch's name `device_name`; None: not known."""
     return next((spec for spec in catalogue() if device_name in spec.device_names), None)
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name or torch's name, without regard to case and spaces. Raises UserError with the short
-    names. A chip's name, such as H100, means its module with most memory: SXM if there is one."""
+    """By its short name or torch's, without regard to case and spaces; H100 means the module with most memory, SXM if
+    there is one. Raises UserError with the short names.
+    """
     return _named(name, catalogue())
 
 
 def accelerator_named(name: str) -> HardwareSpec:
-    """The same for GPUs and TPUs."""
     return _named(name, accelerators())
 
 
@@ -143,7 +141,6 @@ def _plain(name: str) -> str:
 
 
 def _near(wanted: str, names: Sequence[str]) -> list[str]:
-    """The names that contain the given one, such as H200, else the most similar ones."""
     plain = {_plain(name): name for name in names}
     asked = _plain(wanted)
     containing = [name for text, name in plain.items() if asked and asked in text]
@@ -151,7 +148,7 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """The entries of a hardware file, each figure with its citation; a test checks that ours is complete."""
+    """Each figure with its citation; a test checks that ours is complete."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 
@@ -168,18 +165,15 @@ def _spec(table: Mapping[str, Any], documents: Mapping[str, str]) -> HardwareSpe
 
 @functools.cache
 def networks() -> tuple[NetworkSpec, ...]:
-    """Every known network."""
     text = resources.files("steplab.specs").joinpath("networks.toml").read_text(encoding="utf-8")
     return msgspec.convert(msgspec.toml.decode(text)["network"], tuple[NetworkSpec, ...])
 
 
 def network_of(gpu: str) -> NetworkSpec | None:
-    """The network of a vendor's cluster of these GPUs; None: not known."""
+    """Of a vendor's cluster of these GPUs; None: not known."""
     return next((network for network in networks() if gpu in network.gpus), None)
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """The network that gives the reached share of these GPUs' stated adapter: their own, else the one with the least
-    share.
-    """
+    """The network for the reached share of these GPUs' stated adapter: their own, else the one with the least share."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -76,7 +76,7 @@ def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
 
 
 def check_device(name: str, there: Sequence[str] = ()) -> None:
-    """Raise UserError for an invalid name, with the devices that are `there`, if known."""
+    """Raise UserError for an invalid name; `there` are the existing devices."""
     kind, colon, index = name.partition(":")
     if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
         return
@@ -85,8 +85,9 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """The fields of a step on `gpus` GPUs, or in `processes` processes on the CPU. Without its own layout the step is
-    data parallel over them. Raises UserError if layout, device and number of processes contradict each other."""
+    """On `gpus` GPUs, or in `processes` processes on the CPU; without its own layout, data parallel. Raises UserError
+    for contradictions with its layout or device.
+    """
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
@@ -102,8 +103,7 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """The number of processes that `--gpus` or `--processes` request, and their device: cuda or cpu. Raises UserError
-    if both are given, for less than one process, and for a device that contradicts them."""
+    """Number and device (cuda or cpu). Raises UserError for both, for less than one, and for a contradicting device."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

@@ -240,8 +240,9 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """The model called `name`, with sizes replaced by `overrides` (built-in sizes only). Raises UserError for an
-    unknown name, a missing or unreadable configuration, or an override that does not apply."""
+    """With built-in sizes replaced by `overrides`. Raises UserError for an unknown name, an unreadable configuration,
+    or an override that does not apply.
+    """
     overrides = overrides or {}
     if name in MODEL_SIZES:
         valid = [field.name for field in dataclasses.fields(TransformerShape)]
@@ -265,7 +266,6 @@ def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
 
 
 def _meant(name: str) -> str:
-    """A suggestion for an unknown name: a built-in size, or a factory named by its file."""
     file, _, function = name.partition(":")
     if PurePath(file).suffix == ".py":
         parts = [part for part in PurePath(file).with_suffix("").parts if part != "."]
@@ -277,7 +277,6 @@ def _meant(name: str) -> str:
 
 
 def refuse_planning_only(model: ModelSpec) -> None:
-    """Raise Unsupported for a size that can only be planned, not built or measured."""
     if model.shape is not None and model.shape.num_heads == 0:
         raise Unsupported(
             f"measuring '{model.name}'",

@@ -13,12 +13,11 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Excerpts of the model, in the order of its forward pass; empty for a plain one. Other names are the model's."""
+    """In the order of its forward pass; empty for a plain one. Other names are the model's."""
     return _with_imports_first(_model(spec))
 
 
 def own_loop(spec: StepSpec, device_kind: str = "cuda") -> tuple[str, ...]:
-    """The program that prepares the model and trains it."""
     loop = (*_formats(spec), *_blocks(spec), *_ranks(spec), *_optimizer(spec), *_step(spec), *_loop(spec, device_kind))
     return _with_imports_first(loop)
 
@@ -210,7 +209,7 @@ def _loop(spec: StepSpec, device_kind: str) -> Iterator[str]:
 from steplab.measurement.tensors import with_tensors
 static = with_tensors(next(iter(batches)), torch.clone)  # where the graph reads each batch"""
     if graph or beside:
-        first = "priority=-1)  # its kernels go before those of the updates" if beside else ")"
+        first = "priority=-1)  # its kernels precede the updates' kernels" if beside else ")"
         yield f"stream = torch.cuda.Stream({first}\nstream.wait_stream(torch.cuda.current_stream())"
     if graph:
         yield """with torch.cuda.stream(stream):

@@ -109,7 +109,7 @@ class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 
 def load_questions(source: str) -> Questions:
-    """The questions of a preset or a file. Raises UserError for a file without questions."""
+    """Raises UserError for a file without questions."""
     content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
     try:
         return msgspec.convert(content, Questions)

@@ -24,8 +24,9 @@ Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """Build the spec that `fields` describe, with defaults for the others. Raises UserError with the field, its value
-    and the valid ones; also for a given field without an effect on this step."""
+    """Defaults apply to missing fields. Raises UserError with the field, its value and the valid ones; also for a given
+    field without an effect on this step.
+    """
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
         raise UserError(f"{name} has no effect here: {why}")
@@ -33,23 +34,23 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
 
 
 def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
-    """Fields from Python or a file as a grid: each with the list of its values, which may be one."""
     return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
 def products(grid: Grid) -> list[dict[str, object]]:
-    """Every combination of the values, the first field varying slowest."""
+    """The first field varies slowest."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cell]]) -> tuple[Cell, ...]:
-    """The cells of all grids, each once at its first place."""
+    """Each at its first place."""
     return tuple(dict.fromkeys(cell for grid in grids for cell in resolve(grid)))
 
 
 def resolve_grid(grid: Grid) -> list[StepSpec]:
-    """The product of the lists, the first field varying slowest. A field that has an effect in some cells only is left
-    out of the others, so that some cells may be equal. Raises UserError as resolve_step does."""
+    """The first field varies slowest. A field without an effect in some cells is left out of them, so cells may be
+    equal. Raises UserError as resolve_step does.
+    """
     every = products(grid)
     unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)
@@ -60,8 +61,7 @@ def resolve_grid(grid: Grid) -> list[StepSpec]:
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value, and
-    Unsupported for a step that is not supported with it."""
+    """By their names in study files. Raises UserError for an invalid value, and Unsupported for an unsupported step."""
     parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
     changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}
@@ -74,12 +74,11 @@ def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
 
 
 def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The command that measures the spec's step with some fields changed; it omits defaults."""
+    """The command that measures this step; it omits defaults."""
     return f"steplab run {options(spec, changes)}"
 
 
 def options(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The options of the spec's step, with some fields changed; they omit defaults."""
     values = {"model": spec.model.name}
     base = MODEL_SIZES.get(spec.model.name)
     for field in (*SIZE_FIELDS, *STEP_FIELDS):

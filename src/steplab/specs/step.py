@@ -33,7 +33,7 @@ _PLAIN = "or --block-ops plain"
 
 
 def refuse_unserved_layout(spec: StepChoices) -> None:
-    """Raise Unsupported for a step that cannot be planned along fsdp, tp or pp; every step can run along dp."""
+    """Along fsdp, tp or pp; every step can run along dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
     if layout.world_size == layout.dp:
@@ -71,8 +71,7 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
 
 
 def refuse_uneven_split(spec: StepChoices) -> None:
-    """Raise UserError with the valid sizes of tp if tp does not divide every size that it splits. Raise Unsupported if
-    it would split queries from keys."""
+    """Raise UserError with the valid sizes of tp, and Unsupported if it would split queries from keys."""
     layout, shape = spec.layout, spec.model.shape
     if layout.tp == 1 or shape is None:
         return
@@ -99,7 +98,6 @@ def refuse_uneven_split(spec: StepChoices) -> None:
 
 
 def refuse_uneven_pipeline(spec: StepChoices) -> None:
-    """Raise UserError for more stages than blocks, and for a number of microbatches that does not fit the batch."""
     pp, schedule, shape = spec.layout.pp, spec.pipeline_schedule, spec.model.shape
     if pp == 1:
         return
@@ -121,7 +119,6 @@ def refuse_uneven_pipeline(spec: StepChoices) -> None:
 
 
 def refuse_stages_without_blocks(pp: int, schedule: str, num_layers: int) -> None:
-    """Raise UserError for a pipeline with more stages than the model has blocks."""
     stages = pp * STAGES_A_RANK[schedule]
     if stages > num_layers:
         most = num_layers // STAGES_A_RANK[schedule]
@@ -132,12 +129,11 @@ def refuse_stages_without_blocks(pp: int, schedule: str, num_layers: int) -> Non
 
 
 def refuse_unrecorded_step(spec: StepChoices) -> None:
-    """Raise Unsupported for a step that cannot be recorded as CUDA graphs, if it should be."""
     if spec.cuda_graph != "step":
         return
     refuse_unserved_graph(spec.device)
     if spec.compile in RECORD_THEIR_OWN:
-        why = "that mode records CUDA graphs of its own"
+        why = "that mode records its own CUDA graphs"
         raise Unsupported(
             f"cuda_graph step with compile {spec.compile}", why, f"use --compile block, default or off, {_OFF}"
         )
@@ -150,7 +146,7 @@ def refuse_unrecorded_step(spec: StepChoices) -> None:
 
 
 def refuse_unserved_update(spec: StepChoices) -> None:
-    """Raise Unsupported for an overlapped update that needs all gradients first, or gets them all at once."""
+    """Raise Unsupported for an update that needs all gradients first, or gets them all at once."""
     if spec.update != OVERLAPPED or spec.pass_name != "train":
         return
     what, layout = "update overlapped with", spec.layout
@@ -169,7 +165,6 @@ def refuse_unserved_update(spec: StepChoices) -> None:
 
 
 def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
-    """Raise Unsupported for parameters that the single-kernel optimizer does not take."""
     layout = spec.layout
     if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
         return
@@ -183,8 +178,9 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 
 
 def refuse_unserved_masters(spec: StepChoices) -> None:
-    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast over fp32 weights, and
-    for an optimizer without masters."""
+    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast, and for an optimizer
+    without masters.
+    """
     if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
@@ -200,8 +196,6 @@ def refuse_unserved_masters(spec: StepChoices) -> None:
 
 
 def refuse_unserved_fp8(spec: StepChoices) -> None:
-    """Raise Unsupported for a model without steplab's blocks (fp8_torchao takes any), and for sizes that products in
-    fp8 do not take."""
     if spec.precision not in FP8:
         return
     what, shape = f"precision {spec.precision} for {spec.model.label}", spec.model.shape
@@ -223,8 +217,7 @@ def refuse_unserved_fp8(spec: StepChoices) -> None:
 
 
 def refuse_unserved_block_ops(spec: StepChoices) -> None:
-    """Raise Unsupported for a model, a layout or a kind of device that the kernels do not support. Either all three
-    kernels run or none, so that the choice's name describes the measurement."""
+    """Either all three kernels run or none, so that the choice's name describes the measurement."""
     if spec.block_ops != "triton":
         return
     model, layout, shape, what = spec.model, spec.layout, spec.model.shape, "block_ops triton with"
@@ -244,8 +237,7 @@ def refuse_unserved_block_ops(spec: StepChoices) -> None:
 
 
 def refuse_unserved_graph(device: str) -> None:
-    """Raise Unsupported for a device without CUDA graphs, by its name or kind. `auto` passes, because it is not
-    resolved yet."""
+    """`auto` passes, because it is not resolved yet."""
     kind = device.partition(":")[0]
     if kind in ("cpu", "mps"):
         why = "CUDA graphs are recorded and replayed by a CUDA GPU"
@@ -294,7 +286,7 @@ CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field 
 
 
 def describe(spec: StepSpec) -> str:
-    """The choices of a spec that determine its step's computation, without defaults that need no mention."""
+    """Its step's choices, without defaults that need no mention."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]

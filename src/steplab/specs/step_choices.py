@@ -54,7 +54,6 @@ def averages_gradients(layout: Layout) -> bool:
 
 
 def no_strategy(spec: "StepChoices") -> str | None:
-    """Why steplab's own data parallelism averages no gradients; None if it does."""
     layout = spec.layout
     if averages_gradients(layout):
         return None
@@ -68,21 +67,19 @@ def no_strategy(spec: "StepChoices") -> str | None:
 
 
 def no_buckets(spec: "StepChoices") -> str | None:
-    """Why gradients are not averaged in buckets; None if they are."""
     if not averages_gradients(spec.layout) or spec.data_parallel == "bucketed":
         return no_strategy(spec)
     return f"data_parallel {spec.data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
 
 
 def no_gradients(spec: "StepChoices") -> str | None:
-    """Why there are no gradients to accumulate; None if there are."""
     if spec.pass_name != "forward":
         return None
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """A function that says why steplab's field has no effect on a model with its `own`; None if it has."""
+    """Why steplab's field has no effect on a model with its `own`; None if it has."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -93,17 +90,14 @@ def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
 
 
 def no_shards(spec: "StepChoices") -> str | None:
-    """Why no parameters are sharded; None if they are."""
     return _no_axis(spec.layout, "fsdp", "frees no parameters")
 
 
 def no_pipeline(spec: "StepChoices") -> str | None:
-    """Why there is no pipeline; None if there is one."""
     return _no_axis(spec.layout, "pp", "has no pipeline")
 
 
 def no_microbatches(spec: "StepChoices") -> str | None:
-    """Why there are no microbatches, which are easily confused with gradient accumulation's; None if there are."""
     why = no_pipeline(spec)
     return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
 
@@ -409,7 +403,7 @@ class StepChoices:
     pipeline_schedule: Annotated[
         PipelineSchedule,
         Declared(
-            help="Order in which a pipeline runs its microbatches",
+            help="Order of a pipeline's microbatches",
             meanings={
                 "1f1b": "a backward pass as soon as there is one",
                 "gpipe": "all forward passes first",
@@ -439,12 +433,12 @@ class StepChoices:
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a pipeline cuts the batch: the given number, or one per sequence; else 1."""
+        """The given number, or one per sequence; 1 without a pipeline."""
         return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-step of one process: batch x context."""
+        """Of a micro-step of one process: batch x context."""
         return self.batch * self.context
 
     @property
@@ -454,17 +448,16 @@ class StepChoices:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps in a step: `accumulation`, or one if there are no gradients to accumulate."""
+        """`accumulation`, or 1 without gradients."""
         return 1 if self.pass_name == "forward" else self.accumulation
 
     @property
     def tokens_of_all(self) -> int:
-        """Tokens in a step of all processes together: batch x context x micro-steps x data-parallel ranks."""
+        """batch x context x micro-steps x data-parallel ranks."""
         return self.tokens * self.micro_steps * self.layout.data_ranks
 
     @property
     def replays_model(self) -> bool:
-        """True if the kernels of the forward and backward passes are replayed from CUDA graphs."""
         return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
 
     @property
@@ -480,12 +473,11 @@ class StepChoices:
 
     @property
     def bucket_mb(self) -> float | None:
-        """Size of the buckets of gradients, in units of 1e6 bytes; None without buckets."""
+        """In units of 1e6 bytes; None without buckets."""
         return self.bucket_size_mb if self.strategy == "bucketed" else None
 
     @property
     def reshards(self) -> bool:
-        """True if fsdp frees a block's parameters after its forward pass."""
         if self.reshard_after_forward == "auto":
             return self.layout.pp == 1
         return self.reshard_after_forward == "always"

@@ -116,7 +116,6 @@ class StepField:
 
     @property
     def is_list(self) -> bool:
-        """True for a sequence of values, separated by commas in text."""
         return get_origin(self.type) is not None
 
     @property
@@ -133,7 +132,6 @@ class StepField:
 
     @property
     def help(self) -> str:
-        """Help of the option: its meaning, its choices and its default."""
         default = self.about.default_words
         if default is None and self.default not in (None, dataclasses.MISSING):
             default = f"{self.default:g}" if self.type is float else str(self.default)
@@ -148,7 +146,7 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Why the field, if given, is refused for this step; None if it is not refused."""
+        """Why the field is refused for this step, or None."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
@@ -159,7 +157,6 @@ class StepField:
         return value
 
     def text(self, value: Scalar) -> str:
-        """A value with its unit, for a place that names the field already: 25 MB."""
         number = f"{value:g}" if isinstance(value, float) else str(value)
         return f"{number} {self.about.unit}".rstrip()
 
@@ -171,7 +168,7 @@ class StepField:
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """The value from text or from a value of the field's type. Raises UserError for another type."""
+        """From text or its own type. Raises UserError for another."""
         if self.type is bool:
             return _truth(self.key, given)
         if self.type is int:
@@ -186,7 +183,7 @@ class StepField:
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:
-        """Raise UserError with the valid values for an invalid one of the right type."""
+        """Raise UserError with the valid values."""
         about = self.about
         if value is None:
             return
@@ -201,9 +198,9 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """The declared fields of a dataclass. `read` finds the object with the fields in a spec. The attribute `pass_name`
-    becomes the field `pass`, because Python does not allow that name. Raises TypeError for a field without a
-    declaration."""
+    """`read` finds the object with the fields in a spec. `pass_name` becomes the field `pass`. Raises TypeError for a
+    field without a declaration.
+    """
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:
@@ -232,7 +229,6 @@ Fields = tuple[StepField, ...]
 
 
 def option_name(key: str) -> str:
-    """The command line's option for a field: --model.d-model."""
     return f"--{key.replace('_', '-')}"
 
 

@@ -73,7 +73,7 @@ class StudySpec:
 
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
-    """The study of all cells of the grids; the first field varies slowest. Raises UserError for an empty study."""
+    """The first field varies slowest. Raises UserError for an empty study."""
     cells = cells_of_grids(grids, resolve_grid)
     if not cells:
         raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
@@ -81,8 +81,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """The study with the measurements that it includes, as far as there are GPUs for them. The description lists the
-    omissions. Raises UserError without a remaining measurement.
+    """With included measurements, as far as there are GPUs; the description lists the omissions. Raises UserError
+    without a remaining measurement.
     """
     kept, missing = list[StudySpec](), list[StudySpec]()
 
@@ -118,7 +118,7 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts without duplicates, `doctor` first, because the others use its results."""
+    """`doctor` first, because the others use its results."""
     found = [part for number, part in enumerate(parts) if part not in parts[:number]]
     return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
 
@@ -135,14 +135,14 @@ def labels(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def in_common(cells: Sequence[StepSpec]) -> list[str]:
-    """The common words of several steps' descriptions."""
     words = [describe(cell).split(" · ") for cell in cells]
     return [word for word in words[0] if all(word in others for others in words)]
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """The study `source` (a preset or a TOML file) with its fields replaced by `overrides`. Raises UserError for an
-    unknown preset, an unreadable file, or a file that is not a study."""
+    """A preset or a TOML file, with fields replaced by `overrides`. Raises UserError for an unknown preset, an
+    unreadable file, or a file that is not a study.
+    """
     content = content_of("study", source, STUDIES, _hint)
     try:
         return _study(source, content, overrides)
@@ -197,7 +197,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
 
 
 def _flat(grid: Mapping[str, object]) -> dict[str, object]:
-    """The grid with dotted names restored: TOML reads `model.num_layers = 4` as a nested table."""
+    """Dotted names restored: TOML reads `model.num_layers = 4` as a nested table."""
     flat: dict[str, object] = {}
     for name, value in grid.items():
         if isinstance(value, Mapping):
@@ -214,8 +214,9 @@ def preset_names(folder: str) -> tuple[str, ...]:
 
 
 def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
-    """The content of `source`, a preset in the folder or a file; `what` names its kind, such as a study. Raises
-    UserError for an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its text."""
+    """Of a preset in the folder or a file; `what` names its kind, such as a study. Raises UserError for an unknown
+    preset, and for a file that cannot be read or is not TOML, with the `hint` on its text.
+    """
     names = preset_names(folder)
     if source in names:
         text = (files("steplab.specs") / folder / f"{source}.toml").read_text(encoding="utf-8")

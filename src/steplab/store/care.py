@@ -22,8 +22,6 @@ _MOST_DAMAGE = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """Condition of a store's file."""
-
     path: Path
     format: int
     size_bytes: int
@@ -66,7 +64,7 @@ def check(path: Path, timeout_s: float = 30.0) -> Condition:
 
 
 def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
-    """Copy the store to a new file as of one moment, while others read and write it."""
+    """As of one moment, while others read and write it."""
     with closing(open_to_read(path, timeout_s)) as connection:
         connection.copy_to(target)
 
@@ -82,7 +80,6 @@ def _damage_in(damage: dict[str, None]) -> Iterator[None]:
 
 
 def _problems(path: Path, seq: int, record_id: str, summary: bytes, body: bytes) -> list[str]:
-    """One line for a damaged record; one from a later steplab is not damaged."""
     try:
         record = decode(body)
         summary_row(record)

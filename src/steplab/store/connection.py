@@ -106,7 +106,7 @@ _COPY_WAITS_S = 30.0
 
 
 class Connection:
-    """An open store; methods raise SteplabError if SQLite fails."""
+    """Methods raise SteplabError if SQLite fails."""
 
     def __init__(self, path: Path, sqlite: sqlite3.Connection) -> None:
         self.path = path
@@ -279,7 +279,6 @@ def _connect(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:
 
 
 def text_of(value: object) -> str:
-    """Text of a damaged row's value, which may have any type."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

@@ -40,7 +40,6 @@ class Store(RecordTable, StudyTable):
         return self._connection.path
 
     def close(self) -> None:
-        """Close the file, after use of everything read from it."""
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -28,17 +28,13 @@ _SURE = ("id", "created_utc", "name", "status")
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 _MOST_NUMBERS = 500
-"""Records named per query; SQLite takes 999 and, since 3.32, 32,766."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
-    """A decoded and validated record of another store or file."""
-
     where: str
     """Its name in messages, such as "runs.jsonl, line 3"."""
     body: bytes
-    """Its original JSON, with fields of later versions."""
 
     @property
     def record(self) -> Record:
@@ -59,7 +55,7 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
 
 
 class RecordTable:
-    """Records of an open store. Methods raise SteplabError, one line with the fix, if the file is unusable."""
+    """Methods raise SteplabError, one line with the fix, if the file is unusable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -206,7 +202,6 @@ class RecordTable:
                 yield record
 
     def of_unknown_kind(self) -> list[tuple[str, str]]:
-        """Id and kind of records of kinds unknown to this version."""
         # kinds come from an index, without reading records
         if all(kind in KINDS for (kind,) in self._connection.query("SELECT DISTINCT kind FROM record")):
             return []
@@ -254,7 +249,6 @@ class RecordTable:
             return [study for study in emptied if _remove_empty(self._connection, study)]
 
     def ceilings(self, device_name: str) -> list[Ceilings]:
-        """Measured peaks of devices with that name, newest first."""
         of_device = [row for row in self.rows(kind="ceilings") if row.get("device") == device_name]
         found = (self.find(str(row["id"])) for row in of_device)
         return [record for record in found if isinstance(record, Ceilings)]

@@ -25,17 +25,13 @@ by a clock set back.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Values to match; None does not restrict."""
-
     kind: str | None = None
     study: str | None = None
     name: str | None = None
     status: str | None = None
     """ok, or the kind of a failure."""
     outside_studies: bool = False
-    """True for records outside studies only."""
     all_attempts: bool = False
-    """True to include superseded attempts at a cell."""
 
     def condition(self) -> str:
         """SQL for WHERE, with a placeholder per value."""

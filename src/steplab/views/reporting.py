@@ -161,10 +161,8 @@ def _page(
 
 
 def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
-    """The records in a format other than a page.
-
-    Kinds with a joint table share one; other records get a document each. Raises UserError for several tables in json
-    or csv, which hold one; runs win over audits.
+    """Kinds with a joint table share one; other records get a document each. Raises UserError for several tables in
+    json or csv, which hold one; runs win over audits.
     """
     by_kind = {name: found.of(name) for name in KINDS}
     if by_kind["run"] and not named and format in ("json", "csv"):

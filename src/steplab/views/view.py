@@ -21,12 +21,13 @@ class View:
     """A report, written when looked at: text at a prompt, HTML in a notebook."""
 
     write: Callable[..., str]
-    """Makes the text from one of FORMATS, or `notebook`, and the use of colours; if `pictured`, also from the taker of
-    pictures and long tables of md and latex."""
+    """Makes the text from a format, or `notebook`, and the use of colours; if `pictured`, also from the taker of
+    pictures and long tables.
+    """
     store: Path | str | None = None
     """Store of the records, which no file may replace; None: the default store."""
     pictured: bool = False
-    """True if pictures and long tables of md and latex are files beside the text."""
+    """True if pictures and long tables of md and latex are separate files."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -43,7 +44,7 @@ class View:
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
 
-        Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex beside it. Files of other
+        Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex next to it. Files of other
         writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing
         fails.
         """

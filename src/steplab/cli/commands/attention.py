@@ -36,7 +36,7 @@ def attention(
             negative="",
         ),
     ] = False,
-    gpu: Annotated[str | None, Parameter(help="GPU whose memory --derive compares with")] = None,
+    gpu: Annotated[str | None, Parameter(help="GPU memory that --derive compares with")] = None,
     name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
     timeout: Annotated[str, Parameter(help=QUIET)] = ATTENTION.timeout,
     out: OutputOptions = OutputOptions(),

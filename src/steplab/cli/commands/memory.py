@@ -77,7 +77,6 @@ def show_memory(
     prediction: "MemoryPrediction | None" = None,
     references: "Sequence[Run]" = (),
 ) -> None:
-    """Write the memory profile of a run; a run without one gets its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.report.memory.document import memory_document
     from steplab.report.runs import REPORT

@@ -219,7 +219,6 @@ def _parts(text: str) -> list[str]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """Raises UserError unless the text is whole numbers separated by commas."""
     try:
         return [int(part) for part in _parts(text)]
     except ValueError:

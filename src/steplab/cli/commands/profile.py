@@ -47,7 +47,6 @@ def profile(
 
 
 def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
-    """Write the profile of a run; a run without one gets its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.lab.explaining import findings_of
     from steplab.report.profile.document import profile_document

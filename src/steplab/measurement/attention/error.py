@@ -31,13 +31,9 @@ _PIECE_BYTES = 256 * MIB
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
     q: Tensor
-    """Queries, BHSD."""
     k: Tensor
-    """Keys, BGKD."""
     v: Tensor
-    """Values, BGKD."""
     do: Tensor
-    """Gradient of the output, BHSD."""
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +48,7 @@ class _Head:
 
 
 class Reference:
-    """The float64 results of some heads of one set of inputs."""
+    """Float64 results of some heads."""
 
     def __init__(self, spec: AttentionSpec, inputs: Inputs) -> None:
         self._repeats = spec.heads // spec.num_kv_heads
@@ -90,7 +86,6 @@ class Reference:
         self.plain = found
 
     def errors(self, output: Tensor, gradients: tuple[Tensor, ...]) -> tuple[TensorError, ...]:
-        """Errors on the same inputs; without gradients, of the output alone."""
         found = {name: _Distance() for name in RESULTS[: 1 + len(gradients)]}
         for head in self._heads:
             queries = slice(head.group * self._repeats, (head.group + 1) * self._repeats)

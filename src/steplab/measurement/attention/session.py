@@ -42,10 +42,7 @@ def measure_attention(
     world: World | None = None,
     make: MakeAttention = make_attention,
 ) -> None:
-    """The job: measure the task's cells in this process as far as it can; a new process measures the rest.
-
-    Raises UserError or Unsupported for an impossible request.
-    """
+    """The job. Raises UserError or Unsupported for an impossible request."""
     study = task.study
     device = open_device(study.device)
     for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):
@@ -138,8 +135,7 @@ class _Session:
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
         """Free a failure's memory; if that fails, report its result and end the process.
 
-        If the device stops answering while several cells alternate, the failure may be another's: then no cell is
-        named, and the process dies.
+        If the device stops answering while cells alternate, no cell is named: the failure may be another's.
         """
         try:
             self.runner.check()

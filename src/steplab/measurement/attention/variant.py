@@ -21,7 +21,7 @@ MakeAttention = Callable[[AttentionSpec], AttentionFn]
 
 
 def make_attention(spec: AttentionSpec) -> AttentionFn:
-    """A cell's implementation, compiled if requested. Raises Unsupported for an unknown one."""
+    """Compiled if requested. Raises Unsupported for an unknown one."""
     function = attention_named(spec.implementation)
     if spec.compile == "off":
         return function
@@ -54,7 +54,6 @@ class AttentionVariant:
     inputs: Inputs
     ready: set[AttentionPass] = field(default_factory=set)
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
-    """Seconds of each repeat, by pass."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None
@@ -77,7 +76,6 @@ class AttentionVariant:
         return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
 
     def fail(self, error: Exception, stage: str, device: Device) -> None:
-        """Record a failure and stop measuring the cell."""
         self.failure = refused_memory(error, stage, device)
         if self.failure is None and has_no_kernel(error):
             message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
@@ -93,7 +91,6 @@ class AttentionVariant:
         return ColdCall(run=lambda _: self.backward(self.forward_for_backward()))
 
     def note_waiting(self, name: AttentionPass, num_waits: int, repeats: int) -> None:
-        """Note repeats where the device may have waited for Python."""
         if num_waits:
             self.notes.append(
                 f"{name}: in {num_waits} of {repeats} repeats the device may have waited for Python, which had "
@@ -127,7 +124,6 @@ class AttentionVariant:
 
 
 def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
-    """Run forward for the first time and measure its memory; returns the output."""
     variant.first_call_s = seconds_of(variant.forward, device)
     gauge = Gauge(device)
     output = variant.forward()
@@ -137,7 +133,7 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 
 
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run forward and backward for the first time and measure their memory; returns output and gradients."""
+    """Run both passes for the first time and measure their memory; returns output and gradients."""
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
     variant.first_call_s = first_s + (variant.first_call_s or 0.0)
     gauge = Gauge(device)
@@ -180,7 +176,6 @@ class Gauge:
         return after - self._before if after is not None and self._before is not None else None
 
     def peak(self) -> int | None:
-        """Most bytes since its creation; None if the allocator does not count."""
         self._device.synchronize()
         peak = self._device.peak("step")
         return peak.peak_allocated_bytes - self._before if peak and self._before is not None else None
@@ -194,12 +189,10 @@ class SavedTensors:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor; a pack hook for torch.autograd.graph.saved_tensors_hooks. The storage is held, so that its
-        address is not reused."""
+        """A pack hook. The storage is held, so that its address is not reused."""
         storage = tensor.untyped_storage()
         self._storages[storage.data_ptr()] = storage
         return tensor
 
     def num_bytes(self) -> int:
-        """Bytes of all storages except the inputs'."""
         return sum(storage.nbytes() for address, storage in self._storages.items() if address not in self._inputs)

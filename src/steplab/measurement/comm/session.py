@@ -37,10 +37,7 @@ class _Found:
 def measure_comm(
     task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """The job: measure the task's cells on this rank; every rank calls this, and its observer hears of all cells.
-
-    Raises Unsupported for an impossible request.
-    """
+    """The job; collective, and each rank's observer gets all cells. Raises Unsupported for an impossible request."""
     assert world is not None  # the study has at least two processes
     study = task.study
     for index in task.numbers:
@@ -73,8 +70,6 @@ def _libraries(study: CommStudy) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Groups:
-    """Process groups of the lowest ranks, by backend and size; all ranks build each together, once."""
-
     world: World
     made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
 

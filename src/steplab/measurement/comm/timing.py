@@ -44,14 +44,12 @@ _LONGEST_HOLD_S = 0.25
 class Together:
     device: Device
     collectives: Collectives
-    """The group's collectives, used for host values only."""
 
     def barrier(self) -> None:
-        """Wait for all ranks, through the CPU."""
         self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
 
     def slowest_s(self, seconds: float) -> float:
-        """The longest time of any rank; equal on all ranks."""
+        """Equal on all ranks."""
         longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
         return max(int(longest), 1) / NS_PER_S
 
@@ -64,7 +62,6 @@ def time_calls(
     call_s = _warmed_up(call, together, study.warmup_s)
 
     def samples_of(calls: int) -> int:
-        """Equal on all ranks."""
         return repeats_within(study.measured_s, calls * call_s, least=study.least_repeats, most=study.most_repeats)
 
     rows = None
@@ -86,8 +83,8 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds per call of samples of `calls` calls each, and how many may contain Python's time even with the
-        longest hold: the call itself may wait for the device.
+        """Seconds per call, and the number of samples that may contain Python's time even with the longest hold,
+        because the call waits for the device.
         """
 
         def sample() -> None:
@@ -119,7 +116,6 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
 
 
 def _waits(samples: Samples) -> int:
-    """Samples not fully launched when the device finished the previous one."""
     (found,) = samples
     return sum(lead < seconds for lead, seconds in zip(found.lead_s or (), found.best_s, strict=True))
 

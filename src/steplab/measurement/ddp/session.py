@@ -33,9 +33,8 @@ _SPARE = 1.2
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
-    """The job: measure the task's cells on this rank; every rank calls this.
-
-    Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for an impossible step.
+    """The job; collective. Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for an
+    impossible step.
     """
     assert world is not None  # the study has at least two processes
     study, device = task.study, world.device.torch_device
@@ -50,7 +49,6 @@ class _Session:
     def __init__(self, study: DdpStudy, world: World, runner: Runner, traces: Path | None) -> None:
         self._study, self._world, self.runner, self._traces = study, world, runner, traces
         self._baseline: VariantStep | None = None
-        """The baseline; None: the device's memory is too small for it and a variant."""
         self._before: Samples = ()
         """Samples of the baseline since the last variant, if it does not stay in memory."""
         runner.idle_bytes = runner.free()
@@ -127,7 +125,6 @@ class _Session:
         return MeasuredVariant(self._study, variant, self._world, self.runner.idle_bytes, self.runner.observer)
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
-        """Always true on a CPU."""
         fits, device = True, self._world.device.torch_device
         if baseline.peak is not None:
             _, total_bytes = torch.cuda.mem_get_info(device)

@@ -13,7 +13,6 @@ from steplab.records.failure import FailureKind
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
     words: str
-    """The cause and what to do, in one line."""
     kind: FailureKind
     """crashed or timeout for a fault of the machine (`--resume` then measures again); error for one of the code."""
 

@@ -19,7 +19,6 @@ from steplab.records.codec import new_head
 from steplab.units import GIB, MIB
 
 _SMALLEST, _LARGEST = 256, 8192
-"""Smallest and largest n of an n x n x n matmul."""
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
@@ -42,7 +41,7 @@ _CLOSE = 1.1
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
-    """The job of `doctor`: measure in this process alone. Raises Unsupported for an absent device."""
+    """The job of `doctor`. Raises Unsupported for an absent device."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
     others = OtherProcesses()
@@ -77,10 +76,9 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
 
 
 def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
-    """Size and times of the largest product tried, in the fastest layout that a linear layer uses.
+    """Size and times of the largest product tried, in the fastest of a linear layer's layouts.
 
-    A far slower layout is not tried at the next size: without bf16 instructions a CPU is twenty times slower in one
-    than in another. At the largest size those close to the fastest are timed at length.
+    Without bf16 instructions a CPU is twenty times slower in one layout than in another, which is not tried further.
     """
     n, layouts, smaller_s = _SMALLEST, _LAYOUTS, 0.0
     while True:

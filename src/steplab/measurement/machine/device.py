@@ -57,8 +57,6 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """Marks are events on the current stream."""
-
     asynchronous = True
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -204,14 +202,14 @@ def host_peak_bytes() -> int | None:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """True if matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs of compute capability 8.0 and above."""
+    """NVIDIA GPUs of compute capability 8.0 and above."""
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
 def has_fp8(device: torch.device) -> bool:
-    """True if it multiplies in fp8: NVIDIA GPUs of compute capability 8.9 and above."""
+    """NVIDIA GPUs of compute capability 8.9 and above."""
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
     )
@@ -230,5 +228,4 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
 
 
 def allocated_bytes(device: Device) -> int | None:
-    """None if the allocator does not count."""
     return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None

@@ -1,5 +1,3 @@
-"""Reads the environment of a measurement."""
-
 import dataclasses
 import importlib.metadata
 import os

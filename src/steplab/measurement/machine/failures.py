@@ -41,7 +41,6 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_call() -> str:
-    """The same for the running call."""
     for frame, line in traceback.walk_stack(None):
         if not _is_underneath(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{line}"
@@ -57,7 +56,6 @@ def _is_underneath(filename: str) -> bool:
 
 
 def refused_memory(error: BaseException, stage: str, device: Device | None) -> Failure | None:
-    """None if it is another error."""
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
         return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
@@ -81,7 +79,6 @@ def lack_of_host_memory(state_bytes: int) -> Failure | None:
 
 
 def has_no_kernel(error: BaseException) -> bool:
-    """True if no permitted attention kernel supports these inputs."""
     return "No available kernel" in str(error) or "No viable backend" in str(error)
 
 
@@ -100,7 +97,7 @@ def failure_of(error: BaseException, stage: str | None) -> Failure:
 
 
 def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:
-    asked = f"asked for {format_bytes(requested_bytes)} more" if requested_bytes else "an allocation was refused"
+    asked = f"{format_bytes(requested_bytes)} more were requested" if requested_bytes else "an allocation was refused"
     held = f", with at most {format_bytes(peak.peak_allocated_bytes)} in tensors before" if peak else ""
     return Failure(
         kind="out_of_memory",

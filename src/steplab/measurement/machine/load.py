@@ -11,8 +11,6 @@ _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
 
 
 class OtherProcesses:
-    """Counts processor time of other processes, from its creation."""
-
     def __init__(self) -> None:
         self._started_s, self._elsewhere_s = time.perf_counter(), _elsewhere_s()
 
@@ -25,13 +23,12 @@ class OtherProcesses:
 
 
 class Suspension:
-    """Counts suspended time, from its creation. The samples' clock stops and does not show it."""
+    """The samples' clock stops while suspended and does not show it."""
 
     def __init__(self) -> None:
         self._before_s = _suspended_s()
 
     def seconds(self) -> float | None:
-        """None where no clock counts suspension."""
         now_s = _suspended_s()
         return None if now_s is None or self._before_s is None else max(now_s - self._before_s, 0.0)
 

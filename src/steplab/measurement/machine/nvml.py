@@ -26,8 +26,6 @@ _MOST_HZ, _MOST_W, _LEAST_C, _MOST_C = 20e9, 100e3, -100.0, 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """None: not reported."""
-
     driver: str
     sm_clock_hz: float | None
     memory_clock_hz: float | None
@@ -108,7 +106,6 @@ class Meter:
         return Energy(joules=joules, seconds=seconds, num_steps=num_steps, limited_s=limited)
 
     def _counters(self) -> tuple[float, float, float]:
-        """Seconds, joules and seconds at the power limit, each from its own beginning; NaN where there is none."""
         joules = limited_s = float("nan")
         with contextlib.suppress(Exception):
             joules = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3

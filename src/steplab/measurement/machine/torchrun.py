@@ -17,13 +17,10 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlace:
     rank: int
-    """The variable RANK."""
     size: int
-    """WORLD_SIZE."""
     local_rank: int
-    """LOCAL_RANK: number among one launcher's processes, usually one machine's."""
+    """Number among one launcher's processes, usually one machine's."""
     local_size: int
-    """LOCAL_WORLD_SIZE."""
 
     @property
     def is_first(self) -> bool:
@@ -44,9 +41,7 @@ class Torchrun(ProcessPlace):
     """A process started by torchrun, or by another launcher with the same variables."""
 
     address: str
-    """MASTER_ADDR."""
     port: int
-    """MASTER_PORT."""
     agent_store: bool
     """True if the launcher serves the store; otherwise the first process does."""
 

@@ -26,13 +26,10 @@ makes no progress.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The processes that measure together, seen from one of them."""
-
     rank: int
     size: int
     host: str
     device: Device
-    """This rank's opened device: its own GPU, or the CPU."""
     backend: str
     """nccl or gloo."""
     collectives: Collectives
@@ -40,7 +37,6 @@ class World:
     """A private folder of these processes for temporary files; None under torchrun."""
 
     def leave(self) -> None:
-        """All ranks call this."""
         dist.destroy_process_group()
 
 

@@ -54,13 +54,9 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """A tensor seen as the input of an operator."""
-
     time_ns: int
-    """Start of the operator."""
     shape: tuple[int, ...]
     dtype: str
-    """float32, bfloat16, ..."""
 
 
 class AllocationEvents:
@@ -88,9 +84,8 @@ class AllocationEvents:
         return [event for event in self.memory if start_ns <= event.time_ns < end_ns]
 
     def first_sighting(self, allocated: MemoryEvent, released_ns: float) -> Sighting | None:
-        """The tensor in a new block, as seen by the first operator with it as an input.
-
-        Operators after the allocating one are preferred: inner ones may see another shape.
+        """The block's tensor, as the first operator with it as an input saw it; preferably after the allocating one,
+        because inner ones may see another shape.
         """
         seen = self._sightings.get(allocated.address, [])
         after = (allocated.operator.end_ns,) if allocated.operator else ()
@@ -149,5 +144,4 @@ def _tensors(inputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is(device: torch.device, asked: torch.device) -> bool:
-    """True also if only one device has an index."""
     return device.type == asked.type and (device.index or 0) == (asked.index or 0)

@@ -36,7 +36,6 @@ class PythonLines(TorchFunctionMode):
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def stack(self, ranges: tuple[str, ...]) -> tuple[Frame, ...]:
-        """Stack of the innermost range that names one; else empty."""
         for name in reversed(ranges):
             if name.startswith(self._prefix):
                 return list(self._numbers)[int(name.removeprefix(self._prefix))]
@@ -62,14 +61,12 @@ def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
 
 
 def storages_in_sight() -> dict[int, int]:
-    """Address and bytes of every CPU storage known to Python."""
     tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     cpu = (found for found in tensors if found.device.type == "cpu" and found.layout is torch.strided)
     return {address: size for address, size in map(_memory_of, cpu) if address}
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Zeros without a storage, as for vmap's wrappers and fake tensors."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -78,7 +75,6 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
-    """Address and bytes of blocks allocated and not released."""
     alive: dict[int, int] = {}
     for event in events:
         if event.num_bytes > 0:

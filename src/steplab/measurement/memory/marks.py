@@ -12,9 +12,7 @@ from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 STEP = "steplab: step"
 PHASE = "steplab: phase "
 MOMENT = "steplab: moment "
-"""Prefix of a moment's number in the name of its range."""
 LINE = "steplab: line "
-"""Prefix of a stack's number in the name of its range."""
 
 _CAST = "aten::_to_copy"
 _CAST_TO = ("bfloat16", "float16")

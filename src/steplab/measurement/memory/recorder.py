@@ -52,10 +52,8 @@ class MemoryRecorder:
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """`snapshot` is the file for the history, in torch's CUDA snapshot format; `marks` the JSON file for further
-        facts (records.memory_marks).
-
-        Raises Unsupported if the allocator reports nothing.
+        """Writes the history to `snapshot`, in torch's CUDA format, and further facts to `marks`
+        (records.memory_marks). Raises Unsupported if the allocator reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
@@ -69,10 +67,7 @@ class MemoryRecorder:
         return no_span
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps, record the second, and write both files. The marks name gaps.
-
-        `on_export` is called after the steps. Errors of a step or torch pass through.
-        """
+        """Run two steps, record the second, and write both files. The marks name gaps."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device
@@ -126,7 +121,6 @@ class MemoryRecorder:
         )
 
     def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        """All marks if both sources have the same allocations; else from one source."""
         counted = testimony.counted
         if testimony.snapshot is not None:
             trace = testimony.snapshot["device_traces"][counted.device_index]

@@ -51,24 +51,23 @@ MOVES = frozenset(_MOVES.split())
 """Operations that move elements and compute nothing; they keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
-"""The operator behind a function of torch with another name."""
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
 """Operations by which a model itself changes a type."""
 
 
 def op_name(function: Any) -> str:
-    """The name of a function of torch, without the underscores of operators: `a @ b` is matmul."""
+    """Without the underscores of operators: `a @ b` is matmul."""
     name = str(getattr(function, "__name__", function))
     bare = name.strip("_") if name.startswith("__") else name
     return bare[1:] if name.startswith("__r") and is_operator(bare[1:]) else bare
 
 
 def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[str, ...]]:
-    """The rule of autocast for `op`, named as op_name does, and the parts through which it applies.
+    """Autocast's rule for `op`, named as op_name does, and the parts through which it applies.
 
-    An operation without a rule may consist of operators that have one: cross_entropy of log_softmax and nll_loss. `ran`
-    are the operators below autocast that ran for it.
+    cross_entropy has no rule, but consists of log_softmax and nll_loss, which do. `ran` are the operators below
+    autocast that ran for it.
     """
     if op in CASTS:
         return "cast", ()
@@ -106,23 +105,17 @@ _CHECKED_ROWS = 256
 
 
 class Place:
-    """The present place in the step: the pass and the module."""
-
     def __init__(self) -> None:
         self.phase = "forward"
-        """The present pass: forward or backward."""
         self.is_counting = False
-        """Whether the operations are steplab's own."""
         self._open = [""]
         self._boundaries = [(next_sequence_number(), "")]
 
     def enter(self, module: str) -> None:
-        """A module's forward pass begins."""
         self._open.append(module)
         self._boundaries.append((next_sequence_number(), module))
 
     def leave(self) -> None:
-        """A module's forward pass ends."""
         self._open.pop()
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
@@ -139,7 +132,6 @@ class Place:
 
     @contextmanager
     def counting(self, device_type: str) -> Iterator[None]:
-        """A context in which operations are steplab's own: neither autocast nor a mode handles them."""
         self.is_counting = True
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
@@ -149,12 +141,9 @@ class Place:
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that a device runs, autocast's casts applied, in both passes."""
-
     def __init__(self, place: Place, checked_rows: int = _CHECKED_ROWS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        """The names of all operators so far, without `aten::`."""
         self._place, self._checked_rows = place, checked_rows
         self._calls: dict[_Call, int] = {}
         self.fp8_products: Products = []
@@ -224,8 +213,6 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Records the operations that a model calls, before autocast applies."""
-
     def __init__(self, place: Place, operators: Operators) -> None:
         super().__init__()
         self._place, self._operators = place, operators
@@ -255,7 +242,6 @@ class Functions(TorchFunctionMode):
         self._calls[key] = self._calls.get(key, 0) + 1
 
     def operations(self) -> tuple[OperationAudit, ...]:
-        """The operations that were called."""
         return tuple(
             OperationAudit(op=op, rule=rule, inputs=inputs, outputs=outputs, calls=calls, parts=parts)
             for (op, rule, inputs, outputs, parts), calls in self._calls.items()
@@ -263,10 +249,8 @@ class Functions(TorchFunctionMode):
 
 
 def types_in(value: Any) -> dict[str, None]:
-    """The types of the tensors in a value, in order of first appearance."""
     return dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors_in(value))
 
 
 def floats_in(value: Any) -> Types:
-    """The floating-point types in a value, each once."""
     return tuple(dict.fromkeys(dtype_name(t.dtype) for t in tensors_in(value) if t.is_floating_point()))

@@ -34,11 +34,10 @@ _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
 _HISTORY = 8
-"""Training steps with recorded largest magnitudes of fp8 operands."""
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """The job: audit a step, or without one run the accumulation study; a failure of the model is part of the record.
+    """The job; without a step, the accumulation study. A failure of the model is part of the record.
 
     Raises UserError or Unsupported for an impossible request.
     """
@@ -92,7 +91,7 @@ class _AuditedStep:
         step = self._step(workload, spec)
         seen = self._pass(step, 1.0, reference)
         for name in seen.watch.left_out:
-            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change what it runs")
+            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change its kernels")
         # computed before the next passes, which need the memory of the recorded tensors
         audit = Audit(
             loss_dtype=seen.loss_dtype,

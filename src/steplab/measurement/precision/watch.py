@@ -24,8 +24,6 @@ _LOWEST_EXPONENT, _NUM_EXPONENTS = -160, 320  # fp32: subnormals from 2^-149, nu
 
 @dataclass(slots=True)
 class Tally:
-    """Counts stay on the device until read."""
-
     num_elements: int = 0
     _counts: list[Tensor] = field(default_factory=list)
     _extremes: list[Tensor] = field(default_factory=list)
@@ -54,7 +52,6 @@ class Tally:
         self._extremes.append(torch.stack((largest, smallest)))
 
     def elements(self) -> Elements | None:
-        """None without counts."""
         if not self.num_elements:
             return None
         counts = torch.stack(self._counts).sum(0).tolist()
@@ -87,13 +84,10 @@ def kinds_of(tensor: Tensor, low: torch.dtype) -> Tensor:
 
 
 class Exponents:
-    """Counts the elements between 2^e and 2^(e+1), for each e."""
-
     def __init__(self) -> None:
         self._counts: Tensor | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Counts finite elements other than zero."""
         x = tensor.detach().float().flatten()
         x = x[torch.isfinite(x) & (x != 0)]
         exponents = torch.frexp(x).exponent - 1  # frexp's fraction lies between 1/2 and 1
@@ -127,9 +121,7 @@ class NumericsWatch:
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """`low` is the audited type. `reference` is the record of the fp32 run; without one this is the reference, and
-        keeps data for comparisons.
-        """
+        """`low`: the audited type. `reference`: the fp32 run; None: this is it, and keeps data for comparisons."""
         self.exponents = Exponents()
         """Exponents of `all_gradients`; only of a reference."""
         self.all_gradients = Tally()
@@ -161,7 +153,6 @@ class NumericsWatch:
             yield
 
     def gradients(self) -> None:
-        """Gradients of parameters, after the backward pass."""
         counted: set[nn.Parameter] = set()  # a tied parameter has several modules
         for name, seen in self._seen.items():
             for parameter in seen.module.parameters(recurse=False):
@@ -210,7 +201,6 @@ class NumericsWatch:
                     self.exponents.add(tensor)
 
     def modules(self) -> tuple[ModuleAudit, ...]:
-        """Modules that were called, or have their own gradients."""
         return tuple(_audit(name, seen) for name, seen in self._seen.items() if any(seen.types.values()))
 
     def operations(self) -> tuple[OperationAudit, ...]:

@@ -93,10 +93,8 @@ def work(
     meet: Callable[[], Any] = lambda: None,
     next_turn: Callable[[], Turn | None] = lambda: None,
 ) -> bool:
-    """Do the job; send progress and, last, result or failure; returns True for success.
-
-    A rank among several has a `place`, and `meet` returns the common store. `next_turn` waits for an alternating job's
-    turn.
+    """Do the job; send progress and, last, result or failure; returns True for success. `meet` returns the common
+    store.
     """
     from steplab.measurement import compat
     from steplab.measurement.clock import lengthen_launch_queues
@@ -197,7 +195,7 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
     """Have torch.compile keep its code in the user's cache folder, unless its variable names another. Returns the
     folder; None without a home folder.
 
-    Anyone on the machine may make the default folder, /tmp/torchinductor_USER, first, and torch runs its contents.
+    Anyone may make the default, /tmp/torchinductor_USER, first, and torch runs its contents.
     """
     if _VARIABLE not in environment:
         cache = Path(environment.get("XDG_CACHE_HOME", ""))
@@ -212,9 +210,7 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
 
 
 def remove_what_was_cut_off(folder: Path | None) -> None:
-    """Remove empty libraries. A killed linker leaves them, and torch would fail to load them in every later step of the
-    same code.
-    """
+    """Remove empty libraries: a killed linker leaves them, and torch would fail to load them in every later step."""
     for library in folder.glob("*/*.so") if folder else ():
         try:
             found = library.stat()

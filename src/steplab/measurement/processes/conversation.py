@@ -67,7 +67,7 @@ HERE = Surroundings()
 
 
 class Listener:
-    """Receives an observer's calls; keeps the latest of each kind."""
+    """Keeps the latest of each kind."""
 
     def __init__(
         self,
@@ -82,9 +82,7 @@ class Listener:
         self.progress = Progress(stage="starting", done=0, total=0)
         self.environment: Environment | None = None
         self.measured: Run | None = None
-        """The record after all timing; None before."""
         self.is_ready = False
-        """True while the process waits for a turn."""
         self.under_way: Sequence[int] = ()
         """Possible causes if the process dies now."""
         self.result: Any = None
@@ -145,8 +143,6 @@ class _Rank:
 
 
 class Conversation:
-    """The processes of a request; a context manager that ends them."""
-
     def __init__(
         self,
         request: Request | None,
@@ -156,10 +152,10 @@ class Conversation:
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """`timeout_s` limits each wait for the processes. `surroundings` are of a single process.
+        """`timeout_s` limits each wait. `surroundings` are of a single process. Without a request it loads the modules
+        of the job `ahead_of`, and is then ready for `begin`.
 
-        Without a request a process loads the modules of the job `ahead_of`, and is then ready for `begin`. Raises
-        SteplabError if the system does not let one start.
+        Raises SteplabError if the system does not let one start.
         """
         size = request.processes if request is not None else 1
         self._listener, self._is_alone = listener, size == 1
@@ -215,13 +211,11 @@ class Conversation:
         return failure
 
     def begin(self, request: Request, timeout_s: float | None) -> None:
-        """Give a process its request and time limit."""
         self._timeout_s = timeout_s
         self._renew()
         self._send_all("request", request)
 
     def give(self, turn: Turn) -> Failure | None:
-        """Give the process its next turn, and listen until it is over."""
         self._renew()
         self._send_all("turn", turn)
         return self.listen()

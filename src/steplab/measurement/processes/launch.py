@@ -39,9 +39,7 @@ def measure_in_child(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Measure one cell in a new process and return its record, which may be a failure.
-
-    If recording the further steps fails, the record has a note and files are missing.
+    """Measure one cell in a new process; the record may be a failure, or have a note if further steps failed.
 
     Raises UserError (or the child's SteplabError) for an impossible request. KeyboardInterrupt ends the child and
     passes on.
@@ -84,8 +82,7 @@ def numerics_in_child(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Numerics:
-    """Audit a step's precision in a new process, or without a step run the accumulation study; the result may be a
-    failure.
+    """Audit a step's precision, or without one run the accumulation study; the result may be a failure.
 
     Raises UserError (or the child's SteplabError) for an impossible request.
     """
@@ -99,11 +96,8 @@ def numerics_in_child(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     result: Any
-    """Result of the job's type; or a Failure."""
     environment: Environment | None
-    """None if no process reported it."""
     measured: Run | None
-    """The record after all timing; None if the job did not get there."""
 
     def unless_failed(self, what: str) -> Any:
         """Raises SteplabError, beginning with `what`, if the job failed."""
@@ -138,12 +132,10 @@ def converse(
     timeout_s: float | None,
     surroundings: Surroundings = HERE,
 ) -> Failure | None:
-    """Have a request served, pass the messages to `listener`, and return the failure; None if the last message came.
+    """Have a request served; returns the failure, None if the last message came.
 
-    Several processes are started here; under torchrun this one is one of them. `surroundings` are of a single one.
-
-    Raises a process's SteplabError, and UserError if the processes do not fit into memory, or if torchrun started
-    another number. KeyboardInterrupt ends the processes and passes on.
+    Under torchrun this process is one of several. Raises a process's SteplabError, and UserError if the processes do
+    not fit into memory, or if torchrun started another number. KeyboardInterrupt ends them and passes on.
     """
     around = torchrun_around() if request.processes > 1 else None
     if around is not None:
@@ -160,8 +152,8 @@ def converse(
 
 
 def refuse_too_many(processes: int) -> None:
-    """Raise UserError if the processes do not fit into free memory with only torch loaded: a swapping machine needs
-    minutes to fail.
+    """Raise UserError without memory for the processes with only torch loaded: a swapping machine needs minutes to
+    fail.
     """
     available = psutil.virtual_memory().available
     if processes * _PROCESS_BYTES > available:

@@ -42,10 +42,7 @@ class Rank:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def serve(self) -> Failure | None:
-        """Do the work and return the failure: this rank's, or its cause.
-
-        Raises a refusal's SteplabError.
-        """
+        """Raises a refusal's SteplabError."""
         remove_what_was_cut_off(keep_compiled_code_private())
         if self._around.is_on_one_machine:
             keep_to_loopback(os.environ)
@@ -133,7 +130,6 @@ class Rank:
         return named(failure, self._around.rank, socket.gethostname())
 
     def _cause(self) -> Failure | None:
-        """The failure left by another rank; None if absent, or the store does not answer."""
         found = list[Failure]()
 
         def look() -> None:

@@ -39,13 +39,12 @@ def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Fa
 
 
 def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Failure:
-    """For an unreadable message; a user's code may have written it."""
+    """A user's code may have written it."""
     message = f"the process sent an unreadable message during {stage}: {why}"
     return Failure(kind="error", message=cleaned(message), phase=stage, last_lines=last_lines)
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:
-    """Adds the rank to the message."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
 
@@ -61,7 +60,6 @@ class Started:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Raises SteplabError if the system does not let it start."""
         self._written = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -90,7 +88,6 @@ class Started:
         return self._process.returncode
 
     def last_lines(self) -> tuple[str, ...]:
-        """Last lines of its standard streams, without terminal controls."""
         size = self._written.seek(0, os.SEEK_END)
         self._written.seek(max(0, size - 16_384))
         text = self._written.read().decode("utf-8", errors="replace")

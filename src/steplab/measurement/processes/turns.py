@@ -40,32 +40,26 @@ _ALTERNATING_ROUNDS = 2
 
 @dataclass(eq=False, kw_only=True)
 class Side:
-    """One of the alternating steps."""
-
     label: str
     spec: StepSpec
     surroundings: Surroundings = HERE
     failure: Failure | None = None
     """Reason that it is not, or no longer, measured; else None."""
     run: Run | None = None
-    """None before the first turn."""
     earlier: Run | None = None
     """The record of its earlier processes' turns; None: this is its first process."""
     failed_in: Environment | None = None
-    """Environment of a turn's process that failed; else None."""
     conversation: Conversation | None = field(default=None, repr=False)
     listener: Listener | None = field(default=None, repr=False)
 
     @property
     def environment(self) -> Environment | None:
-        """None if its process died before reporting it."""
         if self.run:
             return self.run.environment
         return self.listener.environment if self.listener else self.failed_in
 
     @property
     def is_resident(self) -> bool:
-        """True while a process waits for turns."""
         return self.conversation is not None
 
 
@@ -79,8 +73,8 @@ class Session:
         on_progress: OnProgress = lambda progress: None,
         loads_ahead: bool = False,
     ) -> None:
-        """`timeout_s` limits the time until a side is warm, and each turn's. With `loads_ahead`, the next side's
-        process imports its modules while a side is built; that often takes longer than building.
+        """`timeout_s` limits the time until a side is warm, and each turn's. `loads_ahead`: the next side's process
+        imports its modules while a side is built.
         """
         self.id = new_id()
         self.alternating: str | None = None
@@ -103,9 +97,8 @@ class Session:
         self._end_spare()
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
-        """Build a step and warm it up, so that it can take turns; a failure is the side's.
-
-        Raises UserError (or the process's SteplabError) for an impossible step.
+        """Build and warm up; a failure is the side's. Raises UserError (or the process's SteplabError) for an
+        impossible step.
         """
         refuse_planning_only(spec.model)
         side = Side(label=label, spec=spec, surroundings=surroundings)
@@ -128,9 +121,8 @@ class Session:
     ) -> None:
         """Measure `steps` further steps of each side, alternately; a failed side is measured no further.
 
-        `is_enough` is called after each round with the number of rounds so far, and ends the measurement; not if each
-        turn has a separate process. Without `alternates`, sides that do not fit together are measured no further. The
-        last of several sides is not measured alone. Raises as `enter` does.
+        `is_enough` gets the number of rounds after each and ends the measurement, except with a process per turn.
+        Without `alternates`, sides that do not fit together are measured no further. Raises as `enter`.
         """
         self._await_spare()  # it would disturb the measurement
         while not self.alternating:
@@ -149,9 +141,7 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
-        next turn.
-        """
+        """Once a side that did not fit has left. Processes ended for it restart with their next turn."""
         self.alternating = None
 
     def leave(self, side: Side) -> Run:

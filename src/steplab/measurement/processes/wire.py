@@ -34,15 +34,11 @@ STAGE = tuple[Annotated[str, msgspec.Meta(max_length=1000)], int]
 
 
 class BadMessage(Exception):
-    """The text gives the fault."""
-
     def __init__(self, why: str) -> None:
         super().__init__(remark(why))  # it may quote the message
 
 
 class Message(msgspec.Struct):
-    """Its value is not yet decoded."""
-
     kind: Kind
     value: msgspec.Raw = _NULL
 
@@ -59,8 +55,6 @@ class Request(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whereabouts:
-    """A process's present place."""
-
     state: str
     """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
     line: str
@@ -68,8 +62,6 @@ class Whereabouts:
 
 
 class Wire:
-    """One end of a connection. Any thread may send, one may receive."""
-
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._lock = threading.Lock()
@@ -81,7 +73,7 @@ class Wire:
             self.connection.send_bytes(text)
 
     def receive(self) -> Message | None:
-        """Wait for a message; None if the other process is gone. Raises BadMessage if it is unreadable."""
+        """None if the other process is gone. Raises BadMessage if it is unreadable."""
         try:
             text = self.connection.recv_bytes(MOST_BYTES)
         except BlockingIOError:
@@ -103,7 +95,6 @@ def wire_to_a_child() -> tuple[Wire, Connection]:
 
 
 def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
-    """Raises BadMessage if it is not of the type."""
     try:
         return msgspec.json.decode(text, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

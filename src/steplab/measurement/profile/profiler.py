@@ -28,11 +28,9 @@ class StepProfiler:
     stage, export_stage = "profile", "trace"
 
     def __init__(self, spec: StepSpec, device: Device, *, num_steps: int, trace: Path) -> None:
-        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz."""
         self._device = device
         self._on_cuda = device.torch_device.type == "cuda"
         self.num_steps = num_steps
-        """Without the warm-up step."""
         self._trace = trace
         self._spans = Spans(nvtx=self._on_cuda)
         self._compiled, self._replayed = spec.compile != "off", spec.cuda_graph == "step"
@@ -43,17 +41,14 @@ class StepProfiler:
         return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps and write the trace; returns notes on its gaps.
-
-        `on_export` is called between the steps and the writing. Errors of a step or the profiler pass through.
-        """
+        """Returns notes on gaps of the trace. Errors of a step or the profiler pass through."""
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)
             if self._on_cuda and is_watched_by_nsys():
                 self._record_with_nsys(phases, on_step)
                 notes.append(
-                    "profile: torch.profiler cannot run beside nsys, which has the steps with their ranges in its own "
+                    "profile: torch.profiler cannot run under nsys, which has the steps with their ranges in its own "
                     "report; export that with `nsys export --type sqlite` for `steplab import-trace`"
                 )
             else:

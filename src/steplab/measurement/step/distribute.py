@@ -37,11 +37,10 @@ from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED
 def make_ready(
     module: nn.Module, spec: StepSpec, world: World | None, autocast: Autocast, variant: Variant | None = None
 ) -> Distributed:
-    """Compile the module, already on its device, and spread it over the ranks by the spec's layout.
+    """Compile the module, already on its device, and spread it over the ranks by the layout or the `variant`.
 
-    With a `variant`, for a spec without a layout, it decides how all ranks are data parallel. `autocast` gives the
-    forward pass's context. Raises UserError for ranks that do not fit the layout or built different modules, and
-    Unsupported for a module without separable blocks.
+    `autocast` gives the forward pass's context. Raises UserError for ranks that do not fit the layout or built
+    different modules, Unsupported for a module without separable blocks.
     """
     if spec.compile == "block":
         compat.compile_alike_in_all_wrappers()

@@ -22,7 +22,6 @@ _ALL_BACKENDS = [
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedFlops:
     executed: float
-    """Including recomputation."""
     needed: float | None
     """Without recomputation; None: the step has no forward phase."""
 

@@ -65,7 +65,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture `run` and return its replay. Raises errors of `run` and of the capture."""
+        """Raises errors of `run` and of the capture."""
         graph = torch.cuda.CUDAGraph()
         first: Exception | None = None
         try:
@@ -82,7 +82,6 @@ class CudaGraphs:
         return graph.replay
 
     def forget(self) -> None:
-        """Free the graphs; their replays become useless."""
         while self._graphs:
             self._graphs.pop().reset()
 
@@ -96,13 +95,11 @@ def _free_random_numbers(device: torch.device) -> None:
 
 
 class GraphedStep:
-    """A step with a model and an optimizer, replayed phase by phase after `record`."""
-
     def __init__(self, step: BuiltStep, device: Device, model: str, recorder: Recorder | None = None) -> None:
         """`model` is its name in errors. Raises Unsupported for a user's whole step."""
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
-            why = "its factory returns a whole step, whose batches and optimizer are not known"
+            why = "its factory returns a whole step; its batches and optimizer are unknown"
             raise Unsupported(self._what, why, "have it return (module, make_batch), or use --cuda-graph off")
         self._step, self._device = step, device
         self._recorder = recorder or CudaGraphs(device.torch_device)
@@ -110,13 +107,12 @@ class GraphedStep:
         self.module = step.module
         self.batches = step.batches
         self.phases: tuple[Phase, ...] = ()
-        """In order of execution; empty before recording."""
         self.peak: PeakMemory | None = None
         """Peak memory while recording: a replay allocates nothing. None: the device keeps no high-water mark."""
         self.phase_peaks: dict[str, PeakMemory] = {}
 
     def record(self) -> None:
-        """Run a few steps, then record one. Raises Unsupported for an unrecordable step."""
+        """Run a few steps first. Raises Unsupported for an unrecordable step."""
         with self._recorder.apart():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*capturable=True.*")  # it is captured below
@@ -178,4 +174,4 @@ def _copy(batch: Any, inputs: Any, what: str) -> None:
             _copy(value, static, what)
     elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
         why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
-        raise Unsupported(what, why, "make batches alike, or use --cuda-graph off")
+        raise Unsupported(what, why, "make batches of one shape, or use --cuda-graph off")

@@ -22,13 +22,10 @@ _NAMES_SHOWN = 3
 
 
 def activities_on(device: torch.device) -> list[ProfilerActivity]:
-    """The host, and a GPU's kernels."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 class Spans:
-    """Ranges by name: while on, `with spans("softmax")` marks the work inside."""
-
     def __init__(self, *, nvtx: bool) -> None:
         """`nvtx` marks ranges in NVTX as well, which needs a torch with CUDA."""
         self._nvtx = nvtx
@@ -72,9 +69,7 @@ class Spans:
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out, with all inside
-    them, because hooks would change their run.
-    """
+    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out, with all inside."""
     modules: dict[str, nn.Module] = {}
     left_out: list[str] = []
     for name, module in model.named_modules():

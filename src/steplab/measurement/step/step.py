@@ -51,14 +51,10 @@ class WholeStep:
 
     phases: Sequence[Phase]
     module: nn.Module | None = None
-    """None: unknown."""
 
 
 def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "BuiltStep":
-    """The step of the spec's pass over the workload. A user's whole step is one phase, `step`.
-
-    Raises Unsupported for a layout that does not fit the workload.
-    """
+    """A user's whole step is one phase, `step`. Raises Unsupported for a layout that does not fit the workload."""
     if workload.step is not None:
         if world is not None:
             why = "its factory returns a whole step, which steplab cannot divide into phases"
@@ -72,8 +68,6 @@ def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: W
 
 
 class ModelStep:
-    """One model with its batches and its optimizer."""
-
     def __init__(
         self,
         workload: Workload,
@@ -113,7 +107,7 @@ class ModelStep:
         ranks with the last stage.
         """
         self.on_gradients: Callable[[], None] = unseen
-        """Called after a step's last backward pass, before gradients are freed."""
+        """Called after a step's last backward pass."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
@@ -170,7 +164,6 @@ class ModelStep:
             self.loss = loss_of(output)
 
     def backward(self) -> None:
-        """Runs for the micro-step that last ran forward."""
         assert self.loss is not None
         with self._on_its_stream(), self._synchronising(), self._updating(), self.distributed.around():
             self.scaler.scale(self._share(self.loss)).backward()
@@ -212,7 +205,7 @@ class ModelStep:
 
     @contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """A stream with priority over the updates', ordered with the current one; a recorded step already has it."""
+        """With priority over the updates', and ordered with the current one; a recorded step already has it."""
         if self._stream is None:
             yield
             return

@@ -21,7 +21,6 @@ def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
 
 
 def name_for(q: Tensor, k: Tensor, *, causal: bool) -> str:
-    """The implementation of that choice; within torch.compile, a constant of the graph."""
     return _name(*_described(q, k), causal)
 
 
@@ -102,7 +101,6 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def auto_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """The implementation that was fastest for such inputs (choice_rule.py)."""
     return IMPLEMENTATIONS[name_for(q_BHSD, k_BHKD, causal=causal)](q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
 
 
@@ -144,14 +142,13 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v, by the named implementation.
 
-    q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
-    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. There is no
-    broadcasting. causal hides keys after the query's own position, both counted from the first, as torch's is_causal
-    does. scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype,
-    except plain, which keeps q's.
+    q is [..., H, S, D] with k and v [..., N, K, D], where N divides H (query head h reads key head h * N // H); [batch,
+    S, D] is one head, [S, D] one sequence. There is no broadcasting. causal hides keys after the query's own position,
+    both counted from the first. scale defaults to 1 / sqrt(D). Returns q's shape and dtype; under autocast its dtype,
+    except plain.
 
-    Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for an unknown name and for
-    inputs that the named implementation does not support.
+    Raises UserError for other shapes and mixed types or devices, Unsupported for an unknown name and for inputs that
+    the implementation does not support.
     """
     attend = attention_named(implementation)
     check_inputs(q, k, v)

@@ -35,9 +35,9 @@ def choose(
 ) -> Choice:
     """The fastest implementation that takes such inputs; sdpa for unmeasured ones.
 
-    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`: several
-    query heads read one key head. `hopper`: True if flash_triton's Hopper kernels run there; None: as a plan assumes.
-    Its portable kernels are slower than cuDNN. Raises ValueError for another dtype, and for a head dimension below 1.
+    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` as bfloat16. `grouped`: several query heads read one
+    key head. `hopper`: True if flash_triton's Hopper kernels run there; None: as a plan assumes. Raises ValueError for
+    another dtype or a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"

@@ -97,7 +97,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a product on tensor cores of this dtype reads it."""
     return x.to(dtype).to(x.dtype)
 
 

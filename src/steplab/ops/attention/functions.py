@@ -19,11 +19,8 @@ class _FlashAttention(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
-        """softmax(scale q k^T) v for q [..., H, S, D], k and v [..., N, K, D] (N divides H), or all [..., S, D].
-
-        is_causal hides keys after the query's own position, both counted from the first; scale defaults to 1 / sqrt(D).
-        Returns a tensor of q's shape. Raises UserError for other shapes, Unsupported for an unsupported type or device.
-        Under autocast the inputs are cast as for scaled_dot_product_attention. torch.compile calls `forward` directly.
+        """softmax(scale q k^T) v, with shapes and errors as in api.attention; is_causal and scale as there.
+        torch.compile calls `forward` directly.
         """
         # torch.func's transforms need a Function in another form, and forward-mode differentiation an error. Torch has
         # no public way to detect either.
@@ -94,7 +91,6 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """The mapped dimension is one more leading dimension."""
         q, k, v = (
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(args[:3], in_dims[:3], strict=True)

@@ -15,7 +15,6 @@ TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number of a version; (0, 0) if it does not begin with two numbers."""
     parts = version.split(".")[:2]
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else (0, 0)
 

@@ -22,30 +22,29 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
-    """float32 memory that a backward pass holds while it runs: one number a row of scores, or one an element of the
-    queries. `times` tensors [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension
-    rounded up]."""
+    """float32 memory held by a backward pass: one number a row of scores, or one an element of the queries. `times`
+    tensors [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up].
+    """
 
     what: str
     tokens: int = 1
-    """Tokens are rounded up to a multiple of this."""
+    """Tokens are rounded up to its multiple."""
     width: int | None = None
-    """The head dimension is rounded up to a multiple of this; None: one number a row, unless there are `widths`."""
+    """The head dimension is rounded up to its multiple; None: one number a row, unless there are `widths`."""
     widths: tuple[int, ...] = ()
     """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1
     of_shared_keys: bool = False
-    """It belongs to the heads of keys, and exists only if several heads of queries share them."""
+    """Only if several heads of queries share keys; it has the keys' heads."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one of them, for queries of this shape, or for keys where `of_shared_keys`."""
         rows = batch, heads, _rounded_up(tokens, self.tokens)
         if self.widths:
             return *rows, next(width for width in self.widths if width >= head_dim)
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """True if tensors of these formats need it; shared: several heads of queries share keys."""
+        """True if tensors of these formats need it."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
@@ -53,12 +52,12 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedOperator:
-    """An operator of torch that computes fused attention, and the positions of arguments that determine its cost."""
+    """An operator of torch for fused attention, and its arguments that determine the cost."""
 
     name: str
     """For example aten::_flash_attention_forward."""
     causal: int
-    """Position of the causal flag, or of the kind of mask, among all arguments."""
+    """Position of the causal flag, or of the mask's kind, among the arguments."""
     heads_last: bool = False
     """True if tensors are [B, S, H, D] and not [B, H, S, D]."""
     backward: bool = False
@@ -71,7 +70,6 @@ class Implementation:
     """One way to compute attention."""
 
     name: str
-    """Name that --attention takes."""
     summary: str
     devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
     """Kinds of supported devices; rocm: AMD GPUs, which torch calls cuda."""
@@ -91,30 +89,29 @@ class Implementation:
     single_token: bool = True
     """True if it takes one query with one key."""
     causal_offset: bool = True
-    """True if it takes a causal mask over queries and keys of different number, positions counted from the first."""
+    """True if it takes a causal mask with more queries than keys or fewer."""
     grouped: bool = True
-    """True if it takes fewer heads of keys and values than of queries."""
     materialises_scores: bool = False
-    """True if the scores, [B, H, S, K], are a tensor in memory, with its softmax saved for backward. Otherwise backward
-    recomputes them from saved queries, keys, values, output and the log-sum-exp of each row."""
+    """True if scores and softmax [B, H, S, K] are in memory. Otherwise backward recomputes them from saved queries,
+    keys, values, output and log-sum-exp.
+    """
     deterministic: bool | None = None
-    """True if gradients have the same bits every time on CUDA; kernels that sum dQ by atomic additions do not. None:
-    not known, or up to the chosen implementation. Measured on an H100 with torch 2.11 in bf16."""
+    """True if CUDA gradients have the same bits every time; atomic additions of dQ do not. None: unknown, or up to the
+    chosen implementation. Measured on an H100 with torch 2.11 in bf16.
+    """
     saved_rows: int = 1
-    """The saved log-sum-exp has the tokens rounded up to a multiple of this."""
+    """Tokens of the saved log-sum-exp are rounded up to its multiple."""
     output_heads_together: bool = False
     """True if the output is [B, S, H, D] in memory, which the output projection takes without a copy."""
     copies_below: int = 1
-    """Inputs and gradients are copied, padded, unless the bytes of one head of one token are a multiple of this."""
+    """Inputs and gradients are copied, padded, unless a head's bytes of one token are its multiple."""
     workspaces: tuple[Workspace, ...] = ()
     expands_groups: bool = False
-    """True if its backward makes gradients of keys and values for every head of queries, and then sums them over shared
-    heads."""
+    """True if backward makes gradients of keys and values for every head of queries, then sums them."""
     memory_estimate: str = ""
     """Why a prediction of its memory is an estimate; empty: it is exact."""
     chosen_by_sdpa: str = ""
-    """If not empty, torch's own choice, `sdpa`, is the first such row that takes the inputs; a prediction's remark on
-    that."""
+    """Remark of a prediction; empty: never torch's choice. `sdpa` is the first such row that takes the inputs."""
     benchmarked_on: tuple[str, ...] = ()
     """Kinds of devices on which `steplab attention` measures it by default."""
     operators: tuple[FusedOperator, ...] = ()
@@ -302,7 +299,6 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 
 def implementation(name: str) -> Implementation:
-    """The row of a name; KeyError for an unknown name."""
     return _BY_NAME[name]
 
 
@@ -320,9 +316,8 @@ def why_not(
 ) -> str | None:
     """Why an implementation does not take such inputs, as half a sentence; None: it does, as far as is known.
 
-    `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. head_dim None: not known. On other devices
-    than these GPUs the kernels differ, and only the table's devices count. on_every_gpu: refuse inputs that some GPU,
-    or some version of a library, does not take.
+    `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table; head_dim None: unknown. on_every_gpu:
+    refuse inputs that some GPU or library version does not take.
     """
     row = _BY_NAME[name]
     if device not in row.devices:

@@ -106,9 +106,8 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 
 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
-    """True if the dispatcher would do more for these tensors than call the operator's function on a GPU. It does for
-    autograd, modes (FLOP counters, selective checkpointing), transforms of torch.func, profilers, tensor subclasses,
-    and the two kinds of tensors without their values in memory.
+    """True if the dispatcher would do more than call the function on a GPU: for autograd, modes (FLOP counters,
+    selective checkpointing), torch.func, profilers, tensor subclasses, and tensors without values.
     """
     if (
         torch.is_grad_enabled()

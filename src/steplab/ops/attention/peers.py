@@ -56,8 +56,9 @@ def sdpa_attention(
 def flash_attn_4_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v by flash_attn.cute.flash_attn_func, which has the heads after the positions. Raises
-    Unsupported without the package, or for inputs that it does not take."""
+    """By flash_attn.cute.flash_attn_func, which has heads after positions. Raises Unsupported without the package, or
+    for inputs that it does not take.
+    """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
     attend = _flash_attn_func()
@@ -89,9 +90,9 @@ BLOCK = 128
 def flex_attention_compiled(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v by flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a
-    CPU it has no backward pass, and divides by the number of positions: raises Unsupported for gradients, and without
-    queries or keys."""
+    """By flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a CPU it raises Unsupported
+    for gradients, and without queries or keys.
+    """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     if q_BHSD.device.type == "cpu":
         _refuse_on_cpu(q_BHSD, k_BHKD, v_BHKD)
@@ -130,8 +131,9 @@ def _refuse_on_cpu(*tensors: Tensor) -> None:
 
 @cache
 def _compiled(q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype) -> Any:
-    """The function compiled for one shape. torch keeps compiled code with a function's code object, searches it at
-    every call, and stops compiling at the ninth shape. So each shape gets a copy of the code object."""
+    """One shape's compiled function. torch stops compiling a code object at the ninth shape, and searches them at every
+    call; so each shape gets a copy.
+    """
     code = _attend.__code__.replace(co_name=f"_attend_{'x'.join(map(str, (*q_shape, *k_shape[1:3])))}")
     return torch.compile(FunctionType(code, globals()), dynamic=False, fullgraph=True)
 
@@ -168,9 +170,10 @@ def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole
 
 @cache
 def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
-    """For each block of queries, the number and the list of key blocks that it sees wholly (or in part); then the same
-    for keys. A block row sees earlier key blocks wholly, and the diagonal one in part. A last row or column that is not
-    full counts as partial, as in torch's create_block_mask, which needs a byte for every pair of a query and a key."""
+    """For each block of queries, number and list of key blocks seen wholly (or in part); then the same for keys. A row
+    sees earlier key blocks wholly, the diagonal one in part, as is a block that is not full. torch's create_block_mask
+    needs a byte for every pair.
+    """
     num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
     with torch.inference_mode(False):  # kept for training steps, even if first made in inference
         row_R1, column_C = torch.arange(num_rows, device=device)[:, None], torch.arange(num_columns, device=device)

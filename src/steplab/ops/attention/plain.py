@@ -26,9 +26,8 @@ def plain_attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v with every intermediate materialised (Vaswani et al. 2017, equation 1).
 
-    Its three parts run inside span("scores") (product, scale and mask), span("softmax") and span("values"). Keys and
-    values of grouped-query heads are repeated first. A row with only -inf scores gives NaN, as a softmax does; the
-    fused implementations give zeros, which would need a second pass over the scores here.
+    Spans: "scores" (product, scale and mask), "softmax" and "values". Keys and values of grouped-query heads are
+    repeated. A row with only -inf scores gives NaN; fused implementations give zeros.
     """
     if k_BHKD.dim() > 2 and k_BHKD.shape[-3] != q_BHSD.shape[-3]:
         num_sharing = q_BHSD.shape[-3] // k_BHKD.shape[-3]

@@ -29,10 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise UserError, with the fix, for tensors that are not an attention's. Valid are q [..., H, S, D] with k and v
-    [..., N, K, D], where N divides H (grouped-query heads: query head h reads key head h * N // H); [batch, S, D] with
-    [batch, K, D]: one head; and [S, D] with [K, D]. There is no broadcasting.
-    """
+    """Raise UserError, with the fix, for tensors with shapes other than api.attention's."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
@@ -47,7 +44,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _one_type(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if types are supported, and equal or made equal by autocast, which leaves float64 unchanged."""
     if q.dtype == k.dtype == v.dtype:
         return q.dtype in DTYPES
     types = {q.dtype, k.dtype, v.dtype}
@@ -123,7 +119,6 @@ def as_four_dims(x: Tensor) -> Tensor:
 
 
 def num_key_heads(k: Tensor) -> int:
-    """Heads of the keys; one if they have no such dimension."""
     return k.shape[-3] if k.dim() > 3 else 1
 
 

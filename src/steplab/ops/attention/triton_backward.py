@@ -58,13 +58,11 @@ class Operands:
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
+    """-lse / log(2) [B, H, queries], padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
     minus_d: Tensor
-    """-rowsum(dO o O)."""
     sums: Tensor
     """Memory for the sums of dQ, if made in one sweep; else empty."""
     shared: Tensor
-    """Memory for dK and dV in transit between programs, if heads share keys and there is one sweep."""
     turns: Tensor
     """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise for shared keys."""
     call: Call
@@ -118,8 +116,6 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) ->
 
 
 class _Layout(NamedTuple):
-    """The kernel for some tensors, and its working memory in one piece."""
-
     one_sweep: Tiles | None
     parts: list[int]
     """Numbers of 32 bits: -lse, -D, sums, shared, turns. All except the last are multiples of 128, as the copy engine

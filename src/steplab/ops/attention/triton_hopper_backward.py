@@ -191,13 +191,12 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
 
 @gluon.constexpr_function
 def _in_fours():
-    """The layout of sums in transit between programs: a thread has four in a row, a warp 512 bytes."""
+    """Layout of sums between programs: a thread has four in a row, a warp 512 bytes."""
     return gl.BlockedLayout([4], [32], [4], [0])
 
 
 @gluon.jit
 def _from_those_before(at, is_first, W: gl.constexpr, layout: gl.constexpr):
-    """Earlier programs' contribution to a consumer's sums [R, W]; zeros for the first."""
     loaded = gl.load(at + gl.arange(0, ROWS * W, _in_fours()), mask=not is_first, other=0.0, cache_modifier=".cg")
     # A thread's four belong to eight columns: two columns of two rows. By columns: which eight, the thread, which of
     # two; by rows: the warp, which of two, the thread.
@@ -207,7 +206,6 @@ def _from_those_before(at, is_first, W: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _for_the_next(at, x_RW, is_last):
-    """Leave a consumer's sums [R, W] to the next program, unless this is the last."""
     W: gl.constexpr = x_RW.shape[1]
     x = x_RW.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * W])
     x = gl.convert_layout(x, _in_fours(), assert_trivial=True)

@@ -62,7 +62,6 @@ def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TAS
 
 @gluon.jit
 def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """Tiles, of the task's last keys, that a consumer's queries do not see."""
     hidden = 0
     if CAUSAL:
         hidden = num_tiles - gl.cdiv(gl.minimum(first_query + ROWS, num_keys), N)
@@ -71,7 +70,6 @@ def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.co
 
 @gluon.jit
 def _load_next(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Load the i-th tile, of keys or of values, once there is room for it."""
     if REST > 0:
         arrived = to.acquire(i, main_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
     else:
@@ -180,7 +178,6 @@ def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
 
 @gluon.jit
 def _nothing_yet(layout: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):
-    """The largest scores and the sums before the first tile of scores [R, N] of such a layout."""
     if BY_THREADS:
         sums = gl.sum(gl.sum(_by_threads(gl.zeros([ROWS, N], gl.float32, layout)), 3), 1)
     else:
@@ -261,7 +258,6 @@ def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_lo
 
 @gluon.jit
 def _for_scores(q_RD, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """A consumer's queries in parts: from registers, if it has them, or shared memory."""
     if MAIN + REST > 64 and MAIN + REST <= 128:
         queries = in_registers(q_RD, N, MAIN, REST)
     else:

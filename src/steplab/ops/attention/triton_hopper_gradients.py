@@ -48,8 +48,6 @@ DS = gl.constexpr(4)
 
 @aggregate
 class SharedStorage:
-    """Memory and barriers that the warps of a program share."""
-
     kv: gl.shared_memory_descriptor
     """Keys and values, which become their gradients at the end."""
     kv_arrived: gl.shared_memory_descriptor
@@ -64,11 +62,10 @@ class SharedStorage:
     ds_parts: gl.shared_memory_descriptor
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
-    """For tiles of 64 queries, one for each of these and each consumer."""
+    """Barriers of ds_parts, for tiles of 64 queries: one a tile and consumer."""
     dq_0: gl.shared_memory_descriptor
     """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums."""
     dq_1: gl.shared_memory_descriptor
-    """The second's."""
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     num_slots: gl.constexpr
@@ -97,13 +94,11 @@ class SharedStorage:
 
     @gluon.jit
     def queries(self, i):
-        """The queries of the i-th tile, in parts."""
         place = 2 * (i % self.num_slots)
         return self.mains.index(place), self.rests.index(place)
 
     @gluon.jit
     def gradients(self, i):
-        """The gradients of the outputs of the i-th tile, dO, in parts."""
         place = 2 * (i % self.num_slots) + 1
         return self.mains.index(place), self.rests.index(place)
 
@@ -114,12 +109,10 @@ class SharedStorage:
 
     @gluon.jit
     def minus_d(self, i):
-        """-D of the i-th tile's queries: the sum of dO times the output, for each."""
         return self.numbers.index(2 * (i % 2) + 1)
 
     @gluon.jit
     def dq_of(self, CONSUMER: gl.constexpr):
-        """Room for the consumer's dQ, [parts, ROWS, PART]."""
         if CONSUMER == 0:
             own = self.dq_0
         else:
@@ -148,7 +141,6 @@ def zero_at_run_time(i):
 
 @gluon.jit
 def own(smem, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
-    """The consumer's keys (0) or values (1)."""
     return smem.kv.index(zero + WHICH).slice(CONSUMER * ROWS, ROWS, dim=0)
 
 
@@ -186,7 +178,6 @@ def store_ds(i, ds, smem, M: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def start_dv_dk(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start P^T dO and dS^T Q of the i-th tile, added to the sums: dK's main columns and rest, and dV's."""
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
     p_RM, ds_RM = unpack(weights, smem.kv.dtype, P), unpack(ds, smem.kv.dtype, P)
@@ -197,7 +188,6 @@ def start_dv_dk(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constex
 
 @gluon.jit
 def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, sums, REST: gl.constexpr):
-    """Wait until at most num_left products, all started after these, are unfinished."""
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = sums
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
@@ -251,6 +241,6 @@ def store_dq(i, dq_MW, smem, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
 
 @gluon.jit
 def commit_dq(i, smem, CONSUMER: gl.constexpr):
-    """Announce dQ of the i-th tile; a tile before the first announces nothing."""
+    """A tile before the first announces nothing."""
     fence_async_shared()
     mbarrier.arrive(smem.dq_full.index(CONSUMER), pred=i >= 0)

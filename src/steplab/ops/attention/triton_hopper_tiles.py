@@ -33,7 +33,6 @@ add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add
 
 @builtin
 def reinterpret(x, dtype, shape, layout, _semantic=None):
-    """The same bytes of shared memory, as numbers of another type, shape or layout."""
     name = "reinterpret" if hasattr(shared_memory_descriptor, "reinterpret") else "_reinterpret"
     return getattr(x, name)(dtype, shape, layout, _semantic=_semantic)
 
@@ -70,18 +69,15 @@ class Ring:
 
     @gluon.jit
     def wait(self, i):
-        """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.tiles.index(i % self.num_slots)
 
     @gluon.jit
     def release(self, i, pred=True):
-        """A consumer has finished with the i-th tile."""
         mbarrier.arrive(self.empty.index(i % self.num_slots), pred=pred)
 
     @gluon.jit
     def acquire(self, i, num_bytes):
-        """The barrier that announces the i-th tile, once there is room for its bytes."""
         mbarrier.wait(self.empty.index(i % self.num_slots), ((i // self.num_slots) & 1) ^ 1)
         arrived = self.full.index(i % self.num_slots)
         mbarrier.expect(arrived, num_bytes)
@@ -118,18 +114,15 @@ class NamedRing:
 
     @gluon.jit
     def wait(self, i):
-        """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.slot(i)
 
     @gluon.jit
     def release(self, i):
-        """A consumer has finished with the i-th tile, after `wait`."""
         barrier_arrive(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
     @gluon.jit
     def acquire(self, i, num_bytes):
-        """The barrier that announces the i-th tile, once there is room for its bytes."""
         if i >= self.num_slots:
             self.wait_released(i)
         arrived = self.full.index(i % self.num_slots)
@@ -138,13 +131,11 @@ class NamedRing:
 
     @gluon.jit
     def wait_released(self, i):
-        """The loading warp waits until all consumers have finished with the slot of the i-th tile."""
         barrier_sync(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
 
 @gluon.jit
 def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, main: gl.constexpr, rest: gl.constexpr):
-    """Room for `num` tiles in two parts, [rows, main] and [rows, rest]; without a rest, the second is unused."""
     main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, main], dtype)
     mains = gl.allocate_shared_memory(dtype, [num, rows, main], main_layout)
     rests = mains
@@ -156,7 +147,6 @@ def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, m
 
 @gluon.jit
 def load_parts(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Have the copy engine load both parts of a tile, from this row of a head on."""
     load_tile(main_tiles, [b, head, row, 0], arrived, parts[0])
     if REST > 0:
         load_tile(rest_tiles, [b, head, row, MAIN], arrived, parts[1])
@@ -201,7 +191,6 @@ def ring(
 
 @gluon.jit
 def new_mbarrier():
-    """A barrier that one arrival of bytes completes."""
     made = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(made, count=1)
     return made
@@ -209,7 +198,6 @@ def new_mbarrier():
 
 @gluon.jit
 def in_parts(tile, MAIN: gl.constexpr, REST: gl.constexpr):
-    """The main columns of a tile and the rest; without a rest, the second is unused."""
     rest = tile
     if REST > 0:
         rest = tile.slice(MAIN, REST, dim=1)
@@ -335,6 +323,5 @@ def barrier_sync(name, num_threads: gl.constexpr = 256):
 
 @gluon.jit
 def barrier_arrive(name, num_threads: gl.constexpr = 256):
-    """Arrive at a named barrier without waiting."""
     text: gl.constexpr = _at_barrier("arrive", num_threads)
     _instruction(text, gl.to_tensor(FIRST_NAME + name))

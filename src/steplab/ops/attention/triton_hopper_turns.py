@@ -40,7 +40,6 @@ from .triton_hopper_tiles import ROWS, barrier_arrive, barrier_sync, in_parts, i
 
 @gluon.jit
 def _now(turn_ptr):
-    """The current turn; earlier additions are visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [turn_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -106,7 +105,6 @@ def _is_held(which, rest):
 @gluon.jit
 def _held(smem, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
           CONSUMER: gl.constexpr):  # fmt: skip
-    """The consumer's keys (0) or values (1), if it holds them; else nothing."""
     held = zero, zero
     if _is_held(WHICH, REST):
         held = in_registers(own(smem, zero, WHICH, CONSUMER), M, MAIN, REST)
@@ -139,7 +137,6 @@ def _start_part_of_dq(i, smem, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSU
 @gluon.jit
 def _weigh_for_both(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
                     M: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
-    """As `weigh`, with dS stored for the other consumer too."""
     weights, ds = weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED, CAUSAL, M, REST)
     store_ds(i, ds, smem, M, CONSUMER)
     mbarrier.arrive(smem.ds_of(i, CONSUMER))
@@ -149,7 +146,6 @@ def _weigh_for_both(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKE
 @gluon.jit
 def _first_weights(i, k_held, v_held, smem, problem, first_key, first_query, CAUSAL: gl.constexpr, M: gl.constexpr,
                    MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
-    """The first turn: only S and dP."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
@@ -200,7 +196,6 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, sums, smem, problem, first_
 @gluon.jit
 def _last_products(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
                    FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """The last turn: all products of the last tile, and the remaining part of dQ."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
@@ -301,7 +296,6 @@ def _round_of_two_turns(i, sums, smem, problem, first_key, first_query, MASKED: 
 def rounds_of_two_turns(sums, smem, problem, first_key, rounds, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
                         M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
                         W: gl.constexpr):  # fmt: skip
-    """The same as rounds_of_a_turn, for this kernel."""
     start, step, first, first_whole, end_whole, num_tiles = rounds
     for which in range(IN_A_ROW):
         of_head = first + which * num_tiles

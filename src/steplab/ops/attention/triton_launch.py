@@ -62,13 +62,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The descriptor of a tensor that the copy engine reads or writes, without the address."""
+    """A descriptor without its address."""
 
     kind: type[Any]
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:
-        """The tensor's descriptor, without the checks of its constructor, which take longer than some kernels."""
+        """Without the checks of the descriptor's constructor, which take longer than some kernels."""
         descriptor = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
         return descriptor
@@ -119,11 +119,10 @@ def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape
 
 
 class Start:
-    """A kernel with everything fixed except the tensors: their forms, the numbers, and compile-time options.
+    """A kernel with everything fixed except the tensors: forms, numbers, compile-time options.
 
-    Triton looks up a compiled kernel by describing each argument in words, which takes longer than a short attention.
-    So this keeps the compiled kernel for calls of equal shapes. Tensors without a form are passed by address, a
-    multiple of 16 bytes, as the kernel is compiled.
+    Triton describes each argument in words to find a compiled kernel, which takes longer than a short attention; this
+    keeps it. Tensors without a form are passed by address, a multiple of 16 bytes.
     """
 
     def __init__(
@@ -136,8 +135,9 @@ class Start:
         self._constants: list[Any] = []
 
     def __call__(self, *tensors: Tensor, stream: int | None = None) -> Launch | None:
-        """Start it on these tensors, on the current device and stream. Returns the launch, to be repeated with the same
-        tensors, if the raw stream is given and the kernel has run before."""
+        """On the current device and stream. Returns the launch, to be repeated, if the raw stream is given and the
+        kernel has run before.
+        """
         if self._compiled is None:
             self._compile(tensors)
             return None
@@ -179,7 +179,6 @@ def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str
 
 
 def portable_options(tiles: Tiles, products: str) -> dict[str, Any]:
-    """Keyword arguments of all portable kernels; `products` is the result of `precision`."""
     return {
         "M": tiles.queries,
         "N": tiles.keys,

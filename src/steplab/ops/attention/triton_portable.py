@@ -153,7 +153,6 @@ def _sum_over_queries(
     num_queries, num_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries from `first` to `end`, a tile at a time, transposed: their contributions to a key."""
     for first_query in tl.range(first, end, M):
         queries = first_query + tl.arange(0, M)
         q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)

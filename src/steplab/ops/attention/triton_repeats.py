@@ -1,13 +1,11 @@
 """Repeats of calls on the same memory, by replaying their launches.
 
-In a training step the caching allocator gives a layer's tensors the same addresses as before. A launch depends only on
-addresses, shapes, strides, type, device, stream and a few numbers; if all were seen before, it is repeated without
-further checks.
+A layer's tensors get the same addresses each step. A launch depends only on addresses, shapes, strides, type, device,
+stream and a few numbers; if all were seen before, it is repeated without further checks.
 
-Triton launches in two steps: Python converts tensor descriptors to the driver's form, then a C function reads the
-arguments and calls the driver. This file keeps the first step's result; the second takes a few microseconds. It records
-the arguments that Triton's Python passes to that function, so their order and form, which change between versions, are
-written nowhere here. If this Triton differs, launches are not kept.
+Triton's Python converts tensor descriptors, then a C function calls the driver. This file keeps the first step's
+result; the second takes microseconds. It records the arguments to that function, so their order and form, which change
+between versions, are written nowhere here. If this Triton differs, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -40,8 +38,6 @@ class Address:
 
 
 class Launcher:
-    """Prepares launches of a compiled kernel that has run before."""
-
     def __init__(self, compiled: Any, grid: Sequence[int]) -> None:
         from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
@@ -93,7 +89,6 @@ MOST_KEPT = 1024
 kinds."""
 
 Made = tuple[Shape, Shape, torch.dtype]
-"""Sizes, strides and type of a tensor that a call makes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +106,7 @@ class Kind:
         return [_empty(*like) for like in self.made]
 
     def made_again(self, tensors: Sequence[Tensor]) -> bool:
-        """Repeat the launches of the call on these tensors; False if they are not known."""
+        """Repeat the launches on these tensors; False if unknown."""
         known = _known.get((self, *map(_address, tensors)))
         if known is None or hooked():
             return False
@@ -120,7 +115,7 @@ class Kind:
         return True
 
     def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
-        """Keep the launches of a call, unless one is missing, with the other memory that they read."""
+        """Keep a call's launches, unless one is missing; `needed`: other memory that they read."""
         ready = [launch for launch in launches if launch is not None]
         if self.stream is None or len(ready) < len(launches) or hooked():
             return
@@ -134,8 +129,8 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
-    """The kind of a call; `make` describes the results for its inputs, `more` is all else that it depends on. inputs
-    begin with q and k, which determine all shapes and types.
+    """`make` describes the results for the inputs, which begin with q and k; `more` is all else that the call depends
+    on.
     """
     q, k, *_ = inputs
     device = q.get_device()
@@ -150,13 +145,11 @@ def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *
 
 
 def forget() -> None:
-    """Forget all calls, for callers that change the choice of kernels."""
     _known.clear()
     _kinds.clear()
 
 
 def laid_out_as(x: Tensor) -> Made:
-    """A tensor of x's sizes and type, its dimensions in memory in the order of x's, as by torch.empty_like."""
     return tuple(x.shape), _strides_like(x.shape, x.stride()), x.dtype
 
 

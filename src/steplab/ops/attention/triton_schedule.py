@@ -18,7 +18,7 @@ CACHE_SHARE = 16 * 2**20
 PAIRS_TOGETHER = 8
 """The fewest pairs of heads that CACHE_SHARE must hold for pairs to be used; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""Fewest programs a multiprocessor for using pairs, so that all end together; 3.9 was the fewest measured."""
+"""Fewest programs a multiprocessor for pairs of heads, so that all end together; measured from 3.9 on."""
 START_OF_TASK = 0.6
 """Time of a task without its tiles, in times of a tile; from trials."""
 MOST_DEALT = 2**17
@@ -26,7 +26,6 @@ MOST_DEALT = 2**17
 
 
 def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
-    """Heads that go together, each with `bytes_a_head` bytes that programs read more than once."""
     return max(1, min(num_heads, CACHE_SHARE // max(bytes_a_head, 1)))
 
 
@@ -56,10 +55,7 @@ def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
 
 
 class Task(NamedTuple):
-    """A unit of work of the forward kernel: some queries of a head."""
-
     head: int
-    """Number of the head, counted over all batches."""
     first_query: int
     num_tiles: int
     """Tiles of keys that they see; tasks are dealt by this number."""
@@ -68,7 +64,7 @@ class Task(NamedTuple):
 def tasks_in_order(
     num_heads: int, num_queries: int, num_keys: int, *, rows: int, tile: int, together: int, causal: bool
 ) -> list[Task]:
-    """Every `rows` queries of every head: heads in groups of `together`, in a group the longest tasks first."""
+    """Heads in groups of `together`, in a group the longest tasks first."""
     first_queries = range(0, num_queries, rows)[::-1]
     of_head = [(first, -(-(min(num_keys, first + rows) if causal else num_keys) // tile)) for first in first_queries]
     groups = [range(first, min(first + together, num_heads)) for first in range(0, num_heads, together)]

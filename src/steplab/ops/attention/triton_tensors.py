@@ -18,7 +18,6 @@ class Columns:
     """The head dimension for the matrix units: products are of `main` columns, then of `rest`."""
 
     main: int
-    """A power of two."""
     rest: int
     """0, or a power of two: 80 columns are 64 and 16; 128 would multiply 48 by zero."""
     box: int
@@ -58,13 +57,12 @@ def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:
-    """The nearest numbers of 10 mantissa bits, as a product in TF32 takes them; see triton_portable."""
     bits = (x.contiguous().view(torch.int32) + 0x1000) & -0x2000
     return torch.where(x.isnan(), x, bits.view(torch.float32))
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
-    """The tensor itself if the copy engine can write it; else memory of its shape, with padded rows, to copy from."""
+    """The tensor itself if the copy engine can write it; else memory with padded rows, to copy from."""
     if _takes(x_BHSD):
         return x_BHSD
     padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
@@ -72,7 +70,6 @@ def writable(x_BHSD: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A contiguous tensor with an address of a multiple of 16 bytes: itself if possible."""
     return x.contiguous() if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -37,7 +37,7 @@ def known_to_run() -> bool | None:
 
 
 def why_not_hopper(version: str, head_dim: int = 64) -> str | None:
-    """Why they do not; None: they do. Warns if a trial failed."""
+    """None: they run. Warns if a trial failed."""
     if too_old(version):
         return f"Triton {version} is too old for them"
     if is_tried(version):
@@ -60,7 +60,7 @@ def _trial(version: str, head_dim: int) -> str | None:
     forget()
     why = f"they do not work with Triton {version}: {found[0]}"
     warnings.warn(
-        f"flash_triton runs its slower portable kernels instead of those for Hopper: {why}; {remedy(version)}",
+        f"flash_triton runs its slower portable kernels instead of Hopper's: {why}; {remedy(version)}",
         RuntimeWarning,
         stacklevel=2,
     )

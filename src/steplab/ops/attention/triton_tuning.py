@@ -31,7 +31,6 @@ class Tiles:
     gpu: str
     """A GPU in torch's spelling, sm90 and the like, or any."""
     bits: int
-    """Bits of a number: 16 or 32."""
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
     columns: int | None = None
@@ -58,13 +57,11 @@ def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
 
 
 def tiles_if_any(kernel: Kernel, device: torch.device, bits: int, head_dim: int, tokens: int) -> Tiles | None:
-    """The same for numbers of `bits` bits on a device, or None."""
     hopper = bits == 16 and hopper_kernels_on(device, head_dim)
     return _found(kernel, *_gpu(device), hopper, bits, head_dim, tokens)
 
 
 def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
-    """True if the Hopper kernels for heads of this width run on a device, with the installed Triton."""
     return _gpu(device)[1] == (9, 0) and hopper_kernels_run(head_dim)
 
 

@@ -26,12 +26,10 @@ SMALLEST_AMAX = 2.0**-100
 
 
 def plain_amax(x: Tensor) -> Tensor:
-    """The largest magnitude, a float32 scalar on the device of x; NaN if there is one."""
     return x.abs().amax().float()
 
 
 def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32; times amax it is the largest finite number of the format."""
     top = torch.full_like(
         amax, torch.finfo(dtype).max
     )  # torch divides a Python number by multiplying it with the reciprocal
@@ -53,32 +51,28 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8
 CAST_BLOCK, CAST_WARPS = 4096, 4
 ROWS, COLUMNS, WARPS = 64, 128, 8
-"""Tile and warps of a program of the cast to both layouts."""
 
 
 class Operand(NamedTuple):
-    """A tensor in fp8 for a product: contiguous along the dimension that is summed over."""
-
     values: Tensor
     inverse_scale: Tensor
     """float32, a scalar on the device: values * inverse_scale restores the tensor."""
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of x, a float32 scalar on its device; NaN if there is one. The same bits each time."""
+    """A float32 scalar on x's device; NaN if there is one. The same bits each time."""
     _refuse_other_formats(x)
     found: Tensor = torch.ops.steplab.amax(x)
     return found
 
 
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
-    """x in fp8, scaled so that amax becomes the largest finite number; larger magnitudes are clamped."""
     _refuse_other_formats(x)
     return Operand(*torch.ops.steplab.fp8_cast(x, amax, dtype))
 
 
 def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Operand, Operand]:
-    """The same by rows [R, C] and by columns [C, R], in one pass over x."""
+    """cast() by rows [R, C] and by columns [C, R], in one pass over x."""
     _refuse_other_formats(x_RC)
     rows_RC, columns_CR, inverse_scale = torch.ops.steplab.fp8_cast_both(x_RC, amax, dtype)
     return Operand(rows_RC, inverse_scale), Operand(columns_CR, inverse_scale)

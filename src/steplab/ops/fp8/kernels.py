@@ -35,7 +35,6 @@ def _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX: tl.constexpr, TOP: tl.con
 
 @triton.jit
 def _scaled(x, scale, kind: tl.constexpr, TOP: tl.constexpr):
-    """x in fp8, clamped at the largest finite number; a NaN stays."""
     return tl.clamp(x.to(tl.float32) * scale, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL).to(kind)
 
 
@@ -44,7 +43,6 @@ def cast_kernel(
     x_ptr, amax_ptr, out_ptr, inverse_scale_ptr, num_elements,
     SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, contiguous -> out, the same in fp8."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0)
     scale = _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX, TOP)

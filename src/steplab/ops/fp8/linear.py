@@ -61,7 +61,6 @@ def fp8_linear(
 
 
 def refuse_sizes(x: Tensor, weight_NK: Tensor) -> None:
-    """Raise Unsupported for a layer with products that the GPU does not take."""
     sizes = (x.numel() // x.shape[-1], *weight_NK.t().shape)
     if any(size % FP8_MULTIPLE for size in sizes):
         why = f"tokens, inputs and outputs must be multiples of {FP8_MULTIPLE}, not {sizes}"

@@ -33,7 +33,6 @@ class Buckets:
     during_backward: bool
     copied_bytes: int
     shared_bytes: int = 0
-    """Size of buffers and landing places of peer copies, outside torch's allocator."""
 
 
 @functools.lru_cache(maxsize=256)

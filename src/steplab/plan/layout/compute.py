@@ -54,7 +54,6 @@ class PartTimes:
         """Referenced, to keep ids unique."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
-        """compiled: with its operators fused."""
         key = (id(parts), phase, part, compiled)
         if key not in self._known:
             self._parts.append(parts)
@@ -63,8 +62,8 @@ class PartTimes:
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
-        """The optimizer's update of `num_elements` weights, by the bytes that its kernels read and write. Raises
-        Unsupported for adamw_triton: its traffic across ranks is unknown.
+        """By the bytes that its kernels read and write. Raises Unsupported for adamw_triton: its traffic across ranks
+        is unknown.
         """
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"

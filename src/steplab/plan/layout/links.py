@@ -55,7 +55,6 @@ class Group:
     """
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
-        """Ranks of the group that share a node, at the least."""
         if self.in_line * self.stride > gpus_per_node:
             return 1
         return min(max(gpus_per_node // self.stride, 1), self.size)
@@ -110,8 +109,7 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """The machine with a stored communication profile instead of stated figures, within a node. Each collective uses
-    its line over all world sizes, or else the line of most ranks."""
+    """Within a node; each collective uses its line over all world sizes, or else of most ranks."""
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
         if fit.beta_s_per_byte > 0:
@@ -129,7 +127,7 @@ def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Clus
 
 
 def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
-    """Bytes on the wire per second, of one rank; None: the group spans nodes, and the network is not known."""
+    """Bytes on the wire per second of one rank; None: across an unknown network."""
     within = machine.node_bytes_per_s[collective]
     ranks = group.ranks_in_node(machine.gpus_per_node)
     if ranks == group.size:
@@ -152,7 +150,7 @@ def call_s(machine: Cluster, collective: str, group: Group) -> float:
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Seconds of one message alone; None: the link is not known."""
+    """Of one message alone; None: the link is unknown."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

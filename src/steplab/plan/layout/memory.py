@@ -247,7 +247,6 @@ class _Rank:
         return self._has_masters and weight.of_linear_layer and not is_whole
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
-        """Gradients of trained weights take as many."""
         width = self._sharing.weight_bytes
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 

@@ -56,7 +56,6 @@ class OwnModel:
 
     @property
     def width(self) -> int:
-        """Elements of a token in the residual stream."""
         return self.shape.d_model
 
 
@@ -73,8 +72,6 @@ class OverRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Facts of a traced model that layouts need, without its parts."""
-
     num_layers: int
     embedding: tuple[Weight, ...]
     """Weights before the blocks, including weights shared with the head."""
@@ -95,8 +92,6 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """All that is known of a traced model without its parts."""
-
     facts: ModelFacts
     spread: Spread | None
     why_not: str = ""
@@ -170,7 +165,7 @@ class ForeignModel:
         return self.spread.embedding[0].row_elements
 
     def refuse_unplanned(self, spec: StepSpec) -> None:
-        """Raise Unsupported or UserError for a pipeline whose stages cannot be told, and for tp without a plan."""
+        """Raise Unsupported or UserError for a pipeline with unknown stages, and for tp without a plan."""
         layout, spread = spec.layout, self.spread_over(spec.layout.tp)
         if layout.pp == 1:
             return
@@ -182,12 +177,9 @@ class ForeignModel:
 
 
 SpreadModel = OwnModel | ForeignModel
-"""A model as plan.layout needs it."""
 
 
 class Trace(Protocol):
-    """Runs a step and reports its events, without operators if compiled."""
-
     def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
 
 

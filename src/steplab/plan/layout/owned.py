@@ -20,7 +20,6 @@ class Owned:
     num_weights: int
     parameters_bytes: int
     by_peer_copies: bool
-    """True if parameters and averaged gradients are outside of torch's allocator."""
     buckets: Buckets
 
 

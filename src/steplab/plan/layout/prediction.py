@@ -1,5 +1,3 @@
-"""The memory of a layout as a prediction: every group of ranks, the largest peak, and the GPUs that it fits."""
-
 from collections.abc import Sequence
 
 from steplab.plan.cards import fits_of, outside_bytes, safe_device_bytes
@@ -63,7 +61,6 @@ def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def num_communicators(layout: Layout) -> int:
-    """One per axis that a rank shares with others."""
     if layout.world_size == 1:
         return 0
     return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)

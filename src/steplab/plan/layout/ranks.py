@@ -11,8 +11,6 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A stage of the pipeline on one rank; without a pipeline, the whole model."""
-
     blocks: range
     first: bool
     last: bool
@@ -30,7 +28,6 @@ class RankGroup:
 
     @property
     def label(self) -> str:
-        """For example 'ranks 0 to 3'."""
         last = self.first_rank + self.num_ranks - 1
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 

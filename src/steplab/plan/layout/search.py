@@ -49,18 +49,15 @@ class LayoutJob:
     """When parameters are updated; some layouts can only update after all gradients."""
     gpus: int
     global_batch: int
-    """Sequences in a step of all ranks together."""
     gpu: Gpu
     machine: Cluster
     model: ForeignModel | None = None
-    """The model, unless it is steplab's own."""
 
     def __post_init__(self) -> None:
         check_job(self.gpus, self.global_batch)
 
 
 def check_job(gpus: int, global_batch: int) -> None:
-    """Raise UserError for an impossible number of GPUs or sequences."""
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"gpus must be between 1 and {MOST_GPUS}, not {gpus}")
     if global_batch < 1:
@@ -68,7 +65,6 @@ def check_job(gpus: int, global_batch: int) -> None:
 
 
 def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
-    """Every layout of the job: fitting ones first, fastest first."""
     spec, said = with_attention_chosen(job.spec, job.spec.model.shape, job.gpu.device_names)
     search = _Search(dataclasses.replace(job, spec=spec))
     notes = [*said, "layouts are compared without the errors that both predictions share"]
@@ -76,7 +72,6 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
 
 
 def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
-    """The job on the one layout of `spec`, with its batch, micro-steps and schedule."""
     chosen, said = with_attention_chosen(spec, spec.model.shape, job.gpu.device_names)
     search = _Search(job)
     return _plan(job, said, search, [search.judged(chosen, timed=True)])
@@ -152,7 +147,6 @@ def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
 
 
 def layouts_of(gpus: int) -> Iterator[Layout]:
-    """Every factorisation of a number of GPUs into dp, fsdp, tp and pp."""
     divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for pp in divisors:
         for tp in (size for size in divisors if gpus // pp % size == 0):
@@ -162,8 +156,7 @@ def layouts_of(gpus: int) -> Iterator[Layout]:
 
 
 def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
-    """True if a layout is slower than the fastest by more than the predictions' relative error in communication and
-    computation."""
+    """True if slower by more than the predictions' relative error in communication and computation."""
     unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
     unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
     return one.seconds - fastest.seconds > unsure
@@ -192,7 +185,6 @@ class _Search:
         return self._with_fewest_recomputed(best) if job.spec.checkpointing == AUTO else best
 
     def _with_fewest_recomputed(self, best: LayoutCandidate) -> LayoutCandidate:
-        """The same, or, if it recomputes all blocks, with the fewest with which it fits."""
         spec = best.spec
         if spec is None or spec.checkpointing != "full" or best.verdict != "fits" or spec.layout.pp > 1:
             return best
@@ -275,7 +267,6 @@ class _Search:
 
 
 def _micro_batches(per_rank: int) -> list[int]:
-    """Sizes of a micro-batch that divide a rank's sequences, largest first: powers of two, and all sequences."""
     powers = [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
     return sorted({*powers, per_rank}, reverse=True)
 

@@ -20,13 +20,10 @@ class Sharing:
     """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
     fsdp: int
     replicas: int
-    """Groups of these ranks that average gradients of their shards."""
     reshard: bool
     """True if weights that FSDP2 gathered are freed after the forward pass."""
     weight_bytes: int
-    """Bytes of an element of a stored weight, and of its gradient and moments."""
     gathered_bytes: int
-    """Bytes of an element as FSDP2 gathers it."""
     splits_tokens: bool
     """True if tensor parallelism splits the tokens between the products (sequence parallelism): steplab's own model."""
     model: SpreadModel
@@ -46,7 +43,6 @@ class Sharing:
 
 
 def weight_bytes(spec: StepSpec) -> int:
-    """Bytes of an element of a stored weight, and of the residual stream."""
     return 2 if spec.precision == "bf16_pure" else _FP32_BYTES
 
 

@@ -172,8 +172,7 @@ class LayoutClock:
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
 
     def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
-        """Seconds of copies: gradients into buckets; with FSDP2 each gathered weight out of its message, and each
-        gradient into one."""
+        """Gradients into buckets; with FSDP2 each gathered weight out of its message, and each gradient into one."""
         if sharing.buckets is not None:
             return self._times.copy_s(sharing.buckets.copied_bytes)
         return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")
@@ -265,7 +264,6 @@ class _Turn:
 
     @property
     def pass_s(self) -> float:
-        """Seconds of both passes of all microbatches, with the messages of stage and tensor parallelism."""
         sent_s = sum(each.exposed_s for each in self.traffic if each.axis in ("pp", "tp"))
         return self.compute_s + self.waiting_s + sent_s
 

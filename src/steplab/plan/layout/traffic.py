@@ -29,7 +29,6 @@ class Traffic:
     """Number in a step of one rank."""
     group: Group
     beside: bool
-    """True if computation runs at the same time."""
 
     @property
     def total_bytes(self) -> int:

@@ -14,9 +14,7 @@ PartName = Literal["embedding", "block", "head"]
 @dataclass(frozen=True, slots=True)
 class Weight:
     name: str
-    """The model's name for it, without the block's number."""
     rows: int
-    """Size of the first dimension, along which FSDP2 shards."""
     row_elements: int
     trained: bool = True
     """True if it has a gradient and optimizer state."""

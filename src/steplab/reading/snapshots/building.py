@@ -32,7 +32,7 @@ from steplab.reading.snapshots.history import (
 
 
 class Refused(Exception):
-    """A refused file; the message follows the file's name."""
+    pass
 
 
 def expect(condition: bool, why: str) -> None:

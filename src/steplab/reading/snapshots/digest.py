@@ -39,9 +39,7 @@ def digest(
     device_name: str | None = None,
     unwatched_peak_bytes: int | None = None,
 ) -> MemoryProfile:
-    """Sum up a history; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
-
-    With marks, sums the marks' device by MEASURED_CATEGORIES; without, the device with the highest peak by
+    """With marks, sums their device by MEASURED_CATEGORIES; without, the device with the highest peak by
     UNNAMED_CATEGORIES. Raises SteplabError without allocations.
     """
     replayed = _chosen(history, marks)

@@ -39,8 +39,6 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events:
-    """Allocator events, oldest first."""
-
     action: Codes
     address: Integers
     """Address of the block or segment; NONE without either."""
@@ -48,7 +46,6 @@ class Events:
     """Requested bytes of a block, or bytes of a segment; NONE without either."""
     stream: Integers
     time_us: Integers
-    """Microseconds since 1970; NONE without times."""
     stack: Numbers
 
     def __len__(self) -> int:
@@ -71,7 +68,6 @@ class Blocks:
     """Bytes set aside by the allocator."""
     requested_bytes: Integers
     state: Codes
-    """INACTIVE, ALLOCATED or AWAITING_FREE."""
     stack: Numbers
 
 
@@ -85,8 +81,6 @@ class DeviceHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
-    """Settings that decide block sizes."""
-
     max_split_bytes: int | None = None
     """Blocks of at least this size are never split; None: all may be."""
     expandable_segments: bool = False

@@ -30,8 +30,6 @@ _PARTS_SHOWN = 3
 
 
 class SourceLines:
-    """Source lines by stack number."""
-
     def __init__(self, stacks: Sequence[tuple[Frame, ...]]) -> None:
         self._stacks = stacks
         self.of = cache(self._find)
@@ -72,8 +70,6 @@ def _line(frame: Frame) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of memory; None is unknown."""
-
     phase: str | None = None
     module: str | None = None
     op: str | None = None
@@ -83,8 +79,6 @@ class Origin:
 
 
 class Origins:
-    """Origins by lifetime number."""
-
     def __init__(
         self,
         lifetimes: Lifetimes,

@@ -27,9 +27,7 @@ _BUFFER_BYTES = MIB
 
 
 def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
-    """The memory snapshot in a file.
-
-    `on_progress` gets bytes read and the file's size. Raises UserError, on one line, for an unreadable file, another
+    """`on_progress` gets bytes read and the file's size. Raises UserError, on one line, for an unreadable file, another
     content, or an import.
     """
     try:

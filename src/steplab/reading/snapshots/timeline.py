@@ -18,8 +18,6 @@ Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class Positions:
-    """Events of a history by allocation count and by clock."""
-
     def __init__(self, events: Events) -> None:
         self.num_events = len(events)
         self._allocations = np.flatnonzero(events.action == ALLOC)
@@ -33,13 +31,11 @@ class Positions:
             self._seconds = since_us / 1e6
 
     def first_moment(self, position: int) -> int:
-        """The moment right after the last allocation before a position."""
         if position <= 0 or not self.num_allocations:
             return 0
         return int(self._allocations[min(position, self.num_allocations) - 1]) + 1
 
     def last_moment(self, position: int) -> int:
-        """The moment right before the next allocation after a position."""
         if position >= self.num_allocations:
             return self.num_events
         return int(self._allocations[max(position, 0)])
@@ -73,8 +69,6 @@ class Positions:
 
 
 class Residents:
-    """Lifetimes by address and position."""
-
     def __init__(self, lifetimes: Lifetimes, positions: Positions) -> None:
         self._positions, self._end = positions, lifetimes.end
         self._order = np.lexsort((lifetimes.start, lifetimes.address))
@@ -128,7 +122,6 @@ def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Int
 def phase_records(
     moments: Sequence[tuple[int, int]], phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
 ) -> tuple[MemoryPhase, ...]:
-    """The phases with their peaks; `moments` holds first and last of each."""
     return tuple(
         MemoryPhase(
             name=phase.name,
@@ -148,9 +141,9 @@ def timeline(
     allocated_bytes: Integers,
     phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
-    """Thinned timeline by category, without empty categories.
+    """Thinned, by category, without empty ones.
 
-    It keeps the first and last moment, each phase's first moment and peak, and the extremes of equal stretches of time,
+    Kept are the first and last moment, each phase's first moment and peak, and the extremes of equal stretches of time,
     hence the overall peak. `names` belong to the codes; rounding is stacked on top. `phases` has first and last
     moments.
     """

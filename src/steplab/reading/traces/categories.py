@@ -180,7 +180,6 @@ def kernel_category(name: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def op_category(name: str) -> str:
-    """Category of an operator, on devices without kernels."""
     return _first_match(_OP_RULES, name)
 
 

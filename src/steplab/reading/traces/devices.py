@@ -66,4 +66,4 @@ def _notes(devices: list[int], chosen: int, num_processes: int) -> Iterator[str]
     if others:
         yield f"devices: figures show cuda:{chosen}, with the most work; the trace also has {others}"
     if num_processes > 1:
-        yield f"processes: {num_processes} launched work; figures show the one that launched most on cuda:{chosen}"
+        yield f"processes: {num_processes} launched work; figures show the most active on cuda:{chosen}"

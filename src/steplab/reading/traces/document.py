@@ -37,7 +37,7 @@ _DAMAGED = -1
 
 
 class NotATrace(Exception):
-    """Not a JSON object or array, or without events; the text is the reason, if known."""
+    """The text is the reason, if known."""
 
 
 class EventSink(Protocol):
@@ -55,7 +55,6 @@ class Document:
         self.members: dict[str, bytes] = {}
         """JSON text of the members in `keep`, if found."""
         self.has_events = False
-        """True if there was an array of events."""
         self.damage: str | None = None
         """How the document broke off; None if it ended properly."""
         self.num_unreadable = 0
@@ -70,7 +69,6 @@ class Document:
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
-        """Read to the end. Raises NotATrace if it begins as neither an object nor an array."""
         window = self._window
         window.fill(max(self._chunk_bytes, len(_BYTE_ORDER_MARK)))
         if window.data.startswith(_BYTE_ORDER_MARK, window.start, window.end):
@@ -144,7 +142,6 @@ class Document:
     # --- events -----------------------------------------------------------------------------------------------
 
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
-        """Pass the array's elements to the sink, from the opening bracket through the closing one."""
         self.has_events = True
         window, closed = self._window, None
         window.fill(self._chunk_bytes)
@@ -245,7 +242,6 @@ class Document:
         return match.start() + match[0].index(b",") + 1 if match else None
 
     def _search(self) -> bool | None:
-        """Drop text up to the next seam; False if the document ends first, None to go on."""
         window = self._window
         while True:
             window.fill(len(window) + self._chunk_bytes)

@@ -46,8 +46,6 @@ class Event(Struct, frozen=True, gc=False):
 
 
 class MessageArgs(Args, frozen=True, gc=False):
-    """Further arguments of collectives."""
-
     collective: str = field(default="", name="Collective name")
     group: Number = field(default="", name="Process Group Name")
     members: Number = field(default="", name="Process Group Ranks")
@@ -74,7 +72,6 @@ MESSAGE_EVENT = Decoder(MessageEvent)
 
 
 def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:
-    """One event, or the events of an array; None if invalid."""
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -21,8 +21,6 @@ _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 
 class Host:
-    """Steps, phases, ranges and operators of one trace, by instant and thread."""
-
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         ops, ranges = trace.ops, trace.ranges
@@ -71,11 +69,9 @@ class Host:
         return path
 
     def op_at(self, time_ns: Column, thread: Column) -> Column:
-        """Index of the innermost operator at each instant; NONE without one."""
         return self.op_nesting.innermost(time_ns, thread)
 
     def phase_seconds(self) -> dict[str, float]:
-        """Host seconds in the marked ranges of each phase, within steps."""
         ranges, found = self._trace.ranges, dict[str, float]()
         outermost = self._outermost_marks()
         within = self.step_at(ranges.start_ns) != NONE

@@ -132,8 +132,6 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
 
 
 class Collector:
-    """Puts decoded events into a builder's columns, many at a time."""
-
     def __init__(self, *, messages: bool = False) -> None:
         self.builder = TraceBuilder("kineto")
         self._events: Decoder[Any] = MESSAGE_EVENTS if messages else EVENTS

@@ -32,7 +32,6 @@ def phase_marked_by(name: str) -> str | None:
 
 
 def is_range(name: str) -> bool:
-    """True if an operator of this name is a step, a phase or the loading of a batch."""
     return bool(STEP.match(name) or _LOADING.match(name) or phase_marked_by(name))
 
 

@@ -19,10 +19,8 @@ def read_trace(
     chunk_bytes: int = CHUNK_BYTES,
     messages: bool = False,
 ) -> Trace:
-    """The trace in a file as far as readable; notes name gaps.
-
-    `on_progress` gets bytes read and the file's size. JSON is decoded in `chunk_bytes`. `messages`: with details of
-    collectives. Raises UserError for a file that cannot be opened or has no trace.
+    """As far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded in
+    `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
     """
     try:
         size_bytes = path.stat().st_size

@@ -56,14 +56,11 @@ class DeviceWork(Events):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCalls(Events):
     thread: Column
-    """Number of the thread, from 0 by appearance."""
     correlation: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops(Events):
-    """Operators on the host, such as aten::mm; they nest."""
-
     thread: Column
     sequence: Column
     """Autograd's number, common to a forward operator and its backward operator."""
@@ -94,20 +91,14 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """Details of one collective in a trace."""
-
     name: str
-    """The collective by its name in the trace; '' without one."""
     group: str
-    """Ranks or name of its process group."""
     size_bytes: int
     """Bytes of the larger of input and output; 0: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Content of one file."""
-
     source: str
     names: tuple[str, ...]
     inputs: tuple[Inputs, ...]
@@ -165,8 +156,6 @@ class Numbering(dict[Key, int]):
 
 
 class TraceBuilder:
-    """Collects events, single or many, and builds the Trace."""
-
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_names: Mapping[int, str] = {}

@@ -1,7 +1,7 @@
-"""Divides the device's timeline into phases, and their time by use.
+"""Divides a step's device time into phases, and each phase's into busy time, waiting and categories.
 
-A phase lasts from the previous phase's end to its own last kernel's end, as with CUDA events between phases. Phases
-tile the window; a kernel's part in another phase counts there.
+A phase lasts from the previous one's last kernel to its own, as CUDA events between phases measure. Work of another
+phase that runs in it counts in it.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class PhaseSpan:
 
 
 def cut(activity: Activity) -> list[PhaseSpan]:
-    """Windows of all phases, end to end, in host order.
+    """In host order, end to end.
 
     A collective does not end a phase with other work: it may outlast the launching phase.
     """
@@ -86,7 +86,6 @@ def phase_times(
 
 
 def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
-    """Length, busy time, time waiting for the host, and time by category of one window, in ns."""
     start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]

@@ -67,7 +67,6 @@ def _for_the_first(advice: Advice) -> str:
 
 
 def tried_words(tried: Tried) -> str:
-    """A change's result, in one line."""
     result, ratio = _result(tried), tried.ratio
     if ratio and ratio.decision in ("lower", "higher"):
         share = abs(1 - ratio.ratio)
@@ -132,7 +131,6 @@ def _sections(advice: Advice) -> Iterator[Section]:
 
 
 def _allocator(advice: Advice) -> str:
-    """The search's setting of torch's allocator, before a command: its fastest step may not fit without."""
     environment = advice.environment
     if environment is None or environment.device.kind != "cuda":
         return ""
@@ -142,15 +140,15 @@ def _allocator(advice: Advice) -> str:
 
 def _table(advice: Advice) -> Table:
     on_host = advice.environment is not None and advice.environment.device.kind != "cuda"
-    of_what = "of the process on the host" if on_host else "of the device"
+    of_what = "process's" if on_host else "GPU's"
     return Table(
         name="changes",
         columns=(
             Column(key="change"),
             Column(key="predicted_s", header="predicted"),
             Column(key="saved_s", header="saved"),
-            Column(key="least_saved_s", header="from", rank=2),
-            Column(key="most_saved_s", header="to", rank=2),
+            Column(key="least_saved_s", header="saved, low", rank=2),
+            Column(key="most_saved_s", header="saved, high", rank=2),
             Column(key="after_s", header="step time"),
             Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
             Column(key="peak_bytes", header="peak memory", rank=1),
@@ -160,10 +158,9 @@ def _table(advice: Advice) -> Table:
             Column(key="run_id", header="record", quantity=LABEL, rank=5),
         ),
         rows=tuple(_row(tried) for tried in advice.tried),
-        caption="Each change was measured in turns with the fastest step before it. Saved is the difference to the "
-        "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays and the test "
-        "of `steplab ab` agrees. Peak memory "
-        f"is that {of_what}. Took is the time of the trial, from building the step until it was decided.",
+        caption="Steps alternated with and without the change, on top of the changes kept before. low, high: 95 % "
+        "interval of the saving; a change is kept if all of it pays and `steplab ab` would agree. Peak memory is the "
+        f"{of_what}. took: the trial, with building the step.",
         empty="no change was tried",
     )
 
@@ -192,7 +189,6 @@ def _row(tried: Tried) -> Row:
 
 
 def predicted_s(tried: Tried) -> float | None:
-    """Saving in seconds of the previous step as measured."""
     if tried.predicted_share is None or tried.ratio is None:
         return None
     return tried.predicted_share * tried.ratio.a

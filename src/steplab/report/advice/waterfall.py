@@ -22,7 +22,7 @@ def waterfall(advice: Advice) -> Chart | None:
     rows = len(timed) + 2
     height = _TOP + rows * _ROW + _BELOW
     scale = time_scale([advice.start_s, *(tried.ratio.a for tried in timed if tried.ratio)], log_from=float("inf"))
-    with drawing(_WIDTH, height, "what each change saves") as picture:
+    with drawing(_WIDTH, height, "saved by each change") as picture:
         axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
         axes.set_xlim(0, scale.high)
         axes.set_ylim(rows - 0.5, -0.5)

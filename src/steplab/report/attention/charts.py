@@ -67,8 +67,6 @@ def _peak(cells: Sequence[AttentionCell], device: str | None) -> Peak | None:
 
 
 def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
-    """None if unknown."""
-
     def figure(cell: AttentionCell) -> float | None:
         memory = cell.memory
         return (memory.saved_bytes if saved else memory.both_peak_bytes) if memory else None
@@ -122,7 +120,6 @@ def _paint(
 
 
 def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, cell: AttentionCell) -> float:
-    """Other implementations may have failed at the same length."""
     failed = [other for at, other in panel.marks if at == position and other.failure and plot.figure(other) is None]
     offset = failed.index(cell) - (len(failed) - 1) / 2
     return place.centers[position] + offset * _WORD_PX / place.position_px

@@ -162,7 +162,6 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 
 def _over(comparisons: Sequence[_Comparison]) -> str:
-    """'geometric mean of 6 shapes', or 'at 1 shape'."""
     counts = {len(one.speeds) for one in comparisons}
     if max(counts) == 1:
         return "at 1 shape, 95 % interval"
@@ -201,7 +200,6 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
 
 
 def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
-    """Mean speeds relative to the peer, fastest first, with a stroke at the peer's."""
     name = telling_pass(run.cells)
     comparisons = _comparisons(run.cells, peer, name) if peer and name else []
     if not peer or not name or not comparisons:

@@ -82,7 +82,6 @@ def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[Att
 
 
 def failure_words(cell: AttentionCell) -> str | None:
-    """In short; for out of memory, the size of the failed allocation and the pass."""
     failure = cell.failure
     if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
         return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
@@ -90,7 +89,6 @@ def failure_words(cell: AttentionCell) -> str | None:
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
-    """Both passes together if timed; None if none was timed."""
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
@@ -238,7 +236,7 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
         return Table(name=name, columns=(*_HEAD, *Column.of(figures), *last), rows=tuple(shown), caption=caption)
 
     caption = (
-        "Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "Median times; implementations alternate. On a GPU caches are cold, and the device is kept "
         "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
         "times as many backward, whatever is executed."
     )

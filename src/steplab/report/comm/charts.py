@@ -39,7 +39,6 @@ class _Plot:
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
-    """One panel per backend and world size, one line per collective, and the fitted line behind it."""
     fits: dict[tuple[object, ...], CommFit] = {
         (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
     }
@@ -59,7 +58,6 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
 
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
-    """One panel per backend and world size, one line per collective."""
     groups = _groups(cells)
     panels = [_Panel(title=title, lines=_by_collective(group), fits={}) for _, title, group in groups]
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "

@@ -24,7 +24,6 @@ def comm_name(run: CommRun) -> str:
 
 
 def comm_verdict(run: CommRun) -> Verdict:
-    """For the collective that gradients need most."""
     measured = [cell for cell in run.cells if cell.slowest]
     return Verdict(sentences=tuple(_sentences(run, measured)), cautions=tuple(_cautions(run, measured)))
 
@@ -179,7 +178,6 @@ _HEAD = (
 
 
 def bandwidth_table(cells: Sequence[CommCell]) -> Table:
-    """One row per collective, backend and world size, one column per message size."""
     sizes = sorted({cell.spec.size_bytes for cell in cells})
     rows: dict[tuple[Scalar, ...], dict[str, Scalar]] = {}
     for cell in sorted(cells, key=lambda cell: COLLECTIVES.index(cell.spec.collective)):
@@ -215,7 +213,6 @@ _TIMED_EACH = (
 
 
 def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
-    """One row per cell; times are the slowest rank's."""
     return [
         {
             **row_of(cell.spec, "collective", "backend", "device"),

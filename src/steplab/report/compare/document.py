@@ -99,7 +99,7 @@ def _picture(figures: Iterable[ComparedFigure]) -> Section:
     legend = (
         (_WORSE, "■", "B is worse"),
         (_BETTER, "■", "B is better"),
-        (_OPEN, "■", "alike, undecided or single values"),
+        (_OPEN, "■", "same, undecided or single values"),
     )
     note = "Relative change of the medians from A to B: first the figures that decide, then the largest differences."
     return Section.of("Differences", Bars(bars=bars, legend=legend, note=note, first=12))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
+from steplab.comparison.likeness import sides_words
 from steplab.records.comparison import (
     ComparedFigure,
     Comparison,
@@ -67,7 +68,7 @@ def figure_words(figure: ComparedFigure) -> str:
     cell = f"{figure.cell}: " if figure.cell else ""
     if figure.a == figure.b:
         return f"{cell}{figure.name} {value_words(figure.b, figure.unit)} in both"
-    values = f"{value_words(figure.b, figure.unit)} in place of {value_words(figure.a, figure.unit)}"
+    values = f"{value_words(figure.b, figure.unit)} instead of {value_words(figure.a, figure.unit)}"
     return f"{cell}{figure.name} {values}{_ratio_words(figure.ratio)}"
 
 
@@ -104,7 +105,7 @@ def value_words(value: float, unit: str) -> str:
 def _cautions(comparison: Comparison) -> Iterator[str]:
     remedy = "measure each side in six processes or more, all under one name"
     if comparison.can_run_again:
-        remedy = "measure A and B in turns, by `steplab ab`"
+        remedy = "alternate A and B with `steplab ab`"
     if _are_the_same(comparison):
         return
     yield from numerics_of_fp8(
@@ -113,7 +114,7 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         doubts = " ".join(comparison.doubts)
-        yield f"Warning: {doubts} The intervals are as wide as starts on such machines differ; for less, {remedy}."
+        yield f"Warning: {doubts} Intervals cover how starts differ on such machines; for narrower ones, {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process, and processes of the same step differ by more than steps within one: "
@@ -126,15 +127,13 @@ def _are_the_same(comparison: Comparison) -> bool:
 
 
 def unlike_words(found: Unlike) -> str:
-    values = ("not known" if value is None else str(value) for value in (found.a, found.b))
-    return "{}: {} in A, {} in B".format(found.field.replace("_", " "), *values)
+    return f"{found.field.replace('_', ' ')}: {sides_words(found)}"
 
 
 # --- kernels ----------------------------------------------------------------------------------------------
 
 
 def kernel_words(change: KernelChange) -> str:
-    """The change of time, its place, and new and missing kernels."""
     return f"{_where(change)}: {_what_changed(change)}"
 
 
@@ -155,14 +154,14 @@ def _what_changed(change: KernelChange) -> str:
     if not change.b:
         return f"{_kernels(gone, short)} in A alone"
     if gone and new:
-        return f"{_kernels(new, short)} in place of {_kernels(gone, short)}{_fusion(gone, new)}"
+        return f"{_kernels(new, short)} instead of {_kernels(gone, short)}{_fusion(gone, new)}"
     if new:
         return f"{_kernels(new, short)} added"
     if gone:
         return f"{_kernels(gone, short)} no longer called"
     calls = [sum(kernel.calls for kernel in kernels) for kernels in (change.a, change.b)]
     if calls[0] != calls[1]:
-        return f"the same kernels in {_count(calls[1])} calls in place of {_count(calls[0])}"
+        return f"the same kernels in {_count(calls[1])} calls instead of {_count(calls[0])}"
     return f"the same kernels take {change.b_s / change.a_s:.2f}× the time"
 
 
@@ -215,8 +214,8 @@ def _held(change: MemoryChange) -> str:
     if not change.b:
         return f"{dtypes_a}, in A alone"
     if dtypes_a != dtypes_b:
-        return f"{dtypes_b} in place of {dtypes_a}"
-    return f"{units.format_bytes(_total(change.b))} in place of {units.format_bytes(_total(change.a))} in {dtypes_b}"
+        return f"{dtypes_b} instead of {dtypes_a}"
+    return f"{units.format_bytes(_total(change.b))} instead of {units.format_bytes(_total(change.a))} in {dtypes_b}"
 
 
 def _total(held: Iterable[TensorBytes]) -> int:

@@ -110,6 +110,6 @@ def _note(model: OverheadModel | None) -> str:
         f"communication alone of {model.num_fitted} variants, {units.format_message(model.gradient_bytes)} at "
         f"{units.format_rate(model.bytes_per_s, 'B/s')} and {units.format_time(model.call_s)} per call, with an error "
         f"of at most {units.format_percent(model.worst_fit)}. The dotted curve is lowest for buckets of "
-        f"{model.best_bucket_mb:.3g} MB, with {units.format_time(model.least_serial_s)} exposed. Neither "
-        "curve includes that communication slows the computation beside it."
+        f"{model.best_bucket_mb:.3g} MB, with {units.format_time(model.least_serial_s)} exposed. In "
+        "neither does communication slow computation."
     )

@@ -113,18 +113,17 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
 
 
 def memory_bars(run: DdpRun) -> Bars | None:
-    """The rank with most memory after the first update, by category, with a mark for the formulas."""
     held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
     if not held:
         return None
     kinds = [kind for kind in CATEGORIES if any(_bytes(memory, kind) for _, memory in held)]
     note = (
         "Memory of the rank that holds most, after the first update, which creates the optimizer state. The stroke "
-        "marks what the formulas give for parameters, gradients and optimizer state."
+        "marks the formulas' parameters, gradients and optimizer state."
     )
     if any(memory.other_bytes is None for _, memory in held):
-        note += " Other memory is not known where the allocator keeps no count, or where memory of an earlier variant "
-        note += "was freed meanwhile."
+        note += " Other memory is unknown without the allocator's count, and where an earlier variant's memory "
+        note += "was freed in between."
     return Bars(
         bars=tuple(_memory_bar(cell, memory) for cell, memory in held),
         legend=tuple((CATEGORIES.index(kind) + 1, "■", _WORDS.get(kind, kind)) for kind in kinds),
@@ -189,7 +188,6 @@ def _sentences(run: DdpRun) -> Iterator[str]:
 
 
 def _saves(cell: DdpCell) -> bool:
-    """True if a step is surely shorter than without communication: each rank may update fewer parameters."""
     ratio = figures.step_ratio(cell)
     return ratio is not None and ratio.decision == "lower"
 
@@ -224,7 +222,7 @@ def _against(winner: DdpCell, theirs: DdpCell) -> str:
     if own and other and own[1] >= other[0]:
         return f"within the uncertainty of the {_added(theirs)}"
     if added_s <= 0 or theirs_s <= 0:
-        return f"beside the {_added(theirs)}"
+        return f"versus the {_added(theirs)}"
     return f"{added_s / theirs_s:.2f} of the {_added(theirs)}"
 
 
@@ -326,7 +324,7 @@ def _sections(run: DdpRun) -> Iterator[Section]:
     yield Section.notes(notes_of(run))
 
 
-_VARIANT = Column(key="contender", header="variant")
+_VARIANT = Column(key="variant")
 _MEMORY_CAPTION = (
     "Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the categories "
     "are those after it."

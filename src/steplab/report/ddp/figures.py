@@ -22,7 +22,6 @@ _WIDEST = 0.5
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
-    """Median on the slowest rank; None if not timed."""
     samples = [rank.samples(phase, baseline=baseline) for rank in cell.ranks]
     return max((median(column) for column in samples if column), default=None)
 
@@ -71,7 +70,6 @@ def baseline_range_s(run: DdpRun) -> tuple[float, float] | None:
 
 
 def exposed_s(cell: DdpCell) -> float | None:
-    """The step's time minus the same step's without communication."""
     whole, without = step_s(cell), baseline_s(cell)
     return whole - without if whole is not None and without is not None else None
 
@@ -108,7 +106,6 @@ def hidden(cell: DdpCell) -> float | None:
 
 
 def alone_s(cell: DdpCell) -> float | None:
-    """Median on the slowest rank."""
     return max((median(rank.alone_s) for rank in cell.ranks if rank.alone_s), default=None)
 
 
@@ -119,27 +116,21 @@ def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
 
 
 def best(cells: Iterable[DdpCell]) -> DdpCell | None:
-    """None if not timed.
-
-    Exposed communication would be a worse criterion: a disturbed baseline makes it smaller.
-    """
+    """Exposed communication would be a worse criterion: a disturbed baseline makes it smaller."""
     return min((cell for cell in cells if step_s(cell) is not None), key=lambda cell: step_s(cell) or 0.0, default=None)
 
 
 def best_ddp(cells: Iterable[DdpCell]) -> DdpCell | None:
-    """None if not timed."""
     return best(cell for cell in cells if cell.contender.kind == "torch_ddp")
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
-    """Exposed communication; None if not measured, or zero."""
     found = best_ddp(cells)
     added = exposed_s(found) if found else None
     return added if added and added > 0 else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:
-    """Over ranks, without the baseline's memory; None if unknown."""
     if any(rank.baseline_freed for rank in cell.ranks):
         return None
     own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
@@ -147,7 +138,6 @@ def peak_bytes(cell: DdpCell) -> int | None:
 
 
 def memory_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """For the rank with most memory; None if not recorded."""
     found = [memory for rank in cell.ranks if (memory := rank.moment(moment)) is not None]
     return max(found, key=lambda memory: memory.known_bytes, default=None)
 
@@ -165,7 +155,7 @@ def ddp_rows(run: DdpRun) -> list[Row]:
     figures = (*time_figures(run), *MEMORY)
     return [
         {
-            "contender": cell.contender.label,
+            "variant": cell.contender.label,
             "kind": cell.contender.kind,
             "bucket_mb": cell.contender.bucket_size_mb,
             **row_of(cell.contender, "transport", "update"),

@@ -38,7 +38,7 @@ def timelines(run: DdpRun) -> Chart | None:
     seen = {category for _, steps in traced for category in steps.timeline.categories}
     note = (
         "One traced step of rank 0 of each strategy, at its bucket size with the shortest step, on one axis of time. "
-        "Each column is filled by what ran in it, as high as its share of the time; empty is idle. A message under "
+        "Each column is filled with its work, as high as its share of the time; empty is idle. A message under "
         "computation overlaps with it. A profiler slows the host: the bars above have the unprofiled times."
     )
     return Chart(

@@ -88,7 +88,6 @@ _WIDTH, _HEIGHT = 720, 240
 
 
 def history_chart(series: Series, quantity: Quantity) -> Chart | None:
-    """With the median of each level, and strokes at changes."""
     if len(series.points) < 2:
         return None
     values = [point.value for point in series.points]

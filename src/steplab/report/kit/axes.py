@@ -88,8 +88,6 @@ def places(layout: Layout, width: float) -> Places:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Below:
-    """Fitted labels under the axes."""
-
     names: tuple[str, ...]
     """In full, for hover texts."""
     texts: tuple[str, ...]

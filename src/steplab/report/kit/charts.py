@@ -85,7 +85,6 @@ def color_number(stand_in: str) -> int:
 
 
 def css_color(stand_in: str) -> str:
-    """For example var(--c1)."""
     return f"var({_VARIABLES[stand_in]})"
 
 
@@ -104,12 +103,10 @@ class Drawing:
         )
 
     def tip(self, artist: "Artist", text: str) -> None:
-        """Hover text."""
         artist.set_gid(f"tip-{len(self._tips)}")
         self._tips.append(text)
 
     def picture(self, title: str = "", **more: Any) -> Picture:
-        """`more` are further fields of Picture."""
         return Picture(title=title, svg=self.to_svg(), width=self.width, **more)
 
     def to_svg(self) -> str:
@@ -190,7 +187,6 @@ class Scale:
     show: Callable[[float], str]
 
     def put_on(self, axes: "Axes") -> None:
-        """Give axes this scale along y, with its limits and the names of its ticks."""
         axes.set(ylim=(self.low, self.high or 1), **({"yscale": "log"} if self.log else {}))  # zeros need a height too
         axes.minorticks_off()
         axes.yaxis.set_ticks(self.ticks, [tidy(self.show(tick)) for tick in self.ticks], fontsize=11)
@@ -218,7 +214,6 @@ def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
 
 
 def count_scale(values: Iterable[float]) -> Scale:
-    """Counts, or rates without a unit, 600 T: from zero, or logarithmic for a wide range."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= _LOG_FROM * low:
         return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)

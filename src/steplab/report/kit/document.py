@@ -73,11 +73,9 @@ class Column:
         return self.key.replace("_", " ") if self.header is None else self.header
 
     def of_item(self, item: Any) -> Scalar:
-        """The value of an item."""
         return self.value(item) if self.value else getattr(item, self.key)
 
     def said(self, value: Scalar) -> str:
-        """A value in the words of `shared`."""
         if not isinstance(self.shared, str):
             return self.shared(value)
         text = self.quantity.show(value)
@@ -94,9 +92,7 @@ class Table:
     name: str
     """Its name for screen readers."""
     columns: tuple[Column, ...]
-    """Visible columns; empty ones are left out."""
     rows: tuple[Row, ...]
-    """Values in base units; fields with a column are visible."""
     caption: str = ""
     """In whole sentences."""
     first: int | None = None
@@ -125,31 +121,23 @@ class Sentences:
 
     @classmethod
     def of(cls, texts: Iterable[str | None], role: Role = "text") -> "Sentences":
-        """Sentences of these texts, without those that are None or empty."""
         return cls(texts=tuple(text for text in texts if text), role=role)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pairs:
-    """Names with values."""
-
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """A figure that a page shows large."""
-
     figure: str
-    """Short, shown large: '3.1x'."""
     text: str
-    """Its meaning, and what it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     facts: tuple[Fact, ...]
-    """Most important first."""
 
 
 Legend = tuple[tuple[int, str, str], ...]
@@ -158,14 +146,10 @@ Legend = tuple[tuple[int, str, str], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """One SVG."""
-
     title: str
-    """The panel's title; empty for a single one."""
     svg: str
     width: float
     subtitle: str = ""
-    """Words next to the title."""
     alarming: bool = False
     """True for bad news in the subtitle."""
 
@@ -175,7 +159,6 @@ class Chart:
     """Related pictures, only for pages."""
 
     pictures: tuple[Picture, ...]
-    """A panel each."""
     legend: Legend = ()
     """Empty for a single series."""
     note: str = ""
@@ -184,8 +167,6 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A part of a bar."""
-
     value: float
     """In the unit of all bars; negative, alone in its bar: to the left of zero."""
     color: int
@@ -200,14 +181,11 @@ class Bar:
     figure: str
     """The value as text, next to the bar."""
     segments: tuple[Segment, ...] = ()
-    """From the left; empty without a value."""
     mark: float | None = None
     """Of a stroke across the bar, such as a formula's."""
     mark_tip: str = ""
-    """Hover text of the stroke."""
     detail: str = ""
     strong: bool = False
-    """True for a highlighted bar."""
     bad: bool = False
     """True if the figure is the reason of a missing value."""
 
@@ -218,7 +196,6 @@ class Bars:
 
     bars: tuple[Bar, ...]
     legend: Legend = ()
-    """Label of each kind of segment."""
     note: str = ""
     """Quantity, statistic and meaning of the mark, in sentences."""
     full: float | None = None
@@ -248,15 +225,12 @@ class Deferred:
     """A chart drawn on demand: drawing takes longer than the rest of a report."""
 
     draw: Callable[[], Chart | None]
-    """Returns the chart, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     title: str
-    """Heading, or empty."""
     blocks: tuple["Block", ...] = ()
-    """In reading order; nested sections are one level down."""
     anchor: str = ""
     """Target of a page's links, or empty."""
     folded: bool = False
@@ -288,7 +262,6 @@ class Equation:
     latex: str
     """LaTeX mathematics without delimiters."""
     what: str
-    """Its meaning, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,8 +276,6 @@ Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Equations 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The answer of a report, shown first."""
-
     sentences: tuple[str, ...] = ()
     """One to three sentences with figures and uncertainty; the first is complete alone."""
     cautions: tuple[str, ...] = ()
@@ -319,22 +290,16 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A report in full."""
-
     title: str
-    """Its subject."""
     subtitle: str = ""
     """Record, time and version, on one or more lines."""
     verdict: Verdict = Verdict()
     sections: tuple[Section, ...] = ()
-    """In reading order."""
     data: Sequence[Row] | Mapping[str, Sequence[Row]] = ()
     """Rows for programs, in base units; several tables by name."""
 
 
 class Identified(Protocol):
-    """A record, or an object with its id."""
-
     @property
     def id(self) -> str:
         """The record's."""
@@ -352,7 +317,6 @@ def _says(block: Block) -> bool:
 
 
 def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
-    """The chart from `draw` and its arguments, drawn on demand."""
     return Deferred(partial(draw, *arguments))
 
 

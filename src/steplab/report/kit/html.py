@@ -30,7 +30,7 @@ _OPEN_ROWS = 24
 
 
 def drawn(section: Section) -> Section:
-    """The section with its charts drawn, without empty sections; those without a title are part of it."""
+    """Charts drawn, empty sections left out; those without a title stay."""
     blocks: list[Block] = []
     for block in section.blocks:
         made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
@@ -42,21 +42,21 @@ def drawn(section: Section) -> Section:
 
 
 def section_html(section: Section) -> str:
-    """The section with everything in it as an HTML element, its heading one below a title; safe to insert as it is."""
+    """Its heading is one below a title; safe to insert."""
     macros = environment().get_template("blocks.html.j2").module
     return str(macros.section(drawn(section), 2))  # type: ignore[attr-defined]  # a macro of the template
 
 
 def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """The document as a self-contained page; sections with an anchor are linked in its margin.
+    """Self-contained; sections with an anchor are linked in its margin.
 
-    `ready` has the HTML of sections that are drawn and written already, by their anchors.
+    `ready` has the HTML of finished sections, by their anchors.
     """
     return _written("page.html.j2", page, ready or {})
 
 
 def to_fragment(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """The document as one element for a page of another program, such as a notebook; its style concerns it alone."""
+    """For a page of another program, such as a notebook; its style concerns it alone."""
     return _written("fragment.html.j2", page, ready or {}, style=_nested_style())
 
 
@@ -68,21 +68,21 @@ def _written(template: str, page: Document, ready: Mapping[str, str], **further:
 
 @functools.cache
 def _nested_style() -> str:
-    """The page's style, nested in the element: rules for the page apply to the element."""
+    """Rules for the page apply to the element."""
     text, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return re.sub(r"^(html|body) \{", "& {", re.sub(r":root\b", "&", text), flags=re.MULTILINE)
 
 
 @functools.cache
 def light_colors() -> Mapping[str, str]:
-    """The page's colours on light paper, by their names in its style."""
+    """By their names in the page's style."""
     style, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return dict(re.findall(r"--(\w+): (#\w+)", style[: style.index("@media")]))
 
 
 @functools.cache
 def environment() -> "Environment":
-    """Templates of the kit, which escape whatever a record says."""
+    """Its templates escape all of a record."""
     import jinja2
 
     made = jinja2.Environment(
@@ -105,14 +105,14 @@ def environment() -> "Environment":
 
 
 def _prose(text: str) -> str:
-    """A text with figures beside their units, and as code what stands between backticks."""
+    """With figures kept with their units, and code between backticks."""
     from markupsafe import Markup
 
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(_whole_options(unbroken(text)))))
 
 
 def _whole_options(text: str) -> str:
-    """A text in which no option of the command line and no date is broken at its dashes."""
+    """No option of the command line and no date breaks at its dashes."""
     from markupsafe import Markup, escape
 
     return Markup(
@@ -121,7 +121,6 @@ def _whole_options(text: str) -> str:
 
 
 def _first_rows(table: Table) -> int:
-    """How many rows start open: those that the table says, or all of a short one."""
     if table.folded:
         return 0
     return min(table.first if table.first is not None else len(table.rows) if len(table.rows) <= _OPEN_ROWS else 0,

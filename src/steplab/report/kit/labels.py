@@ -79,7 +79,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def short_name(name: str) -> str:
-    """A user's name on one line, without control characters, in at most 32 characters."""
+    """One line, without control characters, at most 32."""
     return shortened(" ".join(plain(name).split()), _LONGEST_NAME)
 
 

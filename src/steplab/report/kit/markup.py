@@ -24,7 +24,7 @@ from steplab.report.kit.table import Sheet, sheet
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text for a paragraph or a table cell of Markdown: it ends no cell and is not read as HTML."""
+    """For a paragraph or table cell: it ends no cell and is not read as HTML."""
     for character in "\\`*_[]|":
         text = text.replace(character, "\\" + character)
     return " ".join(plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
@@ -62,31 +62,28 @@ _LATEX_ESCAPES = {
 
 
 def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX, character by character, so that no escape is escaped twice; pdflatex stops at
-    characters that its fonts lack."""
+    """Character by character, so that no escape is escaped twice; pdflatex stops at characters that its fonts lack."""
     known = (_LATEX_ESCAPES.get(each, each if each < "\u0100" else "?") for each in plain(text))
     return " ".join("".join(known).split())
 
 
 def to_markdown(document: Document, beside: Beside | None = None) -> str:
-    """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
+    """Without a newline at the end; its title is a heading of the first level."""
     return "\n\n".join(filter(None, _Markdown(beside).document(document)))
 
 
 def to_latex(document: Document, beside: Beside | None = None) -> str:
-    """The document as LaTeX that pdflatex sets, without a newline at the end."""
+    """For pdflatex, without a newline at the end."""
     parts = filter(None, _Latex(beside).document(document))
     return "\n\n".join((_PREAMBLE, *parts, _END))
 
 
 def one_document(made: Sequence[str]) -> str:
-    """Several documents in LaTeX as one."""
     inside = (text.removeprefix(_PREAMBLE).removesuffix(_END).strip() for text in made)
     return "\n\n".join((_PREAMBLE, *inside, _END))
 
 
 def markdown_table(table: Table) -> str:
-    """A table with all rows and columns, followed by its caption."""
     return _Markdown(None).block(table)
 
 
@@ -194,7 +191,6 @@ class _Markdown:
         return self.listed(f"{name}: {value}" for name, value in pairs)
 
     def code(self, lines: Sequence[str]) -> str:
-        """A code block; its fence is longer than any fence in the lines."""
         fence = "```"
         while any(fence in line for line in map(plain, lines)):
             fence += "`"

@@ -20,16 +20,11 @@ _BARS_PX, _NAME_PX = 720.0, 250.0
 
 @dataclass(slots=True)
 class Beside:
-    """The files that a text refers to."""
-
     folder: str
-    """Their folder, as the text names it."""
     kind: str = "svg"
-    """Format of pictures: svg or pdf."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Content by path, as the text names it."""
     heading: str = ""
-    """Heading of the section being written; files are named after it."""
 
     def pictures(self, block: Chart | Bars) -> Iterator[tuple[str, Picture]]:
         """Path of each picture, with its legend in it, and the picture."""
@@ -40,7 +35,6 @@ class Beside:
             yield self._keep(one.title or self.heading, self.kind, content), whole
 
     def table(self, table: Table) -> str:
-        """Path of the table's rows."""
         return self._keep(self.heading or table.name, "csv", f"{csv_rows(table.rows)}\n".encode())
 
     def _keep(self, title: str, kind: str, content: bytes) -> str:
@@ -51,7 +45,7 @@ class Beside:
 
 
 def _drawn_bars(bars: Bars, title: str) -> Picture:
-    """A page sets bars in HTML, which flows; here they are drawn in the same colours and order."""
+    """A page sets bars in HTML, which flows; here they are drawn alike."""
     figures_px = min(max(text_width(one.figure, _LETTERS) for one in bars.bars), 0.4 * _BARS_PX)
     left, right = _NAME_PX + _MARGIN, _BARS_PX - figures_px - _MARGIN
     body, top = "", 0.0
@@ -102,7 +96,7 @@ def _with_legend(picture: Picture, legend: Legend) -> Picture:
 
 
 def _colored(text: str) -> str:
-    """A picture that stands alone: of a size, with a font, and the page's colours on light paper."""
+    """For a picture alone: with a size, a font, and the page's colours on light paper."""
     _, _, width, height = re.search(r'viewBox="([^"]*)"', text)[1].split()  # type: ignore[index]
     size = f'width="{width}" height="{height}" font-family="system-ui, sans-serif"'
     colors = light_colors()

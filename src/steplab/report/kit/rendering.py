@@ -11,12 +11,12 @@ from steplab.report.kit.table import csv_rows
 
 
 def to_json(document: Document) -> str:
-    """The document's rows; of several tables an object that has the rows of each under its name."""
+    """Rows; of several tables an object with each one's rows under its name."""
     return json.dumps(document.data, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def to_csv(document: Document) -> str:
-    """The document's rows, of several tables those of the first; an absent value is an empty field."""
+    """Rows, of several tables the first's; an absent value is an empty field."""
     found = document.data
     return csv_rows(next(iter(found.values()), ()) if isinstance(found, Mapping) else found)
 
@@ -31,7 +31,6 @@ NOTEBOOK = "notebook"
 
 
 def to_svg(document: Document) -> str:
-    """The document's first picture. Raises UserError where it has none."""
     beside = Beside("")
     markup.to_markdown(document, beside)
     for path, content in beside.files.items():
@@ -41,7 +40,6 @@ def to_svg(document: Document) -> str:
 
 
 def chapter_of(document: Document, title: str) -> Document:
-    """The document with the one chapter, or section of one, whose title begins so. Raises UserError without it."""
     found = list(document.sections)
     for section in found:  # which grows by inner sections
         if title and section.title.lower().startswith(title.lower()):
@@ -59,10 +57,10 @@ def render(
     color: bool = False,
     beside: Beside | None = None,
 ) -> str:
-    """The document in one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
+    """In one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
 
-    `width` and `color` concern the terminal alone; `width` None is the terminal's own. `beside` takes the pictures and
-    long tables of Markdown and LaTeX; None: there are none. Raises UserError for a format that does not exist.
+    `width` and `color` concern the terminal; `width` None is its own. `beside` takes pictures and long tables of
+    Markdown and LaTeX. Raises UserError for an unknown format.
     """
     if format == "table":
         return terminal.render(document, width=width, color=color)

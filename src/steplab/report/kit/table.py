@@ -29,12 +29,10 @@ class Sheet:
     caption: str
     """Common values, then the table's caption and column notes."""
     footnotes: tuple[str, ...]
-    """Long repeated texts."""
     failures: frozenset[int]
 
     @property
     def below(self) -> str:
-        """Caption and footnotes."""
         return " ".join(filter(None, (self.caption, *self.footnotes)))
 
 
@@ -114,7 +112,6 @@ class Drawn:
     """Lines of headings; empty if rows are blocks."""
     rows: tuple[tuple[str, ...], ...]
     left_out: tuple[str, ...]
-    """Headings of columns without room."""
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
@@ -211,9 +208,8 @@ def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterat
 def csv_rows(rows: Sequence[Row]) -> str:
     """A header and one line per row, without a newline at the end.
 
-    Texts that a spreadsheet would run as formulas, or that begin with an apostrophe, get an apostrophe in front;
-    readers restore them by removing one. That holds for names of columns, too, which are another's in a store from
-    elsewhere. Numbers stay as they are.
+    Texts that a spreadsheet would run as formulas, or that begin with an apostrophe, get an apostrophe in front, also
+    names of columns; readers remove one. Numbers stay.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()
@@ -225,10 +221,10 @@ def csv_rows(rows: Sequence[Row]) -> str:
 
 
 def _inert(text: str) -> str:
-    """A cell of CSV that spreadsheets show as it is (OWASP, "CSV Injection"); it is looked at as it will leave."""
+    """A cell that spreadsheets show unchanged (OWASP, "CSV Injection")."""
     text = plain(text)
     return f"'{text}" if text.startswith(_STARTS_A_FORMULA) else text
 
 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠", "'")
-"""What makes a formula of a cell, the wide forms in spreadsheets for East Asian languages; and the mark itself."""
+"""First characters of a formula, wide forms for East Asian languages, and the mark itself."""

@@ -31,7 +31,6 @@ def why_failed(failure: Failure, most: int | None = _REASON_LENGTH) -> str:
 
 
 def interruption(run: Benchmark[Any], noun: str) -> Iterator[str]:
-    """A warning that an interrupted benchmark lacks cells, called `noun`."""
     if run.is_interrupted:
         had_ended = f"{len(run.cells)} of {counted(run.num_requested, noun)} had ended"
         yield f"Warning: the benchmark was interrupted: {had_ended}, and the record has only these."
@@ -42,12 +41,10 @@ def dotted(*parts: str | None) -> str:
 
 
 def made(record: Record, noun: str) -> str:
-    """Record, time and version; `noun` names its kind."""
     return dotted(f"{noun} {record.id}", record.created_utc, f"steplab {record.steplab_version}")
 
 
 def quoted_name(record: Record) -> str:
-    """Empty without a name."""
     return f"'{record.name}'" if record.name else ""
 
 

@@ -36,7 +36,6 @@ class Frame:
     row_px: float
 
     def x(self, time_ns: float) -> float:
-        """Limited to the frame."""
         inside = min(max(time_ns, self.start_ns), self.end_ns) - self.start_ns
         return _LEFT + inside * (WIDTH - _LEFT - _RIGHT) / max(self.end_ns - self.start_ns, 1)
 
@@ -49,7 +48,6 @@ class Frame:
 
 
 def step_end_ns(timeline: Timeline) -> int:
-    """End of the last kernel or phase."""
     ends = [start + duration for start, duration in zip(timeline.start_ns, timeline.duration_ns, strict=True)]
     return max([*ends, *(end for _, _, end in timeline.phases)])
 

@@ -1,5 +1,3 @@
-"""Order, names and colours of memory categories."""
-
 from collections.abc import Iterable
 
 from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES
@@ -32,7 +30,6 @@ _UNKNOWN_COLOR = 11
 
 
 def in_order(categories: Iterable[str]) -> list[str]:
-    """Categories in their fixed order; unknown ones after the known."""
     found = list(dict.fromkeys(categories))
     return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), found.index(name)))
 

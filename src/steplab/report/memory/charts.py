@@ -1,5 +1,3 @@
-"""The peaks of several runs by category."""
-
 from collections.abc import Mapping, Sequence
 
 from steplab import units

@@ -34,9 +34,6 @@ _SAME = 1e-3
 
 
 def memory_verdict(run: Run, prediction: MemoryPrediction | None = None, references: Sequence[Run] = ()) -> Verdict:
-    """For a run with a memory profile: the peak, its greatest parts, fitting GPUs, and the peak with fp32 or without
-    checkpointing.
-    """
     profile = run.memory_profile
     assert profile is not None
     return Verdict(sentences=(_peak(profile), *_fits(run, profile, prediction), *effect_sentences(run, references)))
@@ -63,7 +60,7 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
     if profile.reserved_bytes is None or profile.outside_bytes is None:
         return
     taken = profile.reserved_bytes + profile.outside_bytes
-    text = f"With the allocator's cache and what lies outside of it, the step took {units.format_bytes(taken)}"
+    text = f"With the allocator's cache and memory outside it, the step took {units.format_bytes(taken)}"
     text += f" of the device's {units.format_bytes(total)}" if total else ""
     least = figures.smallest_card(prediction) if prediction else None
     if least:
@@ -73,7 +70,6 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
 
 
 def effect_sentences(run: Run, references: Sequence[Run] = ()) -> Iterator[str]:
-    """Effects of low precision and checkpointing on the peak."""
     if run.spec is None or run.memory_profile is None:
         return
     own, every = among(run, references)
@@ -142,7 +138,6 @@ def memory_chapter(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPre
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
-    """Watched cells shown in full, with predictions."""
     return spread(watched(cells), MOST_IN_FULL)
 
 

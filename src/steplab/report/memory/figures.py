@@ -14,13 +14,11 @@ from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     category: str
-    """As in the record; 'peak' for the sum."""
     num_bytes: int
     share: float
     predicted_bytes: int | None = None
     """None without a prediction, and for a category outside it."""
     uncovered_bytes: int = 0
-    """Part of num_bytes outside the prediction."""
 
     @property
     def error(self) -> float | None:
@@ -38,7 +36,6 @@ def error_text(error: float, decimals: int = 2) -> str:
 
 
 def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> list[Part]:
-    """Categories at the peak, measured or predicted, in their order."""
     predicted = prediction.at_peak if prediction else {}
     return [
         Part(
@@ -71,7 +68,6 @@ def _is_covered(profile: MemoryProfile, category: str) -> bool:
 
 
 def has_owners(profile: MemoryProfile) -> bool:
-    """False for an imported snapshot."""
     return not set(profile.at_peak) & {"before", "during"}
 
 
@@ -98,7 +94,6 @@ def capacity(run: Run) -> int | None:
 
 
 def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
-    """The known GPU with the least memory that fits a step; None: no GPU."""
     fitting = [card for card in prediction.cards if card.verdict == "fits"]
     return min(fitting, key=lambda card: card.usable_bytes, default=None)
 
@@ -112,7 +107,6 @@ def watched(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def with_owners(cells: Sequence[RunCell]) -> list[RunCell]:
-    """Watched cells with categories by owner."""
     return [cell for cell in watched(cells) if has_owners(profile_of(cell))]
 
 

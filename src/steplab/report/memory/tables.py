@@ -41,7 +41,6 @@ _WIDTHS = {"width": "width of the residual stream", "inner width": "inner width 
 
 
 def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
-    """The tensor in a few words; None if uncertain."""
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None or made.shape is None:
         return None
@@ -184,7 +183,6 @@ def _part_row(part: Part, *, predicted: bool) -> Row:
 
 
 def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Table:
-    """The peak by category and, last, the peak; a prediction adds its bytes and error."""
     every = [*parts(profile, prediction), whole(profile, prediction)]
     return Table(
         name="peak_by_category",
@@ -229,7 +227,6 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
 def allocation_table(
     run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
 ) -> Table:
-    """Allocations, those together that look alike, most bytes first; `remark` ends the caption."""
     looks = (
         Column(key="requested_bytes", header="size"),
         Column(key="category", value=lambda made: category_word(made.category)),
@@ -287,8 +284,7 @@ _LOOKS = (
 
 
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
-    """Saved tensors, those together that look alike, most bytes first; `left_out` are kinds that the record had no room
-    for, which count in the total."""
+    """Equal ones together, most bytes first; `left_out` are kinds beyond the record's room, in the total."""
     groups = _alike(saved, _LOOKS, saved_bytes)
     rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
     beyond = left_out or LeftOut(count=0, num_bytes=0)
@@ -321,7 +317,6 @@ def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) 
 def _alike(
     items: Iterable[_Item], looks: Sequence[Column], size: Callable[[list[_Item]], int]
 ) -> list[tuple[Row, list[_Item]]]:
-    """The items with equal values in these columns together, with their values, most bytes first."""
     found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
     for item in items:
         seen = {column.key: column.of_item(item) for column in looks}

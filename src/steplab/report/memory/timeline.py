@@ -44,7 +44,6 @@ class Frame:
         return WIDTH - RIGHT
 
     def x(self, time_s: float) -> float:
-        """Limited to the frame."""
         inside = min(max(time_s, self.start_s), self.end_s) - self.start_s
         return LEFT + inside * (self.right - LEFT) / ((self.end_s - self.start_s) or 1)
 
@@ -193,7 +192,6 @@ def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
 
 
 def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]:
-    """Coordinates of the peak's mark, and its label's anchor."""
     x = frame.x(profile.peak_s)
     half = text_width(peak_text(profile), LETTERS) / 2
     anchor = "start" if x - half < LEFT else "end" if x + half > frame.right else "middle"

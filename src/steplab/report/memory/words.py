@@ -23,7 +23,6 @@ def exactly(num_bytes: int) -> str:
 
 
 def heading(run: Run, profile: MemoryProfile) -> str:
-    """The step or history, its device and its source."""
     one = profile.num_events == 1
     events = "one allocation or release" if one else f"{profile.num_events:,} allocations and releases"
     if profile.source == "snapshot":
@@ -35,7 +34,6 @@ def heading(run: Run, profile: MemoryProfile) -> str:
 
 
 def peak_sentence(profile: MemoryProfile) -> str:
-    """Size and moment: phase, module, operator and line, or the time into the history."""
     return f"The peak is {exactly(profile.peak_bytes)}{_moment(profile)}."
 
 
@@ -60,7 +58,6 @@ def when(profile: MemoryProfile) -> str:
 
 
 def check_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """The watched peak against the allocator's, over the same step and over unwatched steps."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
@@ -109,7 +106,6 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 
 
 def smaller_sentence(profile: MemoryProfile) -> str | None:
-    """Bytes at the peak outside the record's allocations, if any."""
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
@@ -164,7 +160,7 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
-    off = ", equal to what was measured" if peak.error == 0 else off
+    off = ", equal to the measured" if peak.error == 0 else off
     told = f"The predicted peak is {exactly(peak.predicted_bytes or 0)}{off}, in {prediction.peak_phase}: "
     told += f"{prediction.peak_where}."
     if profile.source == "cpu allocator":

@@ -12,7 +12,6 @@ _TOLD_FIRST = (0, 3)
 
 
 def accounting_document(found: Accounting) -> Document:
-    """For programs, one row per figure."""
     return Document(
         title=f"Accounting for {found.model}",
         verdict=Verdict(sentences=tuple(found.questions[index].answer for index in _TOLD_FIRST)),
@@ -50,7 +49,7 @@ def _means(means: tuple[Means, ...]) -> Table:
         rows=tuple(
             {"what": one.what, "how": one.how, "tokens_per_device": round(one.tokens_per_device)} for one in means
         ),
-        caption="Least batch for which the forward pass is compute-bound.",
+        caption="Least batch with a compute-bound forward pass.",
     )
 
 

@@ -1,5 +1,3 @@
-"""Errors of predicted step times."""
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
@@ -42,7 +40,7 @@ def _answer(scored: Sequence[TimeCheck], number: int) -> str:
         return f"None of {units.counted(number, 'measurement')} can be predicted."
     errors, show = _errors(scored), units.format_percent
     return (
-        f"Of {units.counted(len(scored), 'measured step')}, the median error is {show(median(errors))}, nine of ten "
+        f"{units.counted(len(scored), 'measured step')}: the median error is {show(median(errors))}, nine of ten "
         f"are within {show(percentile(errors, 90))}, the worst is {show(max(errors))}; "
         f"{sum(check.inside is True for check in scored)} lie in the 90 % interval. "
         f"{units.counted(number - len(scored), 'other')} cannot be predicted."

@@ -12,7 +12,6 @@ from steplab.specs.study import in_common, labels
 
 
 def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
-    """One row per alternative: its best layout with time and memory, or the reason for its absence."""
     names = _names(plans)
     table = _table(plans, names)
     return Document(

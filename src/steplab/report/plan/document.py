@@ -106,8 +106,8 @@ def _ranks(prediction: MemoryPrediction) -> Table:
             Column(key="peak_bytes", header="peak"),
             Column(key="reserved_bytes", header="reserved"),
         ),
-        caption="Of several ranks the first, which has the largest shards. Gradients are those before the update; the "
-        "peak is what is allocated at most, reserved what the allocator holds."
+        caption="The first rank, with the largest shards. Gradients: before the update. Peak: most allocated at once; "
+        "reserved: held by the allocator."
         + (" In flight is the most microbatches between their two passes at once." if pipeline else ""),
     )
 
@@ -244,5 +244,5 @@ def _total_bytes(term: Term) -> int:
 
 
 def _card(card: CardFit) -> Row:
-    source = "read from such a card" if card.usable_is_known else "part of the data sheet's capacity"
+    source = "read from one such GPU" if card.usable_is_known else "part of the data sheet's capacity"
     return {"what": card.gpu, "formula": source, "total_bytes": card.usable_bytes, "verdict": card.verdict}

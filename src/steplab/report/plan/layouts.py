@@ -267,8 +267,8 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
     return Bars(
         bars=tuple(bars),
         legend=tuple((color, "■", words) for words, color in _MEMORY),
-        note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure is for gaps that are not foreseen "
-        "and what lies outside of the allocator.",
+        note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure: for unforeseen gaps and memory "
+        "outside the allocator.",
     )
 
 
@@ -291,8 +291,8 @@ def _traffic(best: LayoutCandidate) -> Table:
             Column(key="alone_s", header="alone"),
             Column(key="exposed_s", header="exposed"),
         ),
-        caption=f"{best.options}, {time.ranks}, in one step. Alone is the time of the messages with nothing beside "
-        "them; what is not exposed is hidden beside computation.",
+        caption=f"{best.options}, {time.ranks}, in one step. alone: the messages without computation; exposed: "
+        "not hidden by it.",
         empty="these ranks send nothing",
     )
 

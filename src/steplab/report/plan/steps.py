@@ -46,7 +46,6 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
 
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
-    """As a page's chapter, with measured figures next to predicted ones."""
     return Section.of("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
 
 

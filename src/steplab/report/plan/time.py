@@ -58,13 +58,13 @@ def _lack_of_memory(prediction: StepTimePrediction) -> Iterator[str]:
     told = f"Warning: the step {ANSWERS[fit.verdict].format(fit.gpu)}: it needs at least {needed} of the {usable} that "
     told += "a program can use"
     if fit.verdict == "does not fit":
-        told += "; the time is that of a GPU as fast with enough memory"
-    yield f"{told}. `steplab plan memory` says what takes the memory."
+        told += "; the time assumes enough memory"
+    yield f"{told}. `steplab plan memory` lists what takes the memory."
 
 
 def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
     step, time = prediction.step, units.format_time
-    host = f"If the host keeps up, the step takes what the device takes, {time(step.device_s)}."
+    host = f"If the host keeps up, a step takes the GPU's time, {time(step.device_s)}."
     if step.slow_host_s > step.device_s:
         slow = f"a slow one up to {time(step.slow_host_s)}, and then the device waits"
     else:
@@ -72,7 +72,7 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
     if step.host_s:
         host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
     else:
-        host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
+        host = "A few calls launch CUDA graphs: a step takes the GPU's time."
     yield Section.of("Phases", _phases(prediction), host)
     yield Section.of("Utilization", *utilization_blocks(prediction.utilizations))
     yield Section.of("Where the device's time goes", _parts(prediction))
@@ -86,8 +86,8 @@ def _phases(prediction: StepTimePrediction) -> Table:
         columns=(
             Column(key="phase"),
             Column(key="seconds", header="time", quantity=TIME),
-            Column(key="low_s", header="from"),
-            Column(key="high_s", header="to"),
+            Column(key="low_s", header="low"),
+            Column(key="high_s", header="high"),
             Column(key="device_s", header="device", rank=1),
             Column(key="host_s", header="quick host", rank=2),
             Column(key="slow_host_s", header="slow host", rank=2),

@@ -79,7 +79,7 @@ def all_elements(audit: Audit, kind: str) -> Elements | None:
 
 
 def added(parts: Iterable[Elements | None]) -> Elements | None:
-    """None without parts. A count missing in one part is None in the sum."""
+    """None without parts. A count missing in one part is None."""
     given = [part for part in parts if part is not None]
     if not given:
         return None

@@ -38,7 +38,6 @@ _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
-    """Modules of one name and the same types share a row."""
     return Table.of(
         "types",
         module_groups(audit),
@@ -51,8 +50,7 @@ def type_table(audit: Audit) -> Table:
                 for key, rank in zip(TYPES, (0, 1, 0, 1, 1), strict=True)
             ),
         ),
-        caption="* stands for the number of a layer. Gradients are those of the parameters; output gradients are what "
-        "the backward pass gives to the module.",
+        caption="*: any layer. gradients: of the parameters; output gradients: backward's input to the module.",
     )
 
 
@@ -76,7 +74,6 @@ def operation_table(numerics: Numerics) -> Table:
 
 
 def matmul_table(audit: Audit) -> Table:
-    """Products of both passes, in their types on the device; equal ones share a row."""
     return Table.of(
         "matmuls",
         matmul_groups(audit),
@@ -120,7 +117,7 @@ _fp8_columns = (
         header="largest magnitudes",
         rank=1,
         value=_amaxes,
-        note="Largest magnitudes are those of both operands in the first training steps: lowest, median and highest.",
+        note="Largest magnitudes: lowest, median and highest of the first training steps, for both operands.",
     ),
 )
 
@@ -170,7 +167,7 @@ def loss_table(audit: Audit) -> Table:
         rows=tuple(rows),
         first=first if len(rows) > first else None,
         caption="Overflowed elements are not finite here and finite in the fp32 run. Underflowed ones are zero here "
-        "and not in the fp32 run; below range are those of them whose fp32 value rounds to zero in the low type. "
+        "and not in the fp32 run; below range: with an fp32 value that rounds to zero in the low type. "
         "Subnormal ones are below the smallest normal number of the tensor's type. All counts the outputs of innermost "
         "modules, and each parameter once.",
     )
@@ -222,7 +219,6 @@ _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, 
 
 
 def timing_table(runs: Sequence[Run]) -> Table:
-    """Figures have ratios to fp32."""
     return rows_table(timing_rows(runs), tuple(_timing_columns()))
 
 

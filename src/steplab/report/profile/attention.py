@@ -23,14 +23,11 @@ _NAMED = 3  # operators without FLOPs
 class Work:
     time_s: float
     flops: float | None
-    """None without counted FLOPs."""
     moved_bytes: float | None
-    """None without counted bytes."""
     counted_s: float
     """Device time of operators with both FLOPs and bytes, for the four figures below."""
     intensity: float | None
     flops_per_s: float | None
-    """Achieved."""
     bytes_per_s: float | None
     """Achieved, if each tensor moved once."""
     ceiling_share: float | None
@@ -104,7 +101,6 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline)
 
 
 def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
-    """Notes on the table's conventions and gaps."""
     roofs = find_roofs(run)
     notes = [
         "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "

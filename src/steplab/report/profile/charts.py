@@ -14,7 +14,6 @@ _TOP = 8
 
 
 def device_time(run: Run, profile: Profile) -> Bars:
-    """Busy, waiting and idle time of each phase, and the unprofiled time for comparison."""
     rows, device = spans(run, profile), words.device_word(profile)
     parts = [("busy", BUSY), *([("waits for the host", WAITS)] if words.has_host(profile) else []), ("idle", IDLE)]
     note = f"Time of the {device} per step under the profiler; at the right, the total."
@@ -43,7 +42,6 @@ def _device_segments(span: Span, colors: dict[str, int]) -> Iterator[Segment]:
 
 
 def category_bars(run: Run, profile: Profile) -> Bars | None:
-    """One bar each for forward, forward + backward and train; None without work."""
     rows = passes(run, profile)
     if not rows:
         return None

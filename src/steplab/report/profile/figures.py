@@ -40,7 +40,6 @@ class Span:
 
 
 def spans(run: Run, profile: Profile) -> list[Span]:
-    """Each phase in order, and last the step, if they are several."""
     apart = [_span(run, profile, phase.phase, [phase]) for phase in profile.phases]
     if len(apart) == 1 and apart[0].phase != OUTSIDE:
         return apart
@@ -99,7 +98,6 @@ class TopKernel:
     """Unique within the profile."""
     category: str
     phase: str
-    """Phase of the launch."""
     ranges: tuple[str, ...]
     """Ranges of the model, most time first."""
     calls: float

@@ -25,7 +25,7 @@ def find_roofs(run: Run) -> Roofline:
 
 def why_no_roof(run: Run) -> str:
     if run.device_name is None:
-        return "the record does not say what device this was"
+        return "the record does not name its device"
     return f"no data sheet's figures are known for {run.device_name}"
 
 
@@ -66,12 +66,10 @@ class Point:
     op: OpStats
     intensity: float
     flops_per_s: float
-    """Achieved."""
     share: float
     ceiling_share: float | None
     """FLOP/s over the roofs' ceiling; None without roofs."""
     dtype: str
-    """Number format of its peak."""
 
 
 def roofline_points(run: Run, profile: Profile) -> list[Point]:

@@ -31,7 +31,7 @@ def ranks_section(seen: TracedRanks) -> Section:
             Column(key="num_last", header="last"),
             Column(key="late_s", header="late"),
         ),
-        caption="Per step. exposed: communication beside no computation. last: collectives to which it came last; "
+        caption="Per step. exposed: communication without computation. last: collectives to which it came last; "
         "late: time that the middle of the others waits for it, with nothing to compute.",
     )
     meetings = Table.of(
@@ -86,7 +86,6 @@ _CALLS = Quantity(words.calls_text)
 
 
 def phase_table(run: Run, profile: Profile) -> Table:
-    """Busy, waiting and idle time by phase, and the unprofiled time for comparison."""
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
 
@@ -174,7 +173,6 @@ def kernel_table(profile: Profile) -> Table:
 
 
 def attention_table(rows: Sequence[AttentionRow]) -> Table:
-    """Scores, softmax and values (or fused) by phase."""
     columns = (
         Column(key="phase"),
         Column(key="part"),
@@ -192,7 +190,6 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
 
 
 def host_call_table(profile: Profile) -> Table:
-    """Calls that wait for the device or copy, most host time first."""
     calls = sorted(profile.host_calls, key=lambda call: -call.total_s)
     steps = profile.num_steps
     return Table.of(

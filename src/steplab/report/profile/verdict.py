@@ -56,7 +56,7 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     first, *others = worth[:_MOST_TOLD]
     yield saving_sentence(first, findings.step_s)
     if others:
-        yield f"Next: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+        yield f"Also: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
 
 
 def _is_worth(finding: Finding, step_s: float | None) -> bool:
@@ -80,8 +80,8 @@ def _options(finding: Finding) -> str:
 
 
 def saving_words(finding: Finding, step_s: float | None) -> str:
-    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; for a larger batch with a longer step, 'about 3.00 ms for the same
-    tokens, 10.0 % of 30.0 ms'. The finding must predict a saving.
+    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; with a larger batch, 'about 3.00 ms for the same tokens, 10.0 % of
+    30.0 ms'. The finding must predict a saving.
     """
     saved, gain_s = saved_words(finding), finding.gain_s
     if step_s is None or gain_s is None:
@@ -91,9 +91,7 @@ def saving_words(finding: Finding, step_s: float | None) -> str:
 
 
 def saved_words(finding: Finding) -> str:
-    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'; for a larger batch, 'about 7.89 ms for the same
-    tokens'.
-    """
+    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'."""
     gain_s, trial = finding.gain_s, finding.trial
     if gain_s is None:
         return f"{units.format_time(finding.alone_s)} alone" if finding.alone_s is not None else "not predicted"
@@ -254,15 +252,15 @@ def trials_table(findings: Findings) -> Table:
             Column(key="change"),
             Column(key="predicted", quantity=TIME),
             Column(key="measured", quantity=TIME),
-            Column(key="least", header="from", quantity=TIME, rank=3),
-            Column(key="most", header="to", quantity=TIME, rank=3),
+            Column(key="least", header="measured, low", quantity=TIME, rank=3),
+            Column(key="most", header="measured, high", quantity=TIME, rank=3),
             Column(key="error", quantity=_SIGNED, rank=1),
             Column(key="before_s", header="before", rank=2),
             Column(key="after_s", header="after", rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
         caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "
-        "From and to are the 95 % interval of the measured saving. The error is predicted minus measured savings, as a "
+        "low, high: its 95 % interval. The error is predicted minus measured savings, as a "
         "share of the step before.",
     )
 

@@ -47,9 +47,6 @@ def caution(run: Run) -> str:
 
 
 def agreement(span: Span, profile: Profile) -> str | None:
-    """A phase's busy device time against its unprofiled median, with the cause of a difference beyond TOLERANCE; None
-    without unprofiled time.
-    """
     if span.timed_s is None:
         return None
     off = span.busy_s / span.timed_s - 1
@@ -70,7 +67,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
-        return f"launch-bound: idle {without} the profiler, too"
+        return f"launch-bound: idle about {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
         # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
@@ -145,7 +142,6 @@ def kernel_words(kernel: TopKernel, profile: Profile) -> str:
 
 
 def calls_text(calls: float) -> str:
-    """Calls per step, without decimals where they are whole."""
     return f"{calls:.0f}" if abs(calls - round(calls)) < 1e-9 else f"{calls:.1f}"
 
 

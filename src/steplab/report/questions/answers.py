@@ -27,7 +27,7 @@ _FOLLOWING = {
     "queries": ("keys",),
     "pass": ("optimizer", "update", "accumulation", "checkpointing"),
     "way": ("backend", "device"),
-    "contender": ("update", "data_parallel", "bucket_size_mb", "layout"),
+    "variant": ("update", "data_parallel", "bucket_size_mb", "layout"),
 }
 """Settings that change with another."""
 
@@ -35,10 +35,7 @@ _FOLLOWING = {
 def questions_document(
     asked: Questions, records: Sequence[Record], derive: Callable[[Derivation], Document], title: str | None = None
 ) -> Document:
-    """The answers that records give.
-
-    derive: what a question's `derives` comes to; UserError where no record allows it.
-    """
+    """derive: a question's `derives` as a document; UserError if no record allows it."""
     answers = _Answers(records, derive)
     chapters, data, shown = [], list[Row](), list[Row]()
     for chapter in asked.chapter:
@@ -76,7 +73,7 @@ _ANSWERS = tuple(
 
 
 class _Missing(Exception):
-    """No record answers."""
+    pass
 
 
 class _Answers:
@@ -86,7 +83,6 @@ class _Answers:
         self._sheets: dict[str, Sheet] = {}
 
     def of(self, question: Question) -> tuple[Section, str]:
-        """Its section, and the answer; empty where nothing answers."""
         try:
             blocks, answer = self._blocks(question)
         except _Missing:
@@ -129,7 +125,7 @@ class _Answers:
 
     def _told(self, kind: str, titles: Sequence[str]) -> tuple[list[Any], str]:
         if kind not in KINDS:
-            raise UserError(f"a question is told by '{kind}'; choose one of {', '.join(KINDS)}")
+            raise UserError(f"a question cannot take rows of '{kind}'; choose one of {', '.join(KINDS)}")
         of_kind = [record for record in self._records if kind_of(record).name == kind]
         if not of_kind:
             raise _Missing
@@ -193,7 +189,6 @@ class _View:
     """Settings that name a row."""
 
     def value(self, row: Row, expression: Expression) -> Scalar:
-        """The figure of a row; None where it is not known."""
         if not expression.is_quotient:
             return row.get(expression.value)
         under = row
@@ -207,7 +202,6 @@ class _View:
         return quotient(row.get(expression.value), under.get(expression.over or expression.value))
 
     def figure(self, rows: Sequence[Row], figure: Figure) -> dict[str, str]:
-        """A figure of the answer in words, and where it is found."""
         fitting = [row for row in rows if _fits(row, figure.where)]
         found = [(value, row) for row in fitting if (value := self.value(row, figure)) is not None]
         if not found:
@@ -238,7 +232,6 @@ class _View:
         return ", ".join(_said(key, row.get(key)) for key in self.keys if row.get(key) is not None)
 
     def blocks(self, question: Question, rows: Sequence[Row]) -> Iterator[Table | Bars]:
-        """Bars of the column that the answer is about, and the table."""
         keys = [key for key in self.keys if key != question.across]
         words = [key for key in keys if all(isinstance(row.get(key), str) for row in rows)]
         labels = [Column(key=k, header=k.replace("_", " "), quantity=TEXT if k in words else LABEL) for k in keys]
@@ -329,7 +322,6 @@ def _bars(
 
 
 def _drawn_key(question: Question) -> str:
-    """The column of the first figure in the answer that has one; else the first."""
     told = [question.figures[name] for name in re.findall(r"\{(\w+)", question.answer) if name in question.figures]
     columns = [(each.value, each.over, each.against) for each in question.columns]
     places = [columns.index(key) for each in told if (key := (each.value, each.over, each.against)) in columns]

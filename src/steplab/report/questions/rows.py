@@ -20,8 +20,6 @@ WHOLE = "step"
 
 @dataclass(slots=True)
 class Sheet:
-    """Rows of one kind."""
-
     settings: tuple[str, ...]
     """Fields that name a measurement; the others are figures."""
     rows: list[Row] = field(default_factory=list)
@@ -159,8 +157,6 @@ def _part_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[Sequence[Record]], Sheet]:
-    """The rows of a kind's own report, with the step and the device that they are of."""
-
     def rows(records: Sequence[Record]) -> Sheet:
         sheet = Sheet(tuple(settings))
         for record in records:
@@ -178,8 +174,8 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
 
 
 def _ddp_rows(records: Sequence[Record]) -> Sheet:
-    """Variants, each beside what the fitted model of the overhead says of its bucket size."""
-    sheet = _own_rows("ddp", ("contender", "num_ranks"))(records)
+    """With the fitted overhead model's figures for each variant's bucket size."""
+    sheet = _own_rows("ddp", ("variant", "num_ranks"))(records)
     runs: dict[str, Any] = {run.id: run for run in records}
     for row in sheet.rows:
         run = runs[str(row["id"])]

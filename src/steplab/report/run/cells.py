@@ -55,7 +55,6 @@ class RunCell:
 
     @property
     def id(self) -> str:
-        """The run's."""
         return self.run.id
 
 
@@ -128,7 +127,6 @@ def _ranks(field: str, cells: Sequence[RunCell]) -> dict[Scalar, int]:
 
 
 def varying(cells: Sequence[RunCell]) -> list[str]:
-    """Fields of labels with more than one value."""
     differing = [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
     return [f for f in differing if not all(f in c.unsaid for c in cells)]
 
@@ -174,9 +172,7 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     title: str
-    """Common values of its cells; empty for a single panel."""
     marks: tuple[tuple[int, int, RunCell], ...]
-    """Position on the x axis, series, cell."""
 
 
 def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:

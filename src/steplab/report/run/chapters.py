@@ -51,7 +51,7 @@ TERMS = (
         "them only looked up, L layers, attention width d and context T, a token of a training step costs: causal, "
         "6(N−E) + 6LdT, only the attention that is needed; full, 6(N−E) + 12LdT; params, 6N, the rule of thumb. A "
         "forward pass alone costs a third. For a model of one's own, counted: three times the products that torch "
-        "counts in its forward pass. For a loop, given: the FLOPs that its recorder was told.",
+        "counts in its forward pass. For a loop, given: its recorder's FLOPs.",
     ),
     (
         "HFU",
@@ -78,7 +78,6 @@ def failure_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section:
-    """A chart, or for a single run the statistics."""
     return Section.of("Step time", *_step_time(cells), anchor="time")
 
 
@@ -93,7 +92,6 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
 
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section:
-    """A bar per run, and a table for a single one."""
     tables: Iterable[Block] = []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         tables = phase_blocks(cells[0].run, timing)
@@ -127,7 +125,6 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
-    """Means after 0, 1, 2 and 5 warm-up steps, for runs with a drawn curve."""
     chosen, fields = worth_a_curve(cells), varying(cells)
     rows: list[Row] = []
     for cell in chosen:
@@ -152,13 +149,12 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean of as many steps as were measured, after the first 0, 1, 2 or 5 steps of the curve. × is "
-        "relative to the run's median. Compile time is not included.",
+        caption="Mean step time if the first 0, 1, 2 or 5 steps are warm-up, over the run's number of measured "
+        "steps. ×: relative to the run's median. Compile time is left out.",
     )
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    """Of a single run."""
     ranks = cells[0].run.ranks if len(cells) == 1 else ()
     return Section.of("Ranks", *(rank_blocks(ranks) if ranks else ()), anchor="ranks")
 

@@ -36,10 +36,6 @@ _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this sha
 
 
 def step_times(cells: Sequence[RunCell]) -> Chart | None:
-    """Median step time of every timed cell with its 95 % interval, and a mark per failure.
-
-    Imported traces lack step times and are left out.
-    """
     cells = [c for c in cells if c.run.samples_s or c.run.failure]
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := c.run.samples_s)}
     if not summaries or len(cells) < 2:

@@ -41,7 +41,6 @@ class Pair:
 
     @property
     def before_s(self) -> float:
-        """Median step time in seconds, over the starts."""
         return median(before.run.median_s or 0.0 for before, _ in self.starts)
 
     @property
@@ -61,7 +60,6 @@ class Pair:
 
     @property
     def decision(self) -> Decision:
-        """Decision on the step time with the value: lower or higher."""
         return self.judged.decision
 
     @property
@@ -73,7 +71,6 @@ class Pair:
 class Effect:
     field: str
     choice: str
-    """'bf16 instead of fp32'."""
     pairs: tuple[Pair, ...]
     """Smallest gain first; at least one."""
 
@@ -92,7 +89,6 @@ class Effect:
 
 
 def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
-    """Effects of a field's values against its baseline."""
     for field, baseline in _BASELINES:
         present = list(dict.fromkeys(c.values[field] for c in cells if c.values[field] is not None))
         base = baseline if baseline in present else present[0] if present else None
@@ -127,7 +123,6 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 
 def effect_words(effect: Effect) -> str:
-    """A choice's gains and losses over pairs, and unsettled ones."""
     text = _pays(effect)
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
@@ -200,7 +195,6 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
-    """A table per value of a choice, with a row per pair; values with one pair share a table."""
     order = {cell.id: place for place, cell in enumerate(cells)}
     effects = list(effects_of(cells))
     for effect in effects:
@@ -256,8 +250,8 @@ def _pairs_table(
         Column(key="before_s", header=called[0]),
         Column(key="after_s", header=called[1]),
         Column(key="ratio", header="speed-up", quantity=TIMES),
-        Column(key="low", header="from", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
-        Column(key="high", header="to", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
+        Column(key="low", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
+        Column(key="high", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
         Column(key="certain", header="doubt", rank=1, value=lambda pair: VERBS.get(pair.decision, "")),
         Column(key="before_bytes", header=f"peak, {called[0]}", rank=2, value=lambda pair: _peak_bytes(pair.before)),
         Column(key="after_bytes", header=f"peak, {called[1]}", rank=2, value=lambda pair: _peak_bytes(pair.after)),

@@ -29,7 +29,6 @@ _REASONS = {
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
-    """The first step's excess over settled steps by phase, and growth of memory."""
     fields = varying(cells)
     timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     rows: list[Row] = []
@@ -55,24 +54,23 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
                 key="first_growth_bytes",
                 header="reserved in the first",
                 rank=2,
-                note="Reserved is what the allocator took from the device.",
+                note="reserved: taken from the device by the allocator.",
             ),
             Column(key="later_growth_bytes", header="reserved later", rank=2),
             Column(
                 key="state_bytes",
                 header="kept after the first",
                 rank=2,
-                note="Kept is what the first step left allocated, such as gradients and optimizer state.",
+                note="kept: left allocated by the first step, such as gradients and optimizer state.",
             ),
             Column(key="id", header="record", rank=3),
         ),
         rows=tuple(rows),
-        caption="A phase's + is its time in the first step less its median over the second half of all steps.",
+        caption="settled: median over the second half of all steps. + forward: its extra time in the first step.",
     )
 
 
 def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
-    """Why the first steps took longer, with the worst run."""
     fields = varying(cells)
     told = []
     for kind in ("cuda", "cpu"):

@@ -128,7 +128,6 @@ def headline_doubts(run: Run) -> list[str]:
 
 
 def choices(run: Run) -> list[str]:
-    """Notes on automatic choices, such as attention `auto`."""
     return [note for note in run.notes if _is_choice(note)]
 
 
@@ -226,7 +225,7 @@ _NOTICEABLY = 1.02
 def failure_blocks(failure: Failure) -> Iterator[Block]:
     pairs = [
         ("during", failure.phase),
-        ("asked for", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
+        ("requested", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
         (
             "allocated before",
             failure.peak_allocated_bytes is not None and units.format_bytes(failure.peak_allocated_bytes),
@@ -238,7 +237,6 @@ def failure_blocks(failure: Failure) -> Iterator[Block]:
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
-    """Statistics of a step's samples, and derived figures."""
     summary, show = stats.summarize(run.samples_s), units.format_time
     pairs = [
         ("median", show(summary.median)),
@@ -252,7 +250,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
         pairs.append(("throughput", f"{rate} ({run.tokens_per_step} tokens per step)"))
     elif run.spec is None:
-        pairs.append(("throughput", f"{ABSENT} (the loop did not say how many tokens a step has)"))
+        pairs.append(("throughput", f"{ABSENT} (the loop named no tokens_per_step)"))
     if run.model:
         pairs.append(("parameters", units.format_count(run.model.num_parameters)))
     if timing.between_s:
@@ -260,7 +258,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))
     if timing.first_step_s is not None:
         compiling = timing.first_step_s - summary.median
-        told = "by which the compiling step, before warm-up, exceeds a later one; it is not in the step time"
+        told = "extra time of the step that compiles, before warm-up; not in the step time"
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
@@ -299,8 +297,10 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
             Column(key="phase"),
             Column(key="time_s", header="back to back"),
             Column(key="share", quantity=SHARE),
-            Column(key="lead_s", header="host ahead"),
-            Column(key="device_s", header="alone, device"),
+            Column(key="lead_s", header="host ahead", note="host ahead: GPU work left once Python launched the phase."),
+            Column(
+                key="device_s", header="alone, device", note="alone: run separately, by the GPU's and the CPU's clock."
+            ),
             Column(key="host_s", header="alone, host"),
         ),
         rows=tuple(rows),

@@ -26,7 +26,6 @@ _BY_INTEREST = ("precision", "compile")
 
 
 def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
-    """One run: its step time. Several: the trend over sizes, and effects of choices."""
     if len(cells) == 1:
         run = cells[0].run
         return Verdict(sentences=tuple(_one(run)), cautions=tuple(run_cautions(run)))
@@ -90,7 +89,7 @@ def run_cautions(run: Run) -> Iterator[str]:
         yield f"Warning: {doubt}."
     if found and run.spec and all(disturbance.word == WAITS for disturbance in found):
         if not run.profile:
-            yield f"To see what it waits for: steplab profile {options(run.spec)}"
+            yield f"To see why it waits: steplab profile {options(run.spec)}"
     elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
         yield f"To repeat it when the machine is quiet: steplab {verb} {options(run.spec)}"
@@ -140,7 +139,7 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     if len(times) <= _MOST_NAMED:
         return f"{'; '.join(f'{name} takes {taken}' for name, taken in times)}."
     (fastest, least), (slowest, most) = times[0], times[-1]
-    return f"Of {len(times)} runs the fastest, {fastest}, takes {least}; the slowest, {slowest}, takes {most}."
+    return f"The fastest of {len(times)} runs, {fastest}, takes {least}; the slowest, {slowest}, {most}."
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
@@ -233,7 +232,6 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
-    """The figures of several runs that a page shows large."""
     fields = varying(cells)
     pairs = [(effect, pair) for effect in effects_of(cells) for pair in effect.faster]
     if pairs:
@@ -258,7 +256,6 @@ def _short(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def facts_of_one(run: Run) -> Iterator[Fact]:
-    """The figures of a single run that a page shows large."""
     if run.median_s:
         yield Fact(figure=units.format_time(run.median_s), text="a step")
         if run.tokens_per_step:
