@@ -8,7 +8,7 @@ A spec goes in, a record comes out, everything else reads records:
 
 Every command is a function of the same name: measure (`steplab run`), sweep, study, profile, memory, precision,
 attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note. docs/python.md
-has examples; `help(steplab.StepSpec)` describes the fields of a step. Names load on first use, so importing steplab is
+has examples; `steplab run --help` lists the fields of a step. Names load on first use, so importing steplab is
 light and does not import torch.
 """
 
@@ -122,12 +122,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     if record := sys.modules.get("steplab.records.record"):
         record.Record._repr_html_ = _html_of
-    if name in _WITH_FIELDS:
-        import_module("steplab.records.field_docs").add_to_help(value)
     return value
-
-
-_WITH_FIELDS = ("Run", "StepSpec", "ModelSpec", "StudySpec")
 
 
 def _html_of(record: "Record") -> str:
