@@ -22,7 +22,7 @@ from tests.sure import sure
 
 from steplab import units
 from steplab.cli.app import main
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.errors import Unsupported
 from steplab.model.fused_block import FusedBlock
 from steplab.model.transformer import SelfAttention, Transformer, feed_forward_of, rotary_table

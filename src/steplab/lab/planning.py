@@ -22,8 +22,7 @@ from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.accounting import Accounting
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Run
-from steplab.records.step_time import PlannedStep, StepTimePrediction
-from steplab.records.time_check import TimeCheck
+from steplab.records.step_time import PlannedStep, StepTimePrediction, TimeCheck
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import HardwareSpec, accelerator_named, find_hardware, hardware_named

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections import Counter
 
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.ops.triton_places import implementation as loss_implementation

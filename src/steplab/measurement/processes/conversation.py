@@ -39,7 +39,7 @@ from steplab.python import python_running
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.records.turns import Turn
+from steplab.records.timing import Turn
 from steplab.units import format_time
 
 CHILD = "steplab.measurement.processes.child"
