@@ -218,7 +218,7 @@ def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: in
     owners: dict[torch.Tensor, int] = dict(zip(chain(*groups), chain(*of_groups), strict=True))
 
     plain = buckets_of(elements_of(shape), "bucketed", size_mb, 4)
-    buffers = [CollectiveBucket(group, None, rank)._buffer for group in groups]
+    buffers = [CollectiveBucket(group, rank)._buffer for group in groups]
     assert plain.buffered_bytes == sum(buffer.nbytes for buffer in buffers if buffer is not None)
     assert list(plain.sizes_bytes) == [sum(p.nbytes for p in group) for group in groups]
     peer_buckets(groups, rank)

@@ -33,9 +33,9 @@ class RecordingCollectives:
         finally:
             self._found = None
 
-    def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Pending:
         self._write("all_reduce", tensor)
-        return self._inner.all_reduce(tensor, average=average, into=into)
+        return self._inner.all_reduce(tensor, average=average)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         self._write("all_gather", output)
