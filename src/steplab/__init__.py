@@ -61,8 +61,8 @@ if TYPE_CHECKING:  # `as` marks names as public for type checkers
     from steplab.specs.study import study_from_grids as study_from_grids
     from steplab.store.database import Store as Store
     from steplab.views.reporting import report as report
-    from steplab.views.showing import show as show
     from steplab.views.view import View as View
+    from steplab.views.view import show as show
 
 _HOMES = {
     name: f"steplab.{module}"
@@ -85,7 +85,6 @@ _HOMES = {
         ("lab.precision", "precision"),
         ("lab.recording", "recorder"),
         ("views.reporting", "report"),
-        ("views.showing", "show"),
         ("lab.sweeping", "study sweep"),
         ("records.record", "Record"),
         ("records.run", "Run"),
@@ -93,7 +92,7 @@ _HOMES = {
         ("specs.model", "ModelSpec"),
         ("specs.study", "StudySpec load_study study_from_grids"),
         ("store.database", "Store"),
-        ("views.view", "View"),
+        ("views.view", "View show"),
         ("errors", "SteplabError UserError Unsupported"),
     )
     for name in names.split()
@@ -126,7 +125,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _html_of(record: "Record") -> str:
-    from steplab.views.showing import in_short
+    from steplab.views.view import in_short
 
     return in_short(record)
 

@@ -29,8 +29,8 @@ from steplab.model.transformer import SelfAttention, Transformer, feed_forward_o
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import BLOCKS_MARGIN, OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
+from steplab.plan.dry_run.attention import attention_of
 from steplab.plan.dry_run.events import Allocated, Event
-from steplab.plan.dry_run.fused_attention import attention_of
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.sizes import BF16, Count, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters

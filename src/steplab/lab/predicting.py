@@ -16,8 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from steplab.errors import SteplabError, Unsupported, UserError
-from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
-from steplab.plan.dry_run.repeated import RepeatedBlocks
+from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator, RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts

@@ -13,7 +13,7 @@ from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.ops.triton_places import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
-from steplab.plan.dry_run.memory import Ledger, Peak
+from steplab.plan.dry_run.allocator import Ledger, Peak
 from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from steplab.errors import SteplabError
-from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
+from steplab.reading.bounded import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
 from steplab.unpacking import OnProgress
 
 _TELL_S = 0.1
@@ -47,8 +47,7 @@ def traced_steps(on_progress: OnProgress, trace: Path) -> object:
 def memory(
     on_progress: OnProgress, snapshot: Path, marks: Path | None = None, *, unwatched_peak_bytes: int | None
 ) -> object:
-    from steplab.reading.snapshots.digest import digest
-    from steplab.reading.snapshots.marks import check_same_history, read_marks
+    from steplab.reading.snapshots.digest import check_same_history, digest, read_marks
     from steplab.reading.snapshots.reading import read_snapshot
 
     owners = read_marks(marks) if marks else None  # first, because it is quick

@@ -20,8 +20,7 @@ import msgspec
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
 from steplab.measurement.machine.torchrun import ProcessPlace, environment_of
-from steplab.measurement.processes.scratch import scratch_folder
-from steplab.measurement.processes.started import Started, crash, named, unreadable
+from steplab.measurement.processes.started import Started, crash, named, scratch_folder, unreadable
 from steplab.measurement.processes.wire import (
     STAGE,
     BadMessage,

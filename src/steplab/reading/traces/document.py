@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from steplab.reading.traces.window import Source, Window
+from steplab.reading.traces.windows import Source, Window
 
 CHUNK_BYTES = 1 << 19
 """Bytes decoded at a time, few enough for the processor's cache."""
