@@ -63,7 +63,6 @@ def plan_memory(
     *,
     gpu: Gpu | str | None = None,
     variant: str | None = None,
-    sequence_parallel: bool = True,
     **fields: object,
 ) -> MemoryPrediction:
     """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
@@ -75,19 +74,16 @@ def plan_memory(
     `gpu` is the one of the catalogue that is judged, or one with other figures (costs.rates.gpu_named), by default each
     of them.
     `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
-    `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
-    which steplab plans and does not run.
+    `torch_ddp:25`, `sharded`, `fsdp2`.
 
     Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
     asked = asked_step("plan_memory", spec, fields, on_cuda)
-    if not sequence_parallel and asked.layout.tp == 1:
-        raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     if asked.checkpointing == AUTO and gpu is None:
         raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
     wanted = hardware_named(gpu) if isinstance(gpu, str) else gpu.hardware if gpu else None
     chosen = choose_checkpointing(asked, wanted)
-    found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted, sequence_parallel=sequence_parallel)
+    found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted)
     found = with_notes(found, chosen.notes)
     return found if wanted is None else replace(found, cards=(_fit_on(wanted, found),))
 

@@ -109,7 +109,7 @@ def read_bounded(
 def _why_ended(code: int, limits: Limits) -> str:
     if code == NO_MEMORY:
         return str(LimitReached(f"reading it takes more than {format_bytes(limits.memory_bytes)} of memory"))
-    if code == -getattr(signal, "SIGXCPU", 0):
+    if code == -signal.SIGXCPU:
         return str(LimitReached(f"reading it takes more than {limits.processor_s} s of processor time"))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"its reader ended by {how}: it is damaged, or nests too deep"

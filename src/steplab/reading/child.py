@@ -1,7 +1,9 @@
 """The process that reads one file within bounds, and ends."""
 
+import fcntl
 import gc
 import os
+import resource
 import sys
 import time
 import traceback
@@ -87,11 +89,6 @@ def _answered(asked: Request, paths: Iterable[Path]) -> Answer:
 
 def _bound(request: Request) -> None:
     """Let the operating system bound memory and processor time, and end this process with its caller."""
-    try:
-        import fcntl
-        import resource
-    except ImportError:  # Windows
-        return
     bounds = {
         resource.RLIMIT_DATA: request.memory_bytes,
         resource.RLIMIT_CPU: request.processor_s,

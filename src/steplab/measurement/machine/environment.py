@@ -127,7 +127,7 @@ def _cpu_name() -> str:
 def _load_average() -> float | None:
     try:
         return os.getloadavg()[0]
-    except (OSError, AttributeError):  # not on Windows
+    except OSError:
         return None
 
 
