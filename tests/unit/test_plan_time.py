@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 from tests.stored_records import stored
 
 from steplab.cli.app import main
-from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
+from steplab.costs.flops import (
+    ModelSizes,
+    executed_flops_per_token,
+    model_flops_per_token,
+    num_embedding_parameters,
+    num_parameters,
+)
 from steplab.costs.kernel_time import Product, product_s, streaming_s
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
-from steplab.plan.kernel_time import kernel_s, streaming_name
-from steplab.plan.seen import is_held_out
+from steplab.plan.kernel_time import is_held_out, kernel_s, streaming_name
 from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction

@@ -1,14 +1,25 @@
-"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time)."""
+"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time).
+
+Python's part of an eager step of any model: the operators it calls, and how long the device waits for them.
+
+Records that a fit has seen, and records held out of it.
+"""
 
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.operators import BACKWARD_FLOPS
-from steplab.costs.rates import Gpu
-from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, Operator
+from steplab.costs.rates import Gpu, GpuRates
+from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.fusion import Kernel
+from steplab.records.record import Record
+from steplab.records.run import Run
 from steplab.records.step_time import TimePart
+from steplab.specs.step import FIELDS, StepSpec
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
@@ -67,3 +78,63 @@ def widens(op: Operator) -> bool:
 def on_tensor_cores(work: Operator | TimePart) -> bool:
     """True if its power depends on the share of the tensor cores' peak."""
     return work.kind != "streaming" and work.dtype != "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    host_s: float
+    idle_s: float
+
+
+def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
+    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is unknown.
+    Where the model reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the
+    device.
+    """
+    rates = gpu.rates.host
+    if operators is None or spec.compile != "off" or not rates.forward_call_s:
+        return ()
+    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
+
+
+def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, Host]:
+    rates, known = gpu.rates.host, dict[object, float]()
+    device = host = 0.0
+    host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in (1, 2):  # the second begins as far ahead as the first ends
+        for op in operators:
+            if op.name == MADE_BY_HOST:
+                continue
+            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
+            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
+            if sizes not in known:
+                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
+            host += calls_s
+            if step == 2:
+                host_s[op.phase] += calls_s
+                idle_s[op.phase] += max(0.0, host - device)
+            device = max(device, host) + known[sizes]
+            if op.name == READS_A_VALUE:
+                host = device
+    return {phase: Host(host_s[phase], idle_s[phase]) for phase in host_s}
+
+
+def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
+    """True if one of the fields has one of the values; a changed size counts by the model's name too."""
+    for name, values in held_out.items():
+        shown = str(FIELDS[name].value(spec))
+        if shown in values or (name == "model" and spec.model.name in values):
+            return True
+    return False
+
+
+def was_fitted(record: Record, rates: GpuRates) -> bool:
+    """True if the rates were fitted to the record, or to others of its cell."""
+    if not isinstance(record, Run) or record.spec is None or not is_fitted_kind(record.spec):
+        return False
+    return record.created_utc <= rates.until_utc and not is_held_out(record.spec, rates.held_out)
+
+
+def is_fitted_kind(spec: StepSpec) -> bool:
+    """True for fitted kinds of steps: steplab's own Transformer in one process."""
+    return spec.model.kind == "transformer" and spec.layout.world_size == 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
-from steplab.comparison.likeness import sides_words
+from steplab.comparison.comparing import sides_words
 from steplab.records.comparison import (
     ComparedFigure,
     Comparison,
