@@ -65,7 +65,8 @@ from steplab.errors import UserError
 from steplab.lab.predicting import operators_of as traced_operators
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
-from steplab.plan.kernel_time import is_fitted_kind, is_held_out, on_tensor_cores
+from steplab.plan.kernel_time import on_tensor_cores
+from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun
 from steplab.records.record import Record

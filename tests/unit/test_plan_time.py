@@ -25,7 +25,8 @@ from steplab.errors import Unsupported, UserError
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
-from steplab.plan.kernel_time import is_held_out, kernel_s, streaming_name
+from steplab.plan.kernel_time import kernel_s, streaming_name
+from steplab.plan.seen import is_held_out
 from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction

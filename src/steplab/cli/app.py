@@ -1,6 +1,5 @@
-"""The program: its commands, and the one place that turns an error into a line on stderr and an exit code.
-
-Corrections of option values before cyclopts converts them.
+"""The program: its commands, and the one place that turns an error into a line on stderr and an exit code. It
+corrects values of options before cyclopts converts them.
 """
 
 import codecs

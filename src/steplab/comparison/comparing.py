@@ -1,8 +1,7 @@
 """Compares two sets of records, cell by cell and figure by figure; the package's entry point.
 
-Differences of two steps below their figures: time by part of the model, memory by tensor.
-
-Decides if two records may be compared: measured cell and conditions, field by field.
+Two records may be compared if their measured cells and conditions match, field by field. Below the figures, time
+differs by part of the model and memory by tensor.
 """
 
 import difflib

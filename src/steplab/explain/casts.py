@@ -1,7 +1,4 @@
-"""Copies between fp32 and low precision among a profile's operators, weights apart.
-
-Autocast copies every weight to low precision, each step.
-"""
+"""Copies between fp32 and low precision among a profile's operators. Autocast copies every weight, each step."""
 
 from dataclasses import dataclass
 

@@ -4,9 +4,8 @@ Fusing memory-bound operators saves the traffic of every intermediate between th
 operators' dependencies; a dry run does, and `steplab profile` stores its shares in the profile. Other profiles use the
 shares of steps that were recorded eager and compiled.
 
-Elementwise work that a compiler would fuse.
-
-One operator that launches a large part of a step's kernels, each short: a Python loop over elements or experts.
+Two findings: elementwise work that a compiler would fuse; and one operator that launches a large part of a step's
+kernels, each short, as a Python loop over elements or experts.
 """
 
 from collections import defaultdict

@@ -1,6 +1,5 @@
-"""Reads tensors in a record's notation: 'bf16[2048, 768] bf16[768, 3072]'.
-
-A head dimension that kernels must pad.
+"""Reads tensors in a record's notation: 'bf16[2048, 768] bf16[768, 3072]'. One finding is a head
+dimension that kernels must pad.
 """
 
 import math

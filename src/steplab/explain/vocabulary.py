@@ -1,8 +1,5 @@
-"""The vocabulary's part of the model: the output head's products, and the loss.
-
-A vocabulary size that does not suit the tensor cores.
-
-The output head and the loss take a large part of the step.
+"""The vocabulary's part of the model: the output head's products, and the loss. They may take a large part of the step,
+and the vocabulary's size may not suit the tensor cores.
 """
 
 import math

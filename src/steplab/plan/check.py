@@ -8,7 +8,7 @@ from functools import cache
 from steplab.costs.rates import gpu_of
 from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import runs_that_waited
-from steplab.plan.kernel_time import was_fitted
+from steplab.plan.seen import was_fitted
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction, TimeCheck
 from steplab.records.timing import waits_for_host

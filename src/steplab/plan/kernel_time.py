@@ -1,25 +1,20 @@
-"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time).
-
-Python's part of an eager step of any model: the operators it calls, and how long the device waits for them.
-
-Records that a fit has seen, and records held out of it.
+"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time); and Python's part of an eager
+step: the operators it calls, and how long the device waits for them.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.operators import BACKWARD_FLOPS
-from steplab.costs.rates import Gpu, GpuRates
+from steplab.costs.rates import Gpu
 from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.fusion import Kernel
-from steplab.records.record import Record
-from steplab.records.run import Run
 from steplab.records.step_time import TimePart
-from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step import StepSpec
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
@@ -117,24 +112,3 @@ def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, H
             if op.name == READS_A_VALUE:
                 host = device
     return {phase: Host(host_s[phase], idle_s[phase]) for phase in host_s}
-
-
-def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
-    """True if one of the fields has one of the values; a changed size counts by the model's name too."""
-    for name, values in held_out.items():
-        shown = str(FIELDS[name].value(spec))
-        if shown in values or (name == "model" and spec.model.name in values):
-            return True
-    return False
-
-
-def was_fitted(record: Record, rates: GpuRates) -> bool:
-    """True if the rates were fitted to the record, or to others of its cell."""
-    if not isinstance(record, Run) or record.spec is None or not is_fitted_kind(record.spec):
-        return False
-    return record.created_utc <= rates.until_utc and not is_held_out(record.spec, rates.held_out)
-
-
-def is_fitted_kind(spec: StepSpec) -> bool:
-    """True for fitted kinds of steps: steplab's own Transformer in one process."""
-    return spec.model.kind == "transformer" and spec.layout.world_size == 1

@@ -1,7 +1,4 @@
-"""The record of one measured step: spec, environment and results.
-
-Measurements of one of several processes of a step.
-"""
+"""The record of one measured step: spec, environment and results, also of each of several processes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Predicted step time, by the measured phases.
-
-Predicted against measured step times.
-"""
+"""Predicted step time, by the measured phases, and against measured times."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,6 +1,5 @@
-"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix.
-
-The tables, and the store's format, which is the file's user_version.
+"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix. The store's
+format is the file's user_version.
 """
 
 import os

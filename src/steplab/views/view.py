@@ -1,7 +1,4 @@
-"""A report for a prompt, a notebook or a file.
-
-Shows one record or prediction in full, and a record in a notebook in short.
-"""
+"""A report for a prompt, a notebook or a file: one record or prediction in full, or a record in a notebook in short."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

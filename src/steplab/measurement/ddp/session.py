@@ -3,8 +3,6 @@
 Every rank runs this, and rank 0 reports. The baseline stays in memory; both take a few steps at a time, so a
 disturbance affects both. Without room for two models, the baseline is built and timed before and after. A variant is
 freed, and its memory checked, before the next one is built.
-
-One variant of a data-parallel study on one rank: its time, its memory and its messages.
 """
 
 import dataclasses

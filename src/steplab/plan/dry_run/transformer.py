@@ -1,6 +1,5 @@
-"""model/transformer.py in the operators of the dry run, line by line.
-
-model/fused_block.py in the dry run's operators, with ops/rms_norm, rotary_heads and swiglu.
+"""model/transformer.py in the operators of the dry run, line by line, and model/fused_block.py with ops/rms_norm,
+rotary_heads and swiglu.
 """
 
 from collections.abc import Callable, Iterable, Mapping
