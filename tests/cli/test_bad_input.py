@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import Program, complaint, digests, tiny, without_privileges
+from tests.first import first
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -248,8 +249,9 @@ def read_only(guarded: Program) -> Iterator[Program]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run", *tiny()), ("sweep", *tiny()), ("doctor", "--device", "cpu"), ("import", "all.jsonl")]
-)  # fmt: skip
+    "arguments",
+    first(2, [("run", *tiny()), ("import", "all.jsonl"), ("sweep", *tiny()), ("doctor", "--device", "cpu")]),
+)
 def test_a_read_only_store_is_refused_before_anything_is_measured(
     read_only: Program, arguments: tuple[str, ...]
 ) -> None:
