@@ -132,14 +132,12 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_upwards", [0, 2, 100])
 @pytest.mark.parametrize("in_a_row", [1, 2])
-@pytest.mark.parametrize(
-    ("num_queries", "num_keys"),
-    first(3, [(200, 600), (600, 200), (129, 128), (1, 300), (600, 600)]),
-)
+@pytest.mark.parametrize("lengths", first(3, [(200, 600), (600, 200), (129, 128), (1, 300), (600, 600)]), ids=str)
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
-    causal: bool, num_upwards: int, in_a_row: int, num_queries: int, num_keys: int, columns: int, rows: int
+    causal: bool, num_upwards: int, in_a_row: int, lengths: tuple[int, int], columns: int, rows: int
 ) -> None:
     """For any number of concurrent programs; with one, each finds its turn."""
+    num_queries, num_keys = lengths
     heads, num_padded = 3 * in_a_row, -(-num_queries // KEYS) * KEYS
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}

@@ -244,20 +244,21 @@ def test_every_command_has_one_answer(name: str) -> None:
 def test_a_pipeline_of_a_configuration_has_all_of_it_once_and_sends_the_residual_stream() -> None:
     spec = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa", layout="pp=2")
     alone = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa")
-    piped, whole = plan_memory(spec, gpu="H200 SXM"), plan_memory(alone, gpu="H200 SXM")
+    piped = plan_memory(spec, gpu="H200 SXM")
+    planned, as_one = plan_steps([spec, alone])
+    whole = sure(as_one.memory)
     first, last = piped.ranks
     assert (first.has, last.has) == ("embedding, blocks 0 to 2", "blocks 3 to 4, head")
     assert whole.model is not None
     held = [whole.model.num_parameters * width for width in (4, 4, 8)]
     for size, key in zip(held, ("parameters_bytes", "gradients_bytes", "optimizer_bytes"), strict=True):
         assert sum(getattr(rank, key) for rank in piped.ranks) == pytest.approx(size, rel=1e-3)
-    (planned,) = plan_steps([spec])
     assert planned.layout is not None
     (candidate,) = planned.layout.candidates
     assert candidate.time is not None
     (sent,) = candidate.time.traffic
     assert (sent.axis, sent.messages, sent.total_bytes) == ("pp", 4, 4 * 64 * 64 * 4)
-    assert candidate.time.seconds < 2 * predicted(alone, "H200 SXM")[0].central_s
+    assert candidate.time.seconds < 2 * sure(as_one.time).central_s
     with pytest.raises(Unsupported, match="share a weight"):
         plan_memory(of_config(QWEN2, batch=4, layout="pp=2"))
     with pytest.raises(UserError, match="the model has 2 blocks; valid for pp: 1 to 2"):
