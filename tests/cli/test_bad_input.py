@@ -1,5 +1,6 @@
 import gzip
 import json
+import shlex
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +129,63 @@ def test_a_wrong_request_is_named_with_its_remedy(
 ) -> None:
     said = complaint(guarded.here(*arguments), 2)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("ddp --variants magic", "variant 'magic' is not known; choose some of none, naive, flat"),
+        ("ddp --bucket-sizes 0", "a bucket size must be a positive number of MB, not 0"),
+        ("ddp --compile default", "delivers all gradients at the end; choose one of off, block"),
+        ("ddp --processes 1", "processes must be at least 2, not 1"),
+        ("ddp --gpus 2 --processes 2", "not both"),
+        ("ddp --precision fp16", "use --precision bf16"),
+        ("ddp --transport peer_copy", "transport peer_copy on a CPU is not supported"),
+        ("ddp --transport magic", "transport 'magic' is not known; choose some of collectives, peer_copy"),
+        ("ddp --variants flat,torch_ddp --transport collectives", "add bucketed or sharded to --variants"),
+        ("ddp --variants flat,sharded --update after", "add overlap or bucketed to --variants"),
+        ("ddp --variants flat,bucketed:5 --bucket-sizes 1", "bucket sizes have no effect on flat, bucketed:5"),
+        ("ddp --microbatches 2", "Unknown option"),
+        ("comm --collective gossip", "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
+        ("comm --size 1MB,big", "'big' is not a size"),
+        ("comm --processes 2 --gpus 2", "not both"),
+        ("comm --processes 1", "--processes must be at least 2, not 1: a collective needs two processes"),
+        ("comm --processes 1000000", "1000000 processes do not fit: each takes at least 128 MiB"),
+        ("comm --processes 2 --world-size 4", "world-size 4 needs 4 processes, but only 2 are started"),
+        ("comm --processes 2 --repeats 0", "the number of repeats must be at least 1"),
+        ("comm --output page.html", "this command does not write html"),
+        ("attention --implementation magic", "implementation 'magic' is not known; choose one of plain, sdpa"),
+        ("attention --sequence many", "sequence must be a whole number, not 'many'"),
+        ("attention --pass sideways", "pass 'sideways' is not known; choose some of forward, backward, both"),
+        ("attention --grid nowhere", "no grid 'nowhere': choose one of choice, long, peers, study, tiny, or give"),
+        ("attention --gpu 'H200 SXM'", "--gpu needs --derive"),
+        ("attention --derive --gpu abacus", "unknown hardware 'abacus'"),
+        ("attention --derive --output page.html", "does not write html; choose one of table, json, csv"),
+        (
+            "attention --implementation plain --against sdpa",
+            "--against 'sdpa' is not among the implementations",
+        ),
+        ("attention --repeats 0", "the number of repeats must be at least 1"),
+        (
+            "precision --precision int4",
+            "precision 'int4' is not known; choose one of fp32, tf32, bf16, fp16",
+        ),
+        ("precision --only weights", 'Invalid value "weights" for --only'),
+        ("precision --format csv", "--format csv holds one table; set --only"),
+        ("precision --model toy,tiny", "--model takes a single value here"),
+        ("precision --model nowhere", "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
+        ("ab", "name what the sides differ in"),
+        ("ab '--precison bf16'", "--precision"),
+        ("ab '--precision bf16 --compile'", "--compile has no value"),
+        ("ab '--precision bf17'", "precision 'bf17' is not known; choose one of fp32"),
+        ("ab '--steps 10' '--steps 20'", "the same --steps"),
+        ("ab '--attention sdpa' --threshold much", "'much'"),
+        ("ab --against main '--attention sdpa'", "another revision"),
+        ("advise --model tiny --budget soon", "'soon'"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(guarded: Program, words: str, told: str) -> None:
+    assert told in complaint(guarded.here(*shlex.split(words)), 2)
 
 
 def test_a_line_break_in_a_value_does_not_break_the_line(guarded: Program) -> None:
