@@ -193,9 +193,13 @@ COMPOSED = (*PRODUCTS, "sum")
 @pytest.mark.parametrize(
     ("variant", "attention", "checkpointing", "precision"),
     [
-        *((variant, attention, "none", "fp32") for variant in VARIANTS for attention in ("plain", "sdpa_math")),
+        *((variant, "plain", "none", "fp32") for variant in VARIANTS),
         *((variant, "plain", "full", "bf16_pure") for variant in VARIANTS),
         *(({}, "plain", *others) for others in (("full", "fp32"), ("none", "bf16_pure"))),
+        *(
+            pytest.param(each, "sdpa_math", "none", "fp32", marks=[pytest.mark.release] * (each not in ({}, GPT_2)))
+            for each in VARIANTS
+        ),
     ],
     ids=str,
 )
