@@ -8,7 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")  # traces of models, by commands and tests
+if "PYTEST_XDIST_WORKER" not in os.environ:  # traces of models, by commands and all test processes
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
 import pytest

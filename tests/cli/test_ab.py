@@ -94,21 +94,8 @@ def worktrees(repository: Program) -> list[str]:
 
 
 def test_each_side_imports_the_model_of_its_own_revision(repository: Program) -> None:
-    options = (
-        "--model",
-        "mine:plain",
-        "--device",
-        "cpu",
-        "--warmup",
-        "1",
-        "--threshold",
-        "20%",
-        "--format",
-        "json",
-        "--starts",
-        "1",
-    )
-    result = repository("ab", "--against", "main", *options)
+    options = ("--model", "mine:plain", "--device", "cpu", "--warmup", "1", "--threshold", "20%", "--starts", "1")
+    result = repository("ab", "--against", "main", *options, "--format", "json")
     assert result.code == 4, result.stderr
     then, now = result.rows()
     assert (then["what"], now["what"], now["decision"]) == ("main", "working tree", "higher")

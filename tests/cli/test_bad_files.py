@@ -58,7 +58,7 @@ def test_a_file_that_is_not_what_it_should_be_is_named_and_refused_as_usage(step
 
 def test_a_store_is_no_export_and_the_command_that_makes_one_is_named(filled: Program) -> None:
     other = ("--store", filled.cwd / "other.db")
-    said = complaint(filled("import", filled.store, *other), 2)
+    said = complaint(filled.here("import", filled.store, *other), 2)
     assert f"steplab export --store {filled.store} --output records.jsonl" in said
 
 

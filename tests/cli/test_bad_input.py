@@ -47,13 +47,6 @@ not_callable = 3
 """
 
 
-@pytest.fixture
-def guarded(filled: Program) -> Iterator[Program]:
-    before = digests(filled.store.parent)
-    yield filled
-    assert digests(filled.store.parent) == before
-
-
 # Refused before anything is started
 
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -261,14 +254,14 @@ def test_what_cannot_be_served_is_no_measurement(
     guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     guarded.write("mine.py", FACTORIES)
-    said = complaint(guarded("run", *tiny(), *arguments), 2)
+    said = complaint(guarded.here("run", *tiny(), *arguments), 2)
     assert all(word in said for word in words), said
 
 
 def test_a_type_of_model_that_transformers_does_not_know_is_refused(guarded: Program) -> None:
     pytest.importorskip("transformers")
     guarded.write("config.json", json.dumps({"model_type": "perceptron9000"}))
-    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
+    said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
     assert "config.json" in said
 
 
@@ -276,13 +269,13 @@ def test_cuda_is_refused_where_there_is_none(guarded: Program) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    said = complaint(guarded("run", *tiny(device="cuda")), 2)
+    said = complaint(guarded.here("run", *tiny(device="cuda")), 2)
     assert "CUDA" in said
     assert "--device cpu" in said
 
 
 def test_a_very_long_timeout_is_no_error_of_its_own(guarded: Program) -> None:
-    said = complaint(guarded("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
+    said = complaint(guarded.here("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
     assert "nowhere" in said or "9999999999h" in said
 
 
@@ -331,7 +324,7 @@ def test_a_read_only_store_can_be_read(read_only: Program) -> None:
 
 
 def test_an_error_that_quotes_a_name_does_not_steer_the_terminal(steplab: Program) -> None:
-    said = complaint(steplab("list", "--store", "none\x1b[2J.db"), 1)
+    said = complaint(steplab.here("list", "--store", "none\x1b[2J.db"), 1)
     assert "\x1b" not in said
     assert "none.db" in said
 
@@ -369,7 +362,7 @@ def test_a_store_that_is_none_is_left_as_it_is(
 ) -> None:
     spoil(filled.store)
     before = digests(filled.store.parent)
-    said = complaint(filled(*arguments), 1)
+    said = complaint(filled.here(*arguments), 1)
     assert word in said
     assert str(filled.store) in said
     assert digests(filled.store.parent) == before
@@ -378,7 +371,7 @@ def test_a_store_that_is_none_is_left_as_it_is(
 def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
     _damaged(filled.store)
     before = digests(filled.store.parent)
-    assert "damaged" in complaint(filled("list"), 1)
+    assert "damaged" in complaint(filled.here("list"), 1)
     filled.write("mine.py", FACTORIES)
     said = complaint(filled("run", *tiny(), "--model", "mine:leaves_a_mark", "--name", "rescued"), 1)
     assert "damaged" in said
@@ -395,19 +388,19 @@ def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
 
 @pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
 def test_a_folder_is_no_store(guarded: Program, arguments: tuple[str, ...]) -> None:
-    said = complaint(guarded(*arguments, "--store", guarded.cwd), 1)
+    said = complaint(guarded.here(*arguments, "--store", guarded.cwd), 1)
     assert "folder" in said
 
 
 def test_a_file_where_the_stores_folder_should_be_is_named(guarded: Program) -> None:
     guarded.write("notes", "")
-    said = complaint(guarded("run", *tiny(), "--store", "notes/store.db"), 1)
+    said = complaint(guarded.here("run", *tiny(), "--store", "notes/store.db"), 1)
     assert "notes/store.db" in said
 
 
 @pytest.mark.parametrize("command", ["list", "report", "export"])
 def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program, command: str) -> None:
-    said = complaint(steplab(command), 1)
+    said = complaint(steplab.here(command), 1)
     assert "steplab run" in said
     assert not steplab.store.exists()
 
@@ -435,7 +428,7 @@ def _file(program: Program, name: str, lines: list[str]) -> Path:
 def test_a_line_that_is_no_record_is_named_and_nothing_is_imported(filled: Program, lines: list[str], bad: str) -> None:
     before = digests(filled.store.parent)
     _file(filled, "bad.jsonl", [lines[1], "", bad, lines[2]])
-    said = complaint(filled("import", "bad.jsonl"), 2)
+    said = complaint(filled.here("import", "bad.jsonl"), 2)
     assert "line 3" in said
     assert "nothing was imported" in said
     assert digests(filled.store.parent) == before
@@ -445,7 +438,7 @@ def test_a_newer_format_of_record_is_refused_with_the_remedy(filled: Program, li
     before = digests(filled.store.parent)
     newer = json.dumps(json.loads(lines[1]) | {"schema": "steplab.run/2"})
     _file(filled, "newer.jsonl", [lines[2], newer])
-    said = complaint(filled("import", "newer.jsonl"), 2)
+    said = complaint(filled.here("import", "newer.jsonl"), 2)
     assert all(word in said for word in ("line 2", "steplab.run/2", "upgrade"))
     assert digests(filled.store.parent) == before
 
@@ -461,7 +454,7 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
     before = digests(filled.store.parent)
     _file(filled, "good.jsonl", lines[1:])
     _file(filled, "bad.jsonl", ["garbage"])
-    said = complaint(filled("import", "good.jsonl", "bad.jsonl"), 2)
+    said = complaint(filled.here("import", "good.jsonl", "bad.jsonl"), 2)
     assert "bad.jsonl" in said
     assert "line 1" in said
     assert digests(filled.store.parent) == before
@@ -469,18 +462,18 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
 
 def test_bytes_that_are_no_text_are_refused(guarded: Program) -> None:
     (guarded.cwd / "bytes.jsonl").write_bytes(b'{"schema": "steplab.run/1", "id": "\xff\xfe"}\n')
-    assert "line 1" in complaint(guarded("import", "bytes.jsonl"), 2)
+    assert "line 1" in complaint(guarded.here("import", "bytes.jsonl"), 2)
 
 
 def test_a_gzip_file_that_is_cut_off_is_refused(guarded: Program) -> None:
     whole = gzip.compress(b"x" * 10_000)
     (guarded.cwd / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cut.jsonl.gz" in complaint(guarded("import", "cut.jsonl.gz"), 2)
+    assert "cut.jsonl.gz" in complaint(guarded.here("import", "cut.jsonl.gz"), 2)
 
 
 def test_another_record_under_a_stored_id_is_refused(guarded: Program) -> None:
     other = json.loads(guarded("export").stdout.splitlines()[0]) | {"name": "changed"}
     _file(guarded, "other.jsonl", [json.dumps(other)])
-    said = complaint(guarded("import", "other.jsonl"), 1)
+    said = complaint(guarded.here("import", "other.jsonl"), 1)
     assert other["id"] in said
     assert "line 1" in said

@@ -310,7 +310,7 @@ def test_gradients_of_torch_func_are_the_same() -> None:
 # --- operators -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", first(2, [torch.float32, torch.bfloat16, torch.float64]), ids=str)
 @pytest.mark.parametrize("transposed", first(1, [True, False]))
 def test_operators_are_what_torch_asks_of_one(dtype: torch.dtype, transposed: bool) -> None:
     q, k, v = (t.detach() for t in inputs(2, 4, 2, 5, 6, 8, dtype))

@@ -100,7 +100,7 @@ def test_rounding_to_tf32_is_to_the_nearest_and_keeps_what_is_no_number() -> Non
     assert rounded_to_tf32(all_ones).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", first(2, [FP32, BF16, FP16]), ids=str)
+@pytest.mark.parametrize("dtype", first(1, [BF16, FP32, FP16]), ids=str)
 @settings(max_examples=5, phases=UNSHRUNK)
 @given(
     batch=st.integers(1, 2),
