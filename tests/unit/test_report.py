@@ -363,7 +363,7 @@ PAGES: dict[str, str] = {}
 
 
 def page_of(runs: list[Run]) -> str:
-    key = " ".join(run.id for run in runs)
+    key = repr(runs)
     if key not in PAGES:
         PAGES[key] = render_page(runs, title="A study", description="of something")
     return PAGES[key]
