@@ -37,11 +37,13 @@ def colliding(path: Path, num_keys: int = 400_000) -> Path:
     return path
 
 
-def children() -> set[str]:
+def readers(folder: Path) -> set[str]:
+    """Processes that read a file of this folder; other tests have readers of their own."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"steplab.reading.child" in (command := (process / "cmdline").read_bytes()):
+            command = (process / "cmdline").read_bytes()
+            if b"steplab.reading.child" in command and os.fsencode(folder) in command:
                 found.add(f"{process.name} {command!r}")
         except OSError:
             continue
@@ -151,18 +153,17 @@ READERS = {
 def reading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     command_name, make = READERS[name := getattr(request, "param", "snapshot.pickle")]
     words = [command_name, str(make(tmp_path / name)), "--store", str(tmp_path / "store.db")]
-    before = children()
     with started(*words) as process:
-        while children() == before:
+        while not readers(tmp_path):
             time.sleep(0.1)
         time.sleep(2)
         yield process
         process.kill()
     for _ in range(50):
-        if not children() - before:
+        if not readers(tmp_path):
             return
         time.sleep(0.1)
-    raise AssertionError(f"still there: {children() - before}")
+    raise AssertionError(f"still there: {readers(tmp_path)}")
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc processes are not found")
