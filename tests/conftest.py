@@ -8,7 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")  # traces of models, by commands and tests
+if "PYTEST_XDIST_WORKER" not in os.environ:  # traces of models, by commands and all test processes
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
 import pytest
@@ -30,9 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reverses the import order in the second test process: each compiles half of the files for the other."""
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
-        config.args = sorted(map(str, Path(__file__).parent.rglob("test_*.py")), reverse=True)
+    """Each of three test processes begins at other files, and compiles these for the others."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker in ("gw1", "gw2") and config.args == config.getini("testpaths"):
+        files = sorted(map(str, Path(__file__).parent.rglob("test_*.py")))
+        third = len(files) // 3
+        config.args = files[::-1] if worker == "gw1" else files[third:] + files[:third]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

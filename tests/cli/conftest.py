@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.program import REPOSITORY, Program, Result, keep_result, kept_result, made_once, tiny
+from tests.cli.program import REPOSITORY, Program, Result, digests, keep_result, kept_result, made_once, tiny
 
 
 @pytest.fixture
@@ -36,6 +36,13 @@ def first_run(measured: Path) -> Result:
 def filled(steplab: Program, measured: Path) -> Program:
     shutil.copy(measured / "store" / "store.db", steplab.store)
     return steplab
+
+
+@pytest.fixture
+def guarded(filled: Program) -> Iterator[Program]:
+    before = digests(filled.store.parent)
+    yield filled
+    assert digests(filled.store.parent) == before
 
 
 @pytest.fixture

@@ -94,21 +94,8 @@ def worktrees(repository: Program) -> list[str]:
 
 
 def test_each_side_imports_the_model_of_its_own_revision(repository: Program) -> None:
-    options = (
-        "--model",
-        "mine:plain",
-        "--device",
-        "cpu",
-        "--warmup",
-        "1",
-        "--threshold",
-        "20%",
-        "--format",
-        "json",
-        "--starts",
-        "1",
-    )
-    result = repository("ab", "--against", "main", *options)
+    options = ("--model", "mine:plain", "--device", "cpu", "--warmup", "1", "--threshold", "20%", "--starts", "1")
+    result = repository("ab", "--against", "main", *options, "--format", "json")
     assert result.code == 4, result.stderr
     then, now = result.rows()
     assert (then["what"], now["what"], now["decision"]) == ("main", "working tree", "higher")
@@ -141,30 +128,9 @@ def test_a_worktree_is_removed_whatever_happens(repository: Program, monkeypatch
 # --- what is refused --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("ab",), ("name what differs",)),
-        (("ab", "--precison bf16"), ("--precison", "--precision")),
-        (("ab", "--precision bf16 --compile"), ("--compile", "has no value")),
-        (("ab", "--precision bf17"), ("bf17", "fp32")),
-        (("ab", "--steps 10", "--steps 20"), ("the same --steps",)),
-        (("ab", "--attention sdpa", "--threshold", "much"), ("'much'", "3%")),
-        (("ab", "--against", "main", "--attention sdpa"), ("another revision", "the same options")),
-        (("ab", "--against", "main", *tiny()), ("git repository",)),
-    ],
-    ids=str,
-)
-def test_a_wrong_request_is_one_line(
-    steplab: Program,
-    arguments: tuple[str, ...],
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_a_revision_is_one_of_a_repository(steplab: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    message = complaint(steplab.here(*arguments), 2)
-    assert all(word in message for word in words), message
+    assert "git repository" in complaint(steplab.here("ab", "--against", "main", *tiny()), 2)
 
 
 def test_an_unknown_revision_is_named(repository: Program) -> None:

@@ -1,6 +1,6 @@
 import json
 
-from tests.cli.program import Program, complaint, tiny
+from tests.cli.program import Program, tiny
 
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """torch.compile returns its argument, which shortens the search."""
@@ -26,7 +26,3 @@ def test_a_walk_tries_what_applies_stores_each_run_and_ends_with_what_to_type(st
     shown = json.loads(steplab("show", walk["id"], "--format", "json").stdout)
     assert shown["best"] is not None
     assert [entry["kept"] for entry in shown["tried"]] == [row["kept"] for row in tried.values()]
-
-
-def test_a_wrong_request_is_one_line(steplab: Program) -> None:
-    assert "'soon'" in complaint(steplab.here("advise", *tiny(), "--budget", "soon"), 2)

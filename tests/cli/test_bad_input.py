@@ -1,11 +1,13 @@
 import gzip
 import json
+import shlex
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.cli.program import Program, complaint, digests, tiny, without_privileges
+from tests.first import first
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -43,13 +45,6 @@ def leaves_a_mark():
 
 not_callable = 3
 """
-
-
-@pytest.fixture
-def guarded(filled: Program) -> Iterator[Program]:
-    before = digests(filled.store.parent)
-    yield filled
-    assert digests(filled.store.parent) == before
 
 
 # Refused before anything is started
@@ -129,6 +124,67 @@ def test_a_wrong_request_is_named_with_its_remedy(
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("ddp --variants magic", "variant 'magic' is not known; choose some of none, naive, flat"),
+        ("ddp --bucket-sizes 0", "a bucket size must be a positive number of MB, not 0"),
+        ("ddp --compile default", "delivers all gradients at the end; choose one of off, block"),
+        ("ddp --processes 1", "processes must be at least 2, not 1"),
+        ("ddp --gpus 2 --processes 2", "not both"),
+        ("ddp --precision fp16", "use --precision bf16"),
+        ("ddp --transport peer_copy", "transport peer_copy on a CPU is not supported"),
+        ("ddp --transport magic", "transport 'magic' is not known; choose some of collectives, peer_copy"),
+        ("ddp --variants flat,torch_ddp --transport collectives", "add bucketed or sharded to --variants"),
+        ("ddp --variants flat,sharded --update after", "add overlap or bucketed to --variants"),
+        ("ddp --variants flat,bucketed:5 --bucket-sizes 1", "bucket sizes have no effect on flat, bucketed:5"),
+        ("ddp --microbatches 2", "Unknown option"),
+        ("comm --collective gossip", "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
+        ("comm --size 1MB,big", "'big' is not a size"),
+        ("comm --processes 2 --gpus 2", "not both"),
+        ("comm --processes 1", "--processes must be at least 2, not 1: a collective needs two processes"),
+        ("comm --processes 1000000", "1000000 processes do not fit: each takes at least 128 MiB"),
+        ("comm --processes 2 --world-size 4", "world-size 4 needs 4 processes, but only 2 are started"),
+        ("comm --processes 2 --repeats 0", "the number of repeats must be at least 1"),
+        ("comm --output page.html", "this command does not write html"),
+        ("attention --implementation magic", "implementation 'magic' is not known; choose one of plain, sdpa"),
+        ("attention --sequence many", "sequence must be a whole number, not 'many'"),
+        ("attention --pass sideways", "pass 'sideways' is not known; choose some of forward, backward, both"),
+        (
+            "attention --grid nowhere",
+            "no grid 'nowhere': choose one of choice, long, peers, study, tiny ... a TOML file",
+        ),
+        ("attention --gpu 'H200 SXM'", "--gpu needs --derive"),
+        ("attention --derive --gpu abacus", "unknown hardware 'abacus'"),
+        ("attention --derive --output page.html", "does not write html; choose one of table, json, csv"),
+        (
+            "attention --implementation plain --against sdpa",
+            "--against 'sdpa' is not among ... choose one of plain",
+        ),
+        ("attention --repeats 0", "the number of repeats must be at least 1"),
+        (
+            "precision --precision int4",
+            "precision 'int4' is not known; choose one of fp32, tf32 ... bf16_pure",
+        ),
+        ("precision --only weights", 'Invalid value "weights" for --only'),
+        ("precision --format csv", "--format csv holds one table; set --only"),
+        ("precision --model toy,tiny", "--model takes a single value here"),
+        ("precision --model nowhere", "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
+        ("ab", "name what differs"),
+        ("ab '--precison bf16'", "--precison ... --precision"),
+        ("ab '--precision bf16 --compile'", "--compile ... has no value"),
+        ("ab '--precision bf17'", "precision 'bf17' is not known; choose one of fp32"),
+        ("ab '--steps 10' '--steps 20'", "the same --steps"),
+        ("ab '--attention sdpa' --threshold much", "'much' ... 3%"),
+        ("ab --against main '--attention sdpa'", "another revision ... the same options"),
+        ("advise --model tiny --budget soon", "'soon'"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(guarded: Program, words: str, told: str) -> None:
+    said = complaint(guarded.here(*shlex.split(words)), 2)
+    assert all(part in said for part in told.split(" ... ")), said
+
+
 def test_a_line_break_in_a_value_does_not_break_the_line(guarded: Program) -> None:
     complaint(guarded.here("run", "--model", "small\nmedium"), 2)
 
@@ -198,14 +254,14 @@ def test_what_cannot_be_served_is_no_measurement(
     guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     guarded.write("mine.py", FACTORIES)
-    said = complaint(guarded("run", *tiny(), *arguments), 2)
+    said = complaint(guarded.here("run", *tiny(), *arguments), 2)
     assert all(word in said for word in words), said
 
 
 def test_a_type_of_model_that_transformers_does_not_know_is_refused(guarded: Program) -> None:
     pytest.importorskip("transformers")
     guarded.write("config.json", json.dumps({"model_type": "perceptron9000"}))
-    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
+    said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
     assert "config.json" in said
 
 
@@ -213,13 +269,13 @@ def test_cuda_is_refused_where_there_is_none(guarded: Program) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    said = complaint(guarded("run", *tiny(device="cuda")), 2)
+    said = complaint(guarded.here("run", *tiny(device="cuda")), 2)
     assert "CUDA" in said
     assert "--device cpu" in said
 
 
 def test_a_very_long_timeout_is_no_error_of_its_own(guarded: Program) -> None:
-    said = complaint(guarded("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
+    said = complaint(guarded.here("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
     assert "nowhere" in said or "9999999999h" in said
 
 
@@ -248,8 +304,9 @@ def read_only(guarded: Program) -> Iterator[Program]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run", *tiny()), ("sweep", *tiny()), ("doctor", "--device", "cpu"), ("import", "all.jsonl")]
-)  # fmt: skip
+    "arguments",
+    first(2, [("run", *tiny()), ("import", "all.jsonl"), ("sweep", *tiny()), ("doctor", "--device", "cpu")]),
+)
 def test_a_read_only_store_is_refused_before_anything_is_measured(
     read_only: Program, arguments: tuple[str, ...]
 ) -> None:
@@ -267,7 +324,7 @@ def test_a_read_only_store_can_be_read(read_only: Program) -> None:
 
 
 def test_an_error_that_quotes_a_name_does_not_steer_the_terminal(steplab: Program) -> None:
-    said = complaint(steplab("list", "--store", "none\x1b[2J.db"), 1)
+    said = complaint(steplab.here("list", "--store", "none\x1b[2J.db"), 1)
     assert "\x1b" not in said
     assert "none.db" in said
 
@@ -305,7 +362,7 @@ def test_a_store_that_is_none_is_left_as_it_is(
 ) -> None:
     spoil(filled.store)
     before = digests(filled.store.parent)
-    said = complaint(filled(*arguments), 1)
+    said = complaint(filled.here(*arguments), 1)
     assert word in said
     assert str(filled.store) in said
     assert digests(filled.store.parent) == before
@@ -314,7 +371,7 @@ def test_a_store_that_is_none_is_left_as_it_is(
 def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
     _damaged(filled.store)
     before = digests(filled.store.parent)
-    assert "damaged" in complaint(filled("list"), 1)
+    assert "damaged" in complaint(filled.here("list"), 1)
     filled.write("mine.py", FACTORIES)
     said = complaint(filled("run", *tiny(), "--model", "mine:leaves_a_mark", "--name", "rescued"), 1)
     assert "damaged" in said
@@ -331,19 +388,19 @@ def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
 
 @pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
 def test_a_folder_is_no_store(guarded: Program, arguments: tuple[str, ...]) -> None:
-    said = complaint(guarded(*arguments, "--store", guarded.cwd), 1)
+    said = complaint(guarded.here(*arguments, "--store", guarded.cwd), 1)
     assert "folder" in said
 
 
 def test_a_file_where_the_stores_folder_should_be_is_named(guarded: Program) -> None:
     guarded.write("notes", "")
-    said = complaint(guarded("run", *tiny(), "--store", "notes/store.db"), 1)
+    said = complaint(guarded.here("run", *tiny(), "--store", "notes/store.db"), 1)
     assert "notes/store.db" in said
 
 
 @pytest.mark.parametrize("command", ["list", "report", "export"])
 def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program, command: str) -> None:
-    said = complaint(steplab(command), 1)
+    said = complaint(steplab.here(command), 1)
     assert "steplab run" in said
     assert not steplab.store.exists()
 
@@ -371,7 +428,7 @@ def _file(program: Program, name: str, lines: list[str]) -> Path:
 def test_a_line_that_is_no_record_is_named_and_nothing_is_imported(filled: Program, lines: list[str], bad: str) -> None:
     before = digests(filled.store.parent)
     _file(filled, "bad.jsonl", [lines[1], "", bad, lines[2]])
-    said = complaint(filled("import", "bad.jsonl"), 2)
+    said = complaint(filled.here("import", "bad.jsonl"), 2)
     assert "line 3" in said
     assert "nothing was imported" in said
     assert digests(filled.store.parent) == before
@@ -381,7 +438,7 @@ def test_a_newer_format_of_record_is_refused_with_the_remedy(filled: Program, li
     before = digests(filled.store.parent)
     newer = json.dumps(json.loads(lines[1]) | {"schema": "steplab.run/2"})
     _file(filled, "newer.jsonl", [lines[2], newer])
-    said = complaint(filled("import", "newer.jsonl"), 2)
+    said = complaint(filled.here("import", "newer.jsonl"), 2)
     assert all(word in said for word in ("line 2", "steplab.run/2", "upgrade"))
     assert digests(filled.store.parent) == before
 
@@ -397,7 +454,7 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
     before = digests(filled.store.parent)
     _file(filled, "good.jsonl", lines[1:])
     _file(filled, "bad.jsonl", ["garbage"])
-    said = complaint(filled("import", "good.jsonl", "bad.jsonl"), 2)
+    said = complaint(filled.here("import", "good.jsonl", "bad.jsonl"), 2)
     assert "bad.jsonl" in said
     assert "line 1" in said
     assert digests(filled.store.parent) == before
@@ -405,18 +462,18 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
 
 def test_bytes_that_are_no_text_are_refused(guarded: Program) -> None:
     (guarded.cwd / "bytes.jsonl").write_bytes(b'{"schema": "steplab.run/1", "id": "\xff\xfe"}\n')
-    assert "line 1" in complaint(guarded("import", "bytes.jsonl"), 2)
+    assert "line 1" in complaint(guarded.here("import", "bytes.jsonl"), 2)
 
 
 def test_a_gzip_file_that_is_cut_off_is_refused(guarded: Program) -> None:
     whole = gzip.compress(b"x" * 10_000)
     (guarded.cwd / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cut.jsonl.gz" in complaint(guarded("import", "cut.jsonl.gz"), 2)
+    assert "cut.jsonl.gz" in complaint(guarded.here("import", "cut.jsonl.gz"), 2)
 
 
 def test_another_record_under_a_stored_id_is_refused(guarded: Program) -> None:
     other = json.loads(guarded("export").stdout.splitlines()[0]) | {"name": "changed"}
     _file(guarded, "other.jsonl", [json.dumps(other)])
-    said = complaint(guarded("import", "other.jsonl"), 1)
+    said = complaint(guarded.here("import", "other.jsonl"), 1)
     assert other["id"] in said
     assert "line 1" in said

@@ -23,29 +23,6 @@ from steplab.store.database import Store
 TINY = ("--size", "1kB,2kB,4kB", "--repeats", "3")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--collective", "gossip"), "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
-        (("--size", "1MB,big"), "'big' is not a size"),
-        (("--processes", "2", "--gpus", "2"), "not both"),
-        (("--processes", "1"), "--processes must be at least 2, not 1: a collective needs two processes"),
-        (("--processes", "1000000"), "1000000 processes do not fit: each takes at least 128 MiB"),
-        (("--processes", "2", "--world-size", "4"), "world-size 4 needs 4 processes, but only 2 are started"),
-        (("--processes", "2", "--repeats", "0"), "the number of repeats must be at least 1"),
-        (("--output", "page.html"), "this command does not write html"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    assert main(["comm", *arguments, "--store", str(tmp_path / "store.db")]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
 def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) -> None:
     some = ("--collective", "all-reduce,send-recv")
     result = steplab("comm", "--processes", "2", *TINY, *some, "--format", "json", "--name", "mine")
@@ -124,23 +101,6 @@ def test_a_cell_that_ended_its_processes_is_a_failure_and_one_without_memory_is_
     monkeypatch.setattr(benchmark, "measure_cells", ended)
     assert main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")]) == code
     assert "rank 1 on vm: gone" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_stored_benchmark_is_listed_shown_reported_and_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record, store = make_comm(), ["--store", str(tmp_path / "store.db")]
-    fill(tmp_path / "store.db", record)
-    assert main(["list", "--kind", "comm", *store]) == 0
-    assert record.id in capsys.readouterr().out
-    assert main(["show", record.id, *store]) == 0
-    assert "Communication profile" in capsys.readouterr().out
-    assert main(["report", "--format", "md", *store]) == 0
-    assert "## Bus bandwidth" in capsys.readouterr().out
-    assert main(["report", "--output", str(tmp_path / "page.html"), *store]) == 0
-    assert "Time over message size" in (tmp_path / "page.html").read_text()
-    assert main(["export", "--output", str(tmp_path / "records.jsonl"), *store]) == 0
-    assert main(["import", str(tmp_path / "records.jsonl"), "--store", str(tmp_path / "other.db")]) == 0
 
 
 def test_every_record_that_is_named_is_reported_or_the_format_refused(

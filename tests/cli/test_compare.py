@@ -61,11 +61,11 @@ def test_what_stands_for_nothing_is_said_with_what_there_is(stored: Program) -> 
     assert "'nothing' is no id, study, name, tag or measured commit" in complaint(
         stored("compare", "nothing", "last"), 2
     )
-    long = complaint(stored("compare", "y" * 1_000), 2)  # longer than a file's name can be
+    long = complaint(stored.here("compare", "y" * 1_000), 2)  # longer than a file's name can be
     assert "is no id, study, name, tag or measured commit" in long
-    assert "no file missing.db" in complaint(stored("compare", "missing.db:last", "last"), 2)
-    assert "exceeds the 4 records" in complaint(stored("compare", "last~9"), 2)
-    assert "is not a share" in complaint(stored("compare", "base", "--threshold", "fast"), 2)
+    assert "no file missing.db" in complaint(stored.here("compare", "missing.db:last", "last"), 2)
+    assert "exceeds the 4 records" in complaint(stored.here("compare", "last~9"), 2)
+    assert "is not a share" in complaint(stored.here("compare", "base", "--threshold", "fast"), 2)
 
 
 def test_a_revision_stands_for_what_was_measured_at_its_commit(steplab: Program) -> None:

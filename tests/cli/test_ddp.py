@@ -1,40 +1,10 @@
-from pathlib import Path
-
 import pytest
 from tests.cli.program import Program
 
-from steplab.cli.app import main
 from steplab.records.codec import decode
 from steplab.records.ddp import DdpRun
 
 SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup", "1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--variants", "magic"), "variant 'magic' is not known; choose some of none, naive, flat"),
-        (("--bucket-sizes", "0"), "a bucket size must be a positive number of MB, not 0"),
-        (("--compile", "default"), "delivers all gradients at the end; choose one of off, block"),
-        (("--processes", "1"), "processes must be at least 2, not 1"),
-        (("--gpus", "2", "--processes", "2"), "not both"),
-        (("--precision", "fp16"), "use --precision bf16"),
-        (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
-        (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
-        (("--variants", "flat,torch_ddp", "--transport", "collectives"), "add bucketed or sharded to --variants"),
-        (("--variants", "flat,sharded", "--update", "after"), "add overlap or bucketed to --variants"),
-        (("--variants", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
-        (("--microbatches", "2"), "Unknown option"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    assert main(["ddp", *arguments, "--store", str(tmp_path / "store.db")]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
 
 
 def test_two_processes_are_compared_kept_and_drawn(steplab: Program) -> None:

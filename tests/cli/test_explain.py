@@ -88,13 +88,13 @@ def test_what_cannot_be_done_is_one_line(
     stored: Program, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
 ) -> None:
     before = digests(stored.store.parent)
-    message = complaint(stored(*arguments), code)
+    message = complaint(stored.here(*arguments), code)
     assert all(word in message for word in words), message
     assert digests(stored.store.parent) == before
 
 
 def test_a_store_without_a_profile_says_how_to_make_one(filled: Program) -> None:
-    message = complaint(filled("explain"), 2)
+    message = complaint(filled.here("explain"), 2)
     assert "steplab profile" in message
 
 

@@ -44,5 +44,5 @@ def test_each_step_has_a_history_of_its_own_and_any_figure_one(stored: Program) 
 
 
 def test_what_has_no_history_is_said(stored: Program) -> None:
-    assert "no figure 'speed'; choose one of step_time_s" in complaint(stored("history", "--metric", "speed"), 2)
-    assert "no run in" in complaint(stored("history", "--model", "xl"), 2)
+    assert "no figure 'speed'; choose one of step_time_s" in complaint(stored.here("history", "--metric", "speed"), 2)
+    assert "no run in" in complaint(stored.here("history", "--model", "xl"), 2)

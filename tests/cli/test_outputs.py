@@ -1,8 +1,8 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.cli.program import Program, complaint, digests, finish, tiny
+from tests.cli.program import Program, complaint, finish, tiny
 
 from steplab.specs.ddp import DdpStudy, variants_of
 from steplab.specs.resolve import resolve_step
@@ -30,13 +30,6 @@ READING = {
 EVERY = MEASURING | READING
 
 
-@pytest.fixture
-def guarded(filled: Program) -> Iterator[Program]:
-    before = digests(filled.store.parent)
-    yield filled
-    assert digests(filled.store.parent) == before
-
-
 def _format(command: str) -> tuple[str, ...]:
     return ("--format", {"explain": "md", "explain --try": "md", "export": "jsonl"}.get(command, "csv"))
 
@@ -48,18 +41,18 @@ def _link(program: Program, name: str) -> Path:
 
 @pytest.mark.parametrize("command", EVERY)
 def test_no_output_is_the_store(guarded: Program, command: str) -> None:
-    said = complaint(guarded(*EVERY[command], *_format(command), "--output", guarded.store, "--force"), 2)
+    said = complaint(guarded.here(*EVERY[command], *_format(command), "--output", guarded.store, "--force"), 2)
     assert said == f"steplab: cannot write to {guarded.store}: it is the store {guarded.store}; name another file"
 
 
 def test_no_page_is_the_store(guarded: Program) -> None:
-    assert "it is the store" in complaint(guarded("report", "--output", _link(guarded, "page.html")), 2)
+    assert "it is the store" in complaint(guarded.here("report", "--output", _link(guarded, "page.html")), 2)
 
 
 @pytest.mark.parametrize("command", ["run", "report", "list", "export", "sweep"])
 def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program, command: str) -> None:
     given = ("--store", "new.csv", *_format(command), "--output", "./x/../new.csv")
-    assert "it is the store new.csv" in complaint(steplab(*EVERY[command], *given), 2)
+    assert "it is the store new.csv" in complaint(steplab.here(*EVERY[command], *given), 2)
     assert list(steplab.cwd.iterdir()) == []
 
 
@@ -85,7 +78,7 @@ RAW = {
 
 @pytest.mark.parametrize("option", RAW)
 def test_no_raw_file_is_the_store(guarded: Program, option: str) -> None:
-    said = complaint(guarded(*RAW[option](guarded), "--force"), 2)
+    said = complaint(guarded.here(*RAW[option](guarded), "--force"), 2)
     assert f"it is the store {guarded.store}; name another file" in said
     assert [path for path in guarded.cwd.rglob("*") if not path.is_symlink() and path.is_file()] == []
 
@@ -93,7 +86,7 @@ def test_no_raw_file_is_the_store(guarded: Program, option: str) -> None:
 @pytest.mark.parametrize("command", EVERY)
 def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> None:
     mine = guarded.write("train.py", "import torch\n")
-    said = complaint(guarded(*EVERY[command], *_format(command), "--output", "train.py"), 2)
+    said = complaint(guarded.here(*EVERY[command], *_format(command), "--output", "train.py"), 2)
     assert "train.py exists and does not say that steplab wrote it" in said
     assert said.endswith("name another file, or add --force to replace this one")
     assert mine.read_text() == "import torch\n"
@@ -109,14 +102,14 @@ def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> 
 )
 def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:
     mine = guarded.write(name, '{"name": "mine"}\n')
-    said = complaint(guarded(*arguments, *([] if name == "kept.marks.json" else [name])), 2)
+    said = complaint(guarded.here(*arguments, *([] if name == "kept.marks.json" else [name])), 2)
     assert f"{name} exists and does not say that steplab wrote it" in said
     assert mine.read_text() == '{"name": "mine"}\n'
 
 
 def test_force_replaces_it(filled: Program) -> None:
     notes = filled.write("notes.txt", "mine\n")
-    said = complaint(filled("list", "--output", notes), 2)
+    said = complaint(filled.here("list", "--output", notes), 2)
     assert "exists and does not say that steplab wrote it" in said
     assert "add --force to replace this one" in said
     assert filled("list", "--output", notes, "--force").code == 0
@@ -140,7 +133,7 @@ def test_an_earlier_output_is_replaced(guarded: Program, command: str, names: Se
 def test_a_table_replaces_an_earlier_one_by_force_alone(guarded: Program) -> None:
     for name in ("rows.csv", "rows.json", "rows.md", "rows.tex", "rows.txt"):
         assert guarded("list", "--output", name).code == 0
-        assert "does not say that steplab wrote it" in complaint(guarded("list", "--output", name), 2)
+        assert "does not say that steplab wrote it" in complaint(guarded.here("list", "--output", name), 2)
         assert guarded("list", "--output", name, "--force").code == 0
 
 
@@ -165,7 +158,7 @@ def test_raw_files_replace_earlier_ones(steplab: Program) -> None:
 def test_two_outputs_of_a_command_are_two_files(guarded: Program, arguments: Sequence[str]) -> None:
     name = {"both.pickle": "both.pickle", "step.pickle": "step.marks.json"}.get(arguments[-1], "both.json")
     name = "both.pickle" if "both.pickle" in arguments else name
-    assert "two outputs would go to" in complaint(guarded(*arguments, "--output", f"./{name}"), 2)
+    assert "two outputs would go to" in complaint(guarded.here(*arguments, "--output", f"./{name}"), 2)
 
 
 def test_devices_are_written_to(guarded: Program) -> None:

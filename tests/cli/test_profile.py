@@ -226,7 +226,7 @@ def test_a_wrong_request_is_named_with_its_remedy(
 ) -> None:
     guarded.write("notes.txt", "milk, eggs\n")
     guarded.write("empty.json", "")
-    said = complaint(guarded(*arguments), code)
+    said = complaint(guarded.here(*arguments), code)
     assert all(word in said for word in words), said
 
 

@@ -83,7 +83,7 @@ def _umask() -> int:
 
 def test_an_output_folder_that_is_missing_is_one_line(filled: Program) -> None:
     before = digests(filled.store.parent)
-    said = complaint(filled("list", "--output", "missing/rows.csv"), 1)
+    said = complaint(filled.here("list", "--output", "missing/rows.csv"), 1)
     assert "missing/rows.csv" in said
     assert digests(filled.store.parent) == before
 
@@ -91,7 +91,7 @@ def test_an_output_folder_that_is_missing_is_one_line(filled: Program) -> None:
 @pytest.mark.parametrize("command", ["run", "sweep"])
 def test_a_page_as_output_is_refused_before_anything_is_measured(filled: Program, command: str) -> None:
     before = digests(filled.store.parent)
-    said = complaint(filled(command, *tiny(), "--output", "page.html"), 2)
+    said = complaint(filled.here(command, *tiny(), "--output", "page.html"), 2)
     assert "report" in said
     assert digests(filled.store.parent) == before
 
@@ -166,7 +166,7 @@ def test_reading_leaves_no_trace_beside_the_store(filled: Program, arguments: tu
 
 
 def test_the_store_named_by_option_wins_over_the_variable(filled: Program, tmp_path: Path) -> None:
-    said = complaint(filled("list", "--store", tmp_path / "other.db"), 1)
+    said = complaint(filled.here("list", "--store", tmp_path / "other.db"), 1)
     assert str(tmp_path / "other.db") in said
     assert "steplab run" in said
 

@@ -5,10 +5,6 @@ from torch import Tensor
 from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
 from steplab.ops.errors import Unsupported
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 SHAPES = [(4096, 511), (1024,), (1,), (3, 5), (100_003,), (2048, 2)]
 STEPS = 5
 

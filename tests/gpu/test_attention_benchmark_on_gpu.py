@@ -1,7 +1,6 @@
 import gc
 
 import pytest
-import torch
 
 from steplab.measurement.attention.session import measure_attention
 from steplab.measurement.jobs import CellsTask
@@ -10,11 +9,6 @@ from steplab.plan.attention_memory import plain_account
 from steplab.records.attention import AttentionCell
 from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of
 from steplab.specs.resolve import Grid
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 
 FAR_TOO_LONG = 2**18
 """Positions whose scores exceed any GPU's memory."""

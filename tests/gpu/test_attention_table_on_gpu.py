@@ -9,10 +9,6 @@ from steplab.ops.attention.api import attention
 from steplab.ops.attention.implementations import DTYPES, TABLE, Implementation, why_not
 from steplab.ops.attention.peers import SDPA_BACKENDS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 LENGTHS = ((64, 64), (1, 1), (2, 2), (64, 32), (32, 64), (0, 64), (64, 0), (1, 64))
 WIDTHS = (8, 12, 20, 64, 100, 128, 136, 192, 256, 264)
 KERNELS = [row for row in TABLE if row.name.removeprefix("sdpa_") in SDPA_BACKENDS and row.operators]

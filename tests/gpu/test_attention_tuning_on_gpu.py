@@ -8,11 +8,6 @@ from benchmarks.tune_attention import KERNELS, Dtype, candidates
 from steplab.ops.attention.triton_tuning import Kernel, hopper_kernels_on
 from steplab.specs.attention import AttentionSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
-
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("fp32", 64), ("fp32", 256)])

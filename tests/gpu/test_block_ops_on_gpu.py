@@ -16,10 +16,6 @@ from steplab.ops.swiglu import plain_swiglu, swiglu
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BF16 = torch.bfloat16
 

@@ -10,10 +10,7 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.store.database import Store
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs")
 
 
 @pytest.fixture

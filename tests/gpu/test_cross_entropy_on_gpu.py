@@ -18,10 +18,6 @@ from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 from steplab.units import MIB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

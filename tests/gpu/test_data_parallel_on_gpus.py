@@ -5,10 +5,7 @@ import torch
 from tests.gpu.data_parallel_cases import in_a_group
 from torch.multiprocessing.spawn import start_processes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs")
 
 
 @pytest.mark.parametrize("size", sorted({2, torch.cuda.device_count()}))

@@ -17,10 +17,6 @@ from steplab.model.build import build_workload
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 STEPS, BEFORE = 5, 3
 """Compared steps, and GraphedStep's steps before recording."""
 

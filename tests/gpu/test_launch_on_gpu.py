@@ -18,7 +18,7 @@ from steplab.records.run import Run
 NUM_GPUS = torch.cuda.device_count()
 PROMPTLY_S = 90.0
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs")]
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs")
 
 
 @pytest.fixture

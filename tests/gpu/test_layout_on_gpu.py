@@ -9,7 +9,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [2, 4])
 def test_layouts_train_as_one_process(size: int) -> None:

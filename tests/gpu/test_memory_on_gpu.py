@@ -21,11 +21,6 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryProfile
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
-
 SMALL: dict[str, object] = {"model": "small", "context": 256}
 CELLS: list[dict[str, object]] = [
     {"model": "tiny"},

@@ -6,10 +6,6 @@ from steplab.specs.changes import resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 BEFORE = 3
 """Steps on its first batch before a loop records a CUDA graph."""
 EAGER = {

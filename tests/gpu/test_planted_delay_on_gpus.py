@@ -11,10 +11,7 @@ from steplab.explain.api import explain
 from steplab.lab.profiling import import_trace
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs")
 
 
 @pytest.mark.parametrize("late", [0, 1])

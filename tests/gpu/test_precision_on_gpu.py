@@ -9,11 +9,6 @@ from steplab.measurement.precision.session import accumulate, audit_step
 from steplab.records.numerics import Audit
 from steplab.specs.resolve import resolve_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
-
 LOW = {"fp16": "float16", "bf16": "bfloat16"}
 
 

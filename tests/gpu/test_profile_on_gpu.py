@@ -5,7 +5,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 
 from steplab.lab.measuring import measure
 from steplab.lab.profiling import profile
@@ -14,11 +13,6 @@ from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step_job import measure_here
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 
 STEPS = 2
 

@@ -21,11 +21,6 @@ from steplab.records.timing import find_phase
 from steplab.specs.hardware import find_hardware
 from steplab.specs.resolve import resolve_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
-
 
 def measured(**fields: object) -> Run:
     gc.collect()  # what an earlier test in this process made would count towards the peak

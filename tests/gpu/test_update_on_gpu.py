@@ -1,15 +1,10 @@
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from steplab.ops.update import UpdateInBackward
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
 LATE_CYCLES = 50_000_000
 
 

@@ -18,6 +18,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from tests.first import first
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -122,8 +123,8 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
         if head % sharing:
             assert order[b, head - in_a_row, first_key] < order[b, head, first_key]
     # And does so when they have ended: those that are under way together have other keys, if there are as many.
-    for first in range(0, len(told), together):
-        neighbours = [x for x in told[first : first + together] if x["first_key"] == told[first]["first_key"]]
+    for start in range(0, len(told), together):
+        neighbours = [x for x in told[start : start + together] if x["first_key"] == told[start]["first_key"]]
         assert len({x["b_kv_head"] for x in neighbours}) == len(neighbours)
 
 
@@ -131,11 +132,12 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_upwards", [0, 2, 100])
 @pytest.mark.parametrize("in_a_row", [1, 2])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(600, 600), (200, 600), (600, 200), (1, 300), (129, 128)])
+@pytest.mark.parametrize("lengths", first(3, [(200, 600), (600, 200), (129, 128), (1, 300), (600, 600)]), ids=str)
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
-    causal: bool, num_upwards: int, in_a_row: int, num_queries: int, num_keys: int, columns: int, rows: int
+    causal: bool, num_upwards: int, in_a_row: int, lengths: tuple[int, int], columns: int, rows: int
 ) -> None:
     """For any number of concurrent programs; with one, each finds its turn."""
+    num_queries, num_keys = lengths
     heads, num_padded = 3 * in_a_row, -(-num_queries // KEYS) * KEYS
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
@@ -199,9 +201,9 @@ def test_tasks_are_all_queries_with_the_keys_that_they_see(causal: bool, rows: i
     tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
     right = seen(num_queries, num_keys, causal=causal)
     expected = []
-    for head, first in itertools.product(range(num_heads), range(0, num_queries, rows)):
-        keys = int(right[first : first + rows].any(0).sum())
-        expected.append((head, first, -(-keys // tile)))
+    for head, start in itertools.product(range(num_heads), range(0, num_queries, rows)):
+        keys = int(right[start : start + rows].any(0).sum())
+        expected.append((head, start, -(-keys // tile)))
     assert sorted(tasks) == sorted(expected)
     groups = [task.head // together for task in tasks]
     assert groups == sorted(groups), "heads that share the cache are done together"

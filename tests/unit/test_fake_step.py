@@ -1,6 +1,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run
+from steplab.records.step_time import PlannedStep
 from steplab.report.plan.steps import planned_table
 from steplab.report.plan.time import time_document
 from steplab.specs.resolve import resolve_step
@@ -268,16 +270,21 @@ def of_own_batches(device: torch.device) -> tuple[nn.Module, Callable[[], tuple[
     return foreign(2, 8, device)
 
 
+@cache
+def planned(name: str) -> PlannedStep:
+    (found,) = plan_steps([resolve_step({"model": f"{__name__}:{name}", "context": "64"})])
+    return found
+
+
 def test_tokens_of_batches_that_a_factory_sizes_itself_are_not_known() -> None:
     said = f"tokens per second: {__name__}:of_own_batches sizes its batches itself"
     for name, is_known in (("foreign", True), ("of_own_batches", False)):
-        (planned,) = plan_steps([resolve_step({"model": f"{__name__}:{name}", "context": "64"})])
-        assert planned.time is not None
-        (row,) = planned_table([planned]).rows
-        verdict = sure(time_document(planned.spec, planned.time).verdict)
-        assert row["tokens_per_s"] == (4 * 64 / planned.time.central_s if is_known else None)
+        time = sure(planned(name).time)
+        (row,) = planned_table([planned(name)]).rows
+        verdict = sure(time_document(planned(name).spec, time).verdict)
+        assert row["tokens_per_s"] == (4 * 64 / time.central_s if is_known else None)
         assert ("tokens/s on one GPU" in " ".join(verdict.sentences)) == is_known
-        assert (said in planned.time.notes) == (not is_known)
+        assert (said in time.notes) == (not is_known)
 
 
 def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +296,9 @@ def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.Monkey
         return build_workload(spec, device)
 
     monkeypatch.setattr(step, "build_workload", build)
-    (planned,) = plan_steps([spec])
-    assert dataclasses.replace(sure(planned.memory), notes=memory.notes) == memory  # which names no GPU
-    assert planned.time == time
+    (found,) = plan_steps([spec])
+    assert dataclasses.replace(sure(found.memory), notes=memory.notes) == memory  # which names no GPU
+    assert found.time == time
     assert [each.pass_name for each in built] == ["train", "forward_backward"]  # the steps; the model's sizes
 
 
@@ -339,7 +346,7 @@ def test_tensors_are_the_hosts_that_name_no_device(mask: str, said: bool) -> Non
 
 
 def test_the_line_that_makes_a_mask_in_each_step_is_named_and_costs_nothing() -> None:
-    found = plan_time(f"{__name__}:foreign", context=64)
+    found = sure(planned("foreign").time)
     (note,) = (note for note in found.notes if "without naming a device" in note)
     line = _line_of("mask = nn.Transformer.generate")
     assert note.startswith(
@@ -349,15 +356,14 @@ def test_the_line_that_makes_a_mask_in_each_step_is_named_and_costs_nothing() ->
 
 
 def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
-    logged, silent = (plan_time(f"{__name__}:{each}", context=64) for each in ("logging", "foreign"))
+    logged, silent = (sure(planned(name).time) for name in ("logging", "foreign"))
     (note,) = set(logged.notes) - set(silent.notes)
     place = f"test_fake_step.py:{_line_of('self.total += loss')}"
     assert note.startswith(f"the model reads 1 value off tensors in a step, as `.item()` does, at {place}: ")
     assert sum(part.flops for part in logged.parts if part.kind == "matmul") == sum(
         part.flops for part in silent.parts if part.kind == "matmul"
     )
-    peaks = [plan_memory(f"{__name__}:{each}", context=64).peak_bytes for each in ("logging", "foreign")]
-    assert peaks[0] == peaks[1]
+    assert sure(planned("logging").memory).peak_bytes == sure(planned("foreign").memory).peak_bytes
 
 
 def asked(factory: str, **fields: object) -> StepSpec:
@@ -478,6 +484,7 @@ def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
 def test_experts_are_predicted_in_fp32_too(tmp_path: Path) -> None:
     """torch refuses their grouped product in fp32 only without content."""
     path = tmp_path / "moe.json"
-    path.write_text('{"model_type": "mixtral", "num_local_experts": 8}')
-    assert plan_time(f"hf:{path}").central_s > 0
-    assert plan_memory(f"hf:{path}").peak_bytes > 0
+    path.write_text('{"model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 2}')
+    (found,) = plan_steps([resolve_step({"model": f"hf:{path}"})])
+    assert sure(found.time).central_s > 0
+    assert sure(found.memory).peak_bytes > 0

@@ -141,20 +141,19 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", first(1, [LLAMA, MLA]), ids=lambda config: config["model_type"])
-def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
+def test_compiled_attention_has_no_causal_mask_and_logits_that_the_loss_ignores_get_zeros(
+    config: dict[str, Any],
+) -> None:
     """Flash attention does not serve values wider than queries."""
-    flops = {}
-    for compiled in ("off", "default"):
-        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
-        flops[compiled] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
-    whole = 4 * 2 * 4 * 64 * 64 * 16
     eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
-    assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}
-
-
-def test_a_compiled_graph_gets_zeros_for_logits_that_the_loss_ignores() -> None:
+    whole = 4 * 2 * 4 * 64 * 64 * 16
     for compiled in ("off", "block", "default"):
-        operators = operators_of_fake(of_config(LLAMA, precision="bf16", compile=compiled))
+        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
+        attention = [op for op in operators if op.kind == "attention"]
+        if compiled != "block":
+            found = {(op.name, op.flops) for op in attention if op.phase == "forward"}
+            assert found == {(eager, whole / 2) if compiled == "off" else ("sdpa_efficient", whole)}
+        assert [op.dropout for op in attention] == [False] * 4
         zeros = [op for op in operators if op.name == "zero"]
         assert [op.written_bytes for op in zeros] == ([2 * 64 * 500 * 2] if compiled == "default" else [])
         kernels = kernels_of(operators, compiled=compiled != "off", blocks_alone=compiled == "block")
@@ -162,11 +161,9 @@ def test_a_compiled_graph_gets_zeros_for_logits_that_the_loss_ignores() -> None:
 
 
 def test_attention_that_drops_scores_is_told() -> None:
-    for config, dropped in ((LLAMA, False), (LLAMA | {"attention_dropout": 0.1}, True)):
-        for compiled in ("off", "default"):
-            operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
-            attention = [op.dropout for op in operators if op.kind == "attention"]
-            assert attention == [dropped] * 4
+    for compiled in ("off", "default"):
+        dropping = of_config(LLAMA | {"attention_dropout": 0.1}, attention="sdpa", precision="bf16", compile=compiled)
+        assert [op.dropout for op in operators_of_fake(dropping) if op.kind == "attention"] == [True] * 4
 
 
 # --- one question, one answer ---------------------------------------------------------------------------------------
@@ -205,7 +202,7 @@ AT_HAND: dict[str, dict[str, Any] | str] = {
     "adapted": f"{__name__}:adapted",
     "tiny": "tiny",
 }
-FIRST = ("llama", "qwen2", "mixtral", "tiny")
+FIRST = ("mixtral", "tiny")
 
 
 def step_of(name: str, **fields: object) -> StepSpec:
@@ -215,7 +212,7 @@ def step_of(name: str, **fields: object) -> StepSpec:
     return of_config(model, attention="sdpa", **fields)
 
 
-@pytest.mark.parametrize("name", first(4, sorted(AT_HAND, key=lambda name: name not in FIRST)))
+@pytest.mark.parametrize("name", first(2, sorted(AT_HAND, key=lambda name: name not in FIRST)))
 def test_every_command_has_one_answer(name: str) -> None:
     precision = "bf16_pure" if name in ("qwen2", "adapted") else "bf16"
     alone, spread, sharded = (
@@ -247,20 +244,21 @@ def test_every_command_has_one_answer(name: str) -> None:
 def test_a_pipeline_of_a_configuration_has_all_of_it_once_and_sends_the_residual_stream() -> None:
     spec = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa", layout="pp=2")
     alone = of_config(LLAMA | {"num_hidden_layers": 5}, batch=4, attention="sdpa")
-    piped, whole = plan_memory(spec, gpu="H200 SXM"), plan_memory(alone, gpu="H200 SXM")
+    piped = plan_memory(spec, gpu="H200 SXM")
+    planned, as_one = plan_steps([spec, alone])
+    whole = sure(as_one.memory)
     first, last = piped.ranks
     assert (first.has, last.has) == ("embedding, blocks 0 to 2", "blocks 3 to 4, head")
     assert whole.model is not None
     held = [whole.model.num_parameters * width for width in (4, 4, 8)]
     for size, key in zip(held, ("parameters_bytes", "gradients_bytes", "optimizer_bytes"), strict=True):
         assert sum(getattr(rank, key) for rank in piped.ranks) == pytest.approx(size, rel=1e-3)
-    (planned,) = plan_steps([spec])
     assert planned.layout is not None
     (candidate,) = planned.layout.candidates
     assert candidate.time is not None
     (sent,) = candidate.time.traffic
     assert (sent.axis, sent.messages, sent.total_bytes) == ("pp", 4, 4 * 64 * 64 * 4)
-    assert candidate.time.seconds < 2 * predicted(alone, "H200 SXM")[0].central_s
+    assert candidate.time.seconds < 2 * sure(as_one.time).central_s
     with pytest.raises(Unsupported, match="share a weight"):
         plan_memory(of_config(QWEN2, batch=4, layout="pp=2"))
     with pytest.raises(UserError, match="the model has 2 blocks; valid for pp: 1 to 2"):
@@ -307,7 +305,7 @@ def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan(
         plan_memory(of_config(GPT2, layout="tp=2"))
 
 
-@pytest.mark.parametrize("config", first(2, [LLAMA, mixtral(4), QWEN2]), ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", first(1, [mixtral(4), LLAMA, QWEN2]), ids=lambda config: config["model_type"])
 def test_every_answer_has_the_parameters_that_transformers_counts(config: dict[str, Any]) -> None:
     built = build_workload(of_config(config), CPU)
     assert built.module is not None
@@ -350,7 +348,7 @@ def told() -> list[Run]:
     return [*small, *(run for run in recorded() if run.spec and run.spec.layout.world_size > 1 and run not in small)]
 
 
-COMPILED_FIRST = "hf:qwen3-S-block", "hf:llama-T-default"
+COMPILED_FIRST = ("hf:llama-T-default",)
 
 
 def _case(run: Run) -> Any:
@@ -376,7 +374,7 @@ UNSEEN = stored("foreign_unseen_h200", Run)
 
 
 @pytest.mark.parametrize(
-    "run", first(3, reversed(UNSEEN)), ids=lambda run: f"{run.spec.model.label}-{run.spec.compile}"
+    "run", first(1, reversed(UNSEEN)), ids=lambda run: f"{run.spec.model.label}-{run.spec.compile}"
 )
 def test_steps_of_families_that_no_fit_saw_are_predicted(run: Run) -> None:
     """Peaks of olmo2 are those of the transformers at hand, not of the one that was measured."""

@@ -202,7 +202,7 @@ def test_what_is_saved_is_fp8(weight_gradient: WeightGradient, bytes_of_x: int) 
 # --- largest magnitudes by what makes the values ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", first(2, [(2, 5, 3, 1, 10), (3, 1, 1, 1, 700), (1, 40, 2, 2, 6)]), ids=str)
+@pytest.mark.parametrize("sizes", first(1, [(3, 1, 1, 1, 700), (2, 5, 3, 1, 10), (1, 40, 2, 2, 6)]), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_producers_give_the_largest_magnitude_of_what_they_write(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype

@@ -185,7 +185,7 @@ def assert_in_proportion(write: Callable[[int], object], read: Callable[[], obje
         assert after_bytes <= SLACK / 2 * growth * before_bytes, f"seconds and bytes: {took}"
 
 
-@pytest.mark.parametrize("what", [*first(5, EVENTS), *first(5, TEXTS)])
+@pytest.mark.parametrize("what", [*first(3, EVENTS), *first(3, TEXTS)])
 def test_a_trace(what: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
 

@@ -301,25 +301,21 @@ def test_what_steplab_did_not_write_is_replaced_by_force_alone(
 
 @pytest.mark.parametrize("chosen", ["html", "md"])
 def test_a_report_is_known_again(tmp_path: Path, chosen: str) -> None:
-    for compressed in (tmp_path / "report", tmp_path / "report.gz"):
-        for _ in range(2):
-            steplab.report(make_run()).save(compressed, chosen)
+    for name in 2 * ("report", "report.gz"):
+        steplab.report(make_run()).save(tmp_path / name, chosen)
 
 
-def test_findings_and_a_record_as_json_are_known_again(tmp_path: Path) -> None:
+def test_what_is_emitted_is_known_again(tmp_path: Path) -> None:
     findings = Findings(
         run_id="aaaa", created_utc="2026-11-21T08:00:00Z", steplab_version="0.1.0", step_s=1.0, findings=()
     )
-    for number, text in enumerate((encode(findings).decode(), encode(make_run()).decode())):
-        for _ in range(2):
-            emit(text, to(tmp_path / f"{number}.json"), "json")
-
-
-@pytest.mark.parametrize("record", [make_run(), make_benchmark("tiny"), make_comm(), make_ddp_run(), out_of_memory()])
-def test_an_export_is_known_again(tmp_path: Path, record: object) -> None:
-    for path in (tmp_path / "records.jsonl", tmp_path / "records.jsonl.gz"):
-        for _ in range(2):
-            emit(encode(record).decode(), to(path), "jsonl")
+    records = (make_run(), make_benchmark("tiny"), make_comm(), make_ddp_run(), out_of_memory())
+    for _ in range(2):
+        for number, record in enumerate((findings, make_run())):
+            emit(encode(record).decode(), to(tmp_path / f"{number}.json"), "json")
+        for number, record in enumerate(records):
+            for name in (f"{number}.jsonl", f"{number}.jsonl.gz"):
+                emit(encode(record).decode(), to(tmp_path / name), "jsonl")
 
 
 def test_a_file_that_is_taken_is_whole_has_the_usual_permissions_and_follows_links(tmp_path: Path) -> None:

@@ -147,7 +147,13 @@ def step_of(name: str, **fields: object) -> StepSpec:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("untied", "bf16"), ("tied", "bf16_pure"), ("experts", "bf16_pure"), ("adapted", "bf16")]
+    ("name", "precision"),
+    [
+        ("experts", "bf16_pure"),
+        ("adapted", "bf16"),
+        pytest.param("untied", "bf16", marks=pytest.mark.release),
+        pytest.param("tied", "bf16_pure", marks=pytest.mark.release),
+    ],
 )
 def test_every_moment_of_fsdp_is_that_of_fully_shard(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch

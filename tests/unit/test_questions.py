@@ -149,9 +149,13 @@ def recorded() -> list[Record]:
     return [record for file in files for record in read(file, Record)]
 
 
-def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> None:
-    document = questions_document(load_questions("assignment"), recorded, nothing)
-    data: Any = document.data
+@pytest.fixture(scope="module")
+def answered(recorded: list[Record]) -> Document:
+    return questions_document(load_questions("assignment"), recorded, nothing)
+
+
+def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record], answered: Document) -> None:
+    data: Any = answered.data
     unknown = [row["question"] for row in data if row["answer"] is None]
     assert unknown == ["And on an Apple GPU, mps?"]
     told = {row["question"]: row["answer"] for row in data}
@@ -178,30 +182,28 @@ def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp
     assert page == committed, "`python docs/gallery/make.py questions` makes it again"
 
 
-def test_ranks_of_gloo_and_of_nccl_are_side_by_side_and_machines_apart(recorded: list[Record]) -> None:
-    found = sections(questions_document(load_questions("assignment"), recorded, nothing))
-    asked = found["How long does an all-reduce take, by size, backend and number of processes?"]
+def test_ranks_of_gloo_and_of_nccl_are_side_by_side_and_machines_apart(answered: Document) -> None:
+    asked = sections(answered)["How long does an all-reduce take, by size, backend and number of processes?"]
     (table,) = (block for block in asked.blocks if isinstance(block, Table))
     rows = {(row["machine"], row["way"], row["world_size"]): row for row in table.rows}
     assert {ranks for machine, way, ranks in rows if (machine, way) == ("AMD EPYC", "gloo")} == {2, 4, 6}
     assert {ranks for machine, way, ranks in rows if (machine, way) == ("NVIDIA H200", "nccl")} == {2, 4}
 
 
-def test_what_bf16_changes_of_the_peak_is_the_records_categories(recorded: list[Record]) -> None:
+def test_what_bf16_changes_of_the_peak_is_the_records_categories(recorded: list[Record], answered: Document) -> None:
     peaks = {
         run.spec.precision: run.memory_profile.at_peak
         for run in recorded
         if isinstance(run, Run) and run.spec and run.memory_profile and run.name.startswith("2.7b-512-train-")
         if run.name in ("2.7b-512-train-fp32", "2.7b-512-train-bf16")
     }
-    found = sections(questions_document(load_questions("assignment"), recorded, nothing))
     share = peaks["bf16"]["activations"] / peaks["fp32"]["activations"]
-    assert f"Activations take {share:.2f}× of fp32's" in text_of(found["Which part of the peak does it change?"])
+    found = sections(answered)["Which part of the peak does it change?"]
+    assert f"Activations take {share:.2f}× of fp32's" in text_of(found)
 
 
-def test_answers_are_the_samples_own(recorded: list[Record]) -> None:
-    document = questions_document(load_questions("assignment"), recorded, nothing)
-    data: Any = document.data
+def test_answers_are_the_samples_own(recorded: list[Record], answered: Document) -> None:
+    data: Any = answered.data
     told = {row["question"]: row["answer"] for row in data}
     (run,) = (each for each in recorded if isinstance(each, DdpRun) and each.id == "4325a1ec5501")
     factors = {"all_reduce": 2 * 3 / 4, "all_gather": 3 / 4}  # of four ranks
@@ -218,7 +220,7 @@ def test_answers_are_the_samples_own(recorded: list[Record]) -> None:
     best_mb = math.sqrt(model.gradient_bytes * model.bytes_per_s * model.call_s) / 1e6
     equation = next(answer for question, answer in told.items() if question.startswith("Which equation"))
     assert f"= {best_mb:.1f} MB" in equation
-    table = table_of(sections(document)["Buckets of 1 to 1,000 MB: does the time match what was expected?"])
+    table = table_of(sections(answered)["Buckets of 1 to 1,000 MB: does the time match what was expected?"])
     ratios = [row["column 0"] / row["column 2"] for row in table.rows]  # type: ignore[operator]
     assert (
         f"{min(ratios):.2f}× to {max(ratios):.2f}×"
@@ -303,10 +305,9 @@ def test_a_store_is_reported_by_questions_in_each_format(
     assert "choose one of assignment" in capsys.readouterr().err
 
 
-def test_latex_is_a_document_that_pdflatex_sets_with_its_pictures(recorded: list[Record], tmp_path: Path) -> None:
+def test_latex_is_a_document_that_pdflatex_sets_with_its_pictures(answered: Document, tmp_path: Path) -> None:
     beside = Beside("answers_tex", "pdf")
-    document = questions_document(load_questions("assignment"), recorded, nothing)
-    text = render(document, "latex", beside=beside)
+    text = render(answered, "latex", beside=beside)
     assert set(re.findall(r"\\drawn\{\w+\}\{([^}]*)\}", text)) == {
         name for name in beside.files if name.endswith("pdf")
     }

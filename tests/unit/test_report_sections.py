@@ -64,20 +64,14 @@ def test_every_registered_kind_has_sections_and_an_example_here() -> None:
 @pytest.mark.parametrize("format", [*FORMATS, "html"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_a_record_of_every_kind_is_shown_in_every_format(kind: str, format: str) -> None:
-    document = report_of(kind).documents([EXAMPLES[kind]])[0]
+    document, *others = report_of(kind).documents([EXAMPLES[kind]])
     text = document_page(document) if format == "html" else render(document, format, width=100)
     if format in ("json", "csv"):
         assert json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
     else:
         assert ("9.95" if kind == "numerics" else EXAMPLES[kind].id) in text  # sums are of no one record
         assert "None" not in text.split()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_records_of_every_kind_are_reported_together_in_every_format(kind: str, format: str) -> None:
-    for document in report_of(kind).documents([EXAMPLES[kind]]):
-        assert render(document, format, width=100)
+    assert format == "html" or all(render(other, format, width=100) for other in others)
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

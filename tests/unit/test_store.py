@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.first import first
 from tests.stored_lines import fill, import_lines
 
 from steplab.errors import SteplabError, UserError
@@ -501,7 +502,7 @@ OPEN_BOTH_WAYS = """
 """
 
 
-@pytest.mark.parametrize("read_only", ["file", "folder", "both"])
+@pytest.mark.parametrize("read_only", first(2, ["file", "folder", "both"]))
 def test_a_read_only_store_can_be_read_and_is_refused_for_writing(path: Path, read_only: str) -> None:
     fill(path, make_run("a"))
     before = digests(path.parent)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.first import first
 
 from steplab.errors import UserError
 from steplab.explain.api import explain
@@ -66,8 +67,9 @@ def four_ranks(folder: Path, *, late: dict[int, float], extra: dict[int, float] 
     return import_trace(folder, store=folder / "store.db")
 
 
-@pytest.mark.parametrize(("rank", "delay_ms"), [(2, 5.0), (0, 1.7)])
-def test_a_planted_delay_is_found_with_its_rank_and_size(tmp_path: Path, rank: int, delay_ms: float) -> None:
+@pytest.mark.parametrize("rank", first(1, [0, 2]))
+def test_a_planted_delay_is_found_with_its_rank_and_size(tmp_path: Path, rank: int) -> None:
+    delay_ms = {0: 1.7, 2: 5.0}[rank]
     run = four_ranks(tmp_path, late={rank: delay_ms * MS})
     seen = run.traced_ranks
     assert seen

@@ -493,7 +493,7 @@ def test_unreadable_events_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_gigantic_string_is_read(tmp_path: Path) -> None:
-    path, name = tmp_path / "t.json", '},{"' * 5_000_000
+    path, name = tmp_path / "t.json", '},{"' * 2_000_000
     path.write_text(json.dumps({"traceEvents": [KERNEL, {**KERNEL, "name": name}, KERNEL]}))
     trace = read_trace(path)
     assert count(trace) == (3, 0, 0, 0)
@@ -502,7 +502,7 @@ def test_a_gigantic_string_is_read(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_columns(tmp_path: Path) -> None:
-    num_events = 100_000
+    num_events = 40_000
     text = ",".join(json.dumps({**OP, "ts": 10**12 + number * 7919 % num_events}) for number in range(num_events))
     (tmp_path / "t.json").write_text(f'{{"traceEvents": [{text}]}}')
     tracemalloc.start()

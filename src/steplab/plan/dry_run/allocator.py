@@ -117,19 +117,28 @@ class Ledger:
         self._alive: dict[int, tuple[Piece, Block]] = {}
         self._at_start: list[Piece] = []
         self._log: list[tuple[Piece, bool]] = []
+        self._began: list[tuple[int, str]] = []
+        """Phases, with the length of the log at their beginning."""
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, ""
 
     def listen(self, event: Event) -> None:
         if isinstance(event, Allocated):
             self._allocate(event.piece)
         elif isinstance(event, Freed):
-            _, block = self._alive.pop(id(event.piece))
-            self._allocator.free(block)
-            self._log.append((event.piece, False))
+            self._free(event.piece)
         elif isinstance(event, Began):
-            self._phase = event.phase
-            before = self.phase_peaks.get(event.phase, 0)  # a phase may begin several times in a step
-            self.phase_peaks[event.phase] = max(before, self._allocator.allocated_bytes)
+            self._begin(event.phase)
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        self._began.append((len(self._log), phase))
+        before = self.phase_peaks.get(phase, 0)  # a phase may begin several times in a step
+        self.phase_peaks[phase] = max(before, self._allocator.allocated_bytes)
+
+    def _free(self, piece: Piece) -> None:
+        _, block = self._alive.pop(id(piece))
+        self._allocator.free(block)
+        self._log.append((piece, False))
 
     def _allocate(self, piece: Piece) -> None:
         self._alive[id(piece)] = piece, self._allocator.allocate(piece.num_bytes)
@@ -141,9 +150,24 @@ class Ledger:
 
     def watch(self) -> None:
         self._at_start = [piece for piece, _ in self._alive.values()]
-        self._log = []
+        self._log, self._began = [], []
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, self._phase
         self.phase_peaks = {}
+
+    def repeat(self) -> bool:
+        """Watch the step that was watched once more, on the allocator it left; False if it left other tensors."""
+        if {id(piece) for piece in self._at_start} != self._alive.keys():
+            return False
+        log, began = self._log, self._began
+        self.watch()
+        for (start, phase), end in zip(began, [*(start for start, _ in began[1:]), len(log)], strict=True):
+            self._begin(phase)
+            for piece, made in log[start:end]:
+                if made:
+                    self._allocate(piece)
+                else:
+                    self._free(piece)
+        return True
 
     @property
     def reserved_bytes(self) -> int:

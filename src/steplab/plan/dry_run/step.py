@@ -20,8 +20,6 @@ from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
-_STEPS = 3
-"""The first step makes the optimizer's state; another fills the allocator's pools."""
 _BATCHES = 2
 _MICRO_STEPS = 4
 """Micro-steps that are enough for memory: from the second on, each adds to existing gradients."""
@@ -42,9 +40,11 @@ def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_ste
     """The ledger of a step in its steady state; workspace: bytes of a cuBLAS handle."""
     ledger = Ledger()
     with open_step(spec, workspace, ledger.listen) as run:
-        for number in range(_STEPS):
-            if number == _STEPS - 1:
-                ledger.watch()
+        run()  # makes the optimizer's state
+        ledger.watch()
+        run()  # fills the allocator's pools
+        if not ledger.repeat():
+            ledger.watch()
             run()
     return ledger
 
