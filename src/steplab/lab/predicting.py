@@ -252,7 +252,7 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """Of a traced model's later eager step, in order, as a compiler fuses them.
+    """A traced model's operators in a later eager step, in order, as a compiler fuses them.
 
     Raises Unsupported for a model that cannot be run on tensors without content.
     """

@@ -170,7 +170,7 @@ def networks() -> tuple[NetworkSpec, ...]:
 
 
 def network_of(gpu: str) -> NetworkSpec | None:
-    """Of a vendor's cluster of these GPUs; None: not known."""
+    """The network of a vendor's cluster of these GPUs."""
     return next((network for network in networks() if gpu in network.gpus), None)
 
 

@@ -5,8 +5,7 @@ and, for the options of a benchmark, next to its cells:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
-It determines the option and help, study files, the checks of a value, table columns and entries, the
-words of labels, captions and descriptions, and the key under which a study's cell is stored.
+Options, help, study files, checks, table columns, words and the keys of cells follow from it.
 """
 
 import dataclasses

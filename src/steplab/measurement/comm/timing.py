@@ -1,11 +1,7 @@
-"""Times one cell of the benchmark of collectives, in step with the other ranks.
+"""Times one cell of the benchmark of collectives, in step with the other ranks (docs/comm.md).
 
-On a device with its own timeline, calls are made back to back, in rows. A row begins with a barrier, also on the
-device, because the root of a broadcast waits for no other rank; then with an uncounted call. An event takes some
-microseconds itself, so there is one per millisecond of calls, and a sample is their mean.
-
-Then, on every device, each call is timed alone: a barrier, then Python's clock around the call, with the device
-synchronised at both ends. That is the time of a call without preparation.
+Back to back, in rows: a row begins with a barrier, also on the device, because the root of a broadcast waits for no
+other rank; then with an uncounted call. An event takes microseconds itself, so there is one per millisecond of calls.
 
 All ranks must make the same number of calls, so they agree on it by the slowest rank's time.
 """

@@ -39,21 +39,23 @@ mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_atte
 _PROMOTE = """
 addcdiv addcmul atan2 bilinear cat cross dot index_copy index_put scatter_add stack tensordot vdot
 """
-_PROMOTE_ON_CUDA = "grid_sampler"  # a CPU's list has it among those in fp32
-_MOVES = """
-broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten flip getitem movedim narrow new_empty
-new_full new_ones new_zeros ones_like permute repeat requires_grad_ reshape reshape_as roll select slice split squeeze
-swapaxes t tile to_dense transpose tril triu unbind unflatten unsqueeze view view_as zeros_like
+_PROMOTE_ON_CUDA = "grid_sampler"  # in fp32 on a CPU
+_VIEWS = """
+broadcast_to chunk detach diagonal expand expand_as flatten getitem movedim narrow permute requires_grad_ reshape
+reshape_as select slice split squeeze swapaxes t transpose unbind unflatten unsqueeze view view_as
+"""
+_COPIES = """
+clone contiguous flip new_empty new_full new_ones new_zeros ones_like repeat roll tile to_dense tril triu zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
 """The operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
-MOVES = frozenset(_MOVES.split())
+MOVES = frozenset((_VIEWS + _COPIES).split())
 """Operations that move elements and compute nothing; they keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
-"""Operations by which a model itself changes a type."""
+"""Operations for a model's own casts."""
 
 
 def op_name(function: Any) -> str:

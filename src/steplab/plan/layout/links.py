@@ -150,7 +150,7 @@ def call_s(machine: Cluster, collective: str, group: Group) -> float:
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Of one message alone; None: the link is unknown."""
+    """Seconds of one message alone; None: the link is unknown."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

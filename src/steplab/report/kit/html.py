@@ -30,7 +30,7 @@ _OPEN_ROWS = 24
 
 
 def drawn(section: Section) -> Section:
-    """Charts drawn, empty sections left out; those without a title stay."""
+    """Charts drawn, empty sections left out."""
     blocks: list[Block] = []
     for block in section.blocks:
         made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block

@@ -1,4 +1,4 @@
-"""Renders a document as Markdown or LaTeX; its pictures are files beside the text, where it has some."""
+"""Renders a document as Markdown or LaTeX, with pictures in separate files."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +111,7 @@ class _Markdown:
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
-        """beside: where pictures and long tables go; None: there are no pictures, and tables are whole."""
+        """beside: takes pictures and long tables; None: no pictures, and tables are whole."""
         self.beside = beside
 
     def document(self, document: Document) -> Iterator[str]:

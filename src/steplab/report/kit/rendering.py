@@ -73,7 +73,7 @@ def render(
 
 
 PICTURED: dict[str, Callable[[Document, Beside | None], str]] = {"md": markup.to_markdown, "latex": markup.to_latex}
-"""Formats that may refer to files beside them."""
+"""Formats with pictures in further files."""
 _WRITERS: dict[str, Callable[[Document], str]] = {
     "json": to_json,
     "csv": to_csv,
