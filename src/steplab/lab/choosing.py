@@ -62,7 +62,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
 
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """Each record once. Raises UserError for a text without records."""
+    """The records named by the texts, each once. Raises UserError for a text without records."""
     return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 

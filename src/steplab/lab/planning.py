@@ -158,7 +158,7 @@ def _tokens_of_batches(spec: StepSpec) -> int | None:
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
-    """A step that cannot be predicted has the reasons."""
+    """Memory and time of each step; an unpredictable one has the reasons."""
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = []
     for spec in specs:

@@ -302,7 +302,7 @@ def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
-    """None: only a trace knows them, which needs a package that is not installed."""
+    """Sizes of the model; None: only a trace knows them, which needs a package that is not installed."""
     if spec.model.shape is not None:
         return own_facts(spec.model.shape)
     return _known(spec).facts if is_traced(spec) else None

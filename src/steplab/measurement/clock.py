@@ -127,7 +127,7 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
+    """Time each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}

@@ -255,7 +255,7 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """Without elements that repeat, as in an expanded mask; strides: of the repeating tensor, if it is another."""
+    """The tensor without repeated elements, as in an expanded mask; strides: of the repeating tensor, if it is another."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

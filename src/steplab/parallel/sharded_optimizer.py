@@ -212,8 +212,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """On every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses its part,
-        and UserError on the other ranks.
+        """Add a group on every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses
+        its part, and UserError on the other ranks.
         """
         if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)

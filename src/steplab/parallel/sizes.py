@@ -65,7 +65,7 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Each group and all together are spread evenly; groups are numbers of elements."""
+    """Owners of groups of parameters, given by numbers of elements: each group and all together are spread evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 

@@ -64,8 +64,8 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """In order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no kernel
-    spans two.
+    """The kernels in order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no
+    kernel spans two.
     """
     fuser = _Fuser(blocks_alone)
     for op in operators:

@@ -95,7 +95,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """In the order of the file."""
+    """Every known GPU, in the order of the file."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
@@ -111,8 +111,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """By its short name or torch's, without regard to case and spaces; H100 means the module with most memory, SXM if
-    there is one. Raises UserError with the short names.
+    """The GPU with this short name or torch's, without regard to case and spaces; H100 means the module with most
+    memory, SXM if there is one. Raises UserError with the short names.
     """
     return _named(name, catalogue())
 
@@ -148,7 +148,7 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """Each figure with its citation; a test checks that ours is complete."""
+    """The entries of a hardware file, each figure with its citation; a test checks that ours is complete."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 

@@ -167,7 +167,7 @@ class StepField:
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """From text or its own type. Raises UserError for another."""
+        """The value from text or its own type. Raises UserError for another."""
         if self.type is bool:
             return _truth(self.key, given)
         if self.type is int:

@@ -81,8 +81,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """With included measurements, as far as there are GPUs; the description lists the omissions. Raises UserError
-    without a remaining measurement.
+    """The study with its included measurements, as far as there are GPUs; the description lists the omissions. Raises
+    UserError without a remaining measurement.
     """
     kept, missing = list[StudySpec](), list[StudySpec]()
 

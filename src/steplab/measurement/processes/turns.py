@@ -141,7 +141,9 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Once a side that did not fit has left. Processes ended for it restart with their next turn."""
+        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
+        next turn.
+        """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:

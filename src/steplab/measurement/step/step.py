@@ -201,7 +201,7 @@ class ModelStep:
 
     @contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """With priority over the updates', and ordered with the current one; a recorded step already has it."""
+        """A stream with priority over the updates', ordered with the current one; a recorded step already has it."""
         if self._stream is None:
             yield
             return

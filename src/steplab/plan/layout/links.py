@@ -109,7 +109,9 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """Within a node; each collective uses its line over all world sizes, or else of most ranks."""
+    """The machine with a stored profile within a node; each collective uses its line over all world sizes, or else of
+    most ranks.
+    """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
         if fit.beta_s_per_byte > 0:
