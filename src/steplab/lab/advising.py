@@ -93,7 +93,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """The fastest step's time over the first's, else the product of the kept changes' ratios; None without these."""
+        """The fastest step's time over the first's, else the product of kept changes' ratios; None without these."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 

@@ -111,7 +111,7 @@ def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Predictions by run id, for runs with watched memory on a CUDA device, unless the dry run does not support them."""
+    """Predictions by run id, for runs with watched memory on a CUDA device that the dry run supports."""
     watched = [
         (run, run.spec)
         for run in runs

@@ -219,7 +219,6 @@ def plan_accounting(
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args:
-
         spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
         gpu: the mesh's device, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.

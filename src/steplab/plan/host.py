@@ -46,7 +46,7 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:
-    """Seconds with an empty cache, for one block or the whole model; 0 if eager, or with an unknown number of blocks."""
+    """Seconds with an empty cache for one block or the whole model; 0 if eager, or for an unknown number of blocks."""
     shape = spec.model.shape
     if spec.compile == "off" or shape is None:
         return 0.0

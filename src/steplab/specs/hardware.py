@@ -3,16 +3,15 @@ networks.toml.
 
 They are denominators and planning limits, never measurements. Conventions of every entry:
 
-- A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly print twice
-that, "with sparsity"; the citation says where a figure was halved.
-- A tensor-core peak has FP32 accumulation, as in PyTorch's training; GeForce cards have half the rate of FP16 there.
+- A peak is dense, in FLOP/s, a multiply-add counted as two, with FP32 accumulation; the citation says where a figure
+  "with sparsity" was halved.
 - `fp32` is the rate outside the tensor cores; `tf32` is the rate of float32 matrix products with TF32 allowed.
 - Bandwidths are in bytes per second with GB = 1e9. An interconnect's is per GPU, both directions together.
-- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold: a "141 GB" H200 shows
-143,771 MiB. `usable_bytes` is the slightly smaller memory that torch reports, if known.
+- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold; `usable_bytes` is the
+  slightly smaller memory that torch reports, if known.
 
-A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has another name and
-other rates, and gets no figures rather than a similar GPU's.
+A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has other rates, and
+gets no figures rather than a similar GPU's.
 """
 
 import difflib

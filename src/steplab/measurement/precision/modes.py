@@ -1,12 +1,11 @@
 """Records every operation of a step, above and below autocast.
 
-Above autocast are the operations that the model calls, such as layer_norm, with the types of their inputs, seen by a
-mode over torch's functions. Below it are the operators that the device runs, the casts and products such as mm with the
-types that they multiply, seen by a mode over the dispatcher. A backward node belongs to the module in whose forward
-pass it was made, known by its number.
+A mode over torch's functions sees the operations that the model calls, above autocast, such as layer_norm. A mode over
+the dispatcher sees the operators that the device runs, below it: casts, and products such as mm with the types that
+they multiply. A backward node belongs to the module in whose forward pass it was made, known by its number.
 
-torch's dispatcher says whether autocast has a rule for an operation, and not which; torch documents that ("Autocast Op
-Reference" of torch.amp), and the two shorter of its three lists are below.
+torch's dispatcher shows that autocast has a rule for an operation, not which one; the two shorter of torch's three
+lists ("Autocast Op Reference" of torch.amp) are below.
 """
 
 from bisect import bisect_right
