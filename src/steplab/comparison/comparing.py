@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from steplab.comparison.differences import kernel_changes, memory_changes
 from steplab.comparison.judging import start_margin
-from steplab.comparison.likeness import sides_words, unlike, whole_key
+from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import of_starts, ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
@@ -176,7 +176,7 @@ def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Colle
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
     least = min(pairs, key=len)
-    fields = "; ".join(f"{each.field}: {sides_words(each)}" for each in least)
+    fields = "; ".join(f"{each.field}: {each.values}" for each in least)
     what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
     options = " ".join(f"--allow {shlex.quote(each.field)}" for each in least)
     return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"

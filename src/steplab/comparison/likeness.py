@@ -43,13 +43,6 @@ def _flash_triton(env: Environment | None) -> Row:
     return {"flash_triton kernels": env.flash_triton or ("hopper" if had_hopper else "portable")}
 
 
-def sides_words(found: Unlike) -> str:
-    """'25 in A, 50 in B', or '25 in A only' where B has no value."""
-    sides = [(value, side) for value, side in ((found.a, "A"), (found.b, "B")) if value is not None]
-    told = [f"{value:g} in {side}" if isinstance(value, float) else f"{value} in {side}" for value, side in sides]
-    return ", ".join(told) + (" only" if len(told) == 1 else "")
-
-
 def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
     names = dict.fromkeys((*a, *b))
     return tuple(

@@ -4,7 +4,8 @@ from steplab.specs.model import TransformerShape
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """A tied weight counts once. Without heads (planning only): only the matrices of the feed-forward blocks."""
+    """All parameters, a tied weight counted once: the blocks', the final norm's, the embeddings' and the head's.
+    Without heads (planning only): only the matrices of the feed-forward blocks."""
     d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
     matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
     if shape.num_heads == 0:
@@ -23,10 +24,12 @@ def num_embedding_parameters(shape: TransformerShape) -> int:
 
 
 def num_attention_weights(shape: TransformerShape) -> int:
+    """Elements of a block's four projections: to queries, keys and values, and of the output."""
     return 2 * shape.d_model * (shape.d_model + shape.kv_width) if shape.num_heads else 0
 
 
 def num_feed_forward_weights(shape: TransformerShape) -> int:
+    """Elements of the matrices of a feed-forward block."""
     return len(shape.feed_forward_layers) * shape.d_model * shape.d_ff
 
 

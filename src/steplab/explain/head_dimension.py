@@ -1,3 +1,5 @@
+"""A head dimension that kernels must pad."""
+
 from steplab.costs.kernel_time import head_columns
 from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of

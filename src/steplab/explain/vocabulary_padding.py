@@ -1,3 +1,5 @@
+"""A vocabulary size that does not suit the tensor cores."""
+
 import math
 
 from steplab.explain.case import WORTH_TELLING, Case

@@ -18,10 +18,9 @@ class Host:
 
 
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
-    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is unknown.
-    Where the model reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the
-    device.
-    """
+    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is not known.
+    Where the model reads a value off a tensor, Python waits for the device and is no longer ahead of it. transformers
+    does so to detect packed sequences."""
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
         return ()

@@ -23,6 +23,8 @@ class Read(Struct, tag=True):
 
 
 class NotRead(Struct, tag=True):
+    """The error line for an unreadable file."""
+
     message: str
     exit_code: int
     """Exit code of the SteplabError; 2: choose another file."""

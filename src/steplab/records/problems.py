@@ -11,11 +11,13 @@ Problem = tuple[str, str]
 
 
 def known(path: str, value: str, names: Sequence[str] | set[str]) -> Iterator[Problem]:
+    """Yield a problem for an unknown name."""
     if value not in names:
         yield path, f"'{value[:64]}' is unknown; it must be one of {', '.join(sorted(names))}"
 
 
 def as_long(path: str, column: Sequence[object], length: int, other: str) -> Iterator[Problem]:
+    """Yield a problem for a column of the wrong length."""
     if len(column) != length:
         yield path, f"has {len(column)} entries, but {other} has {length}"
 

@@ -22,7 +22,9 @@ class RankSamples:
     """Largest resident set of its process in bytes; None: unknown."""
 
     def phase(self, name: str) -> PhaseSamples | None:
+        """None: not measured."""
         return find_phase(self.back_to_back, name)
 
     def peak(self, phase: str) -> PeakMemory | None:
+        """None: not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)

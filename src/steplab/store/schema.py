@@ -42,6 +42,7 @@ _STATEMENTS = {" ".join(made.split()) for made in _TABLES}
 
 
 def is_blank(connection: sqlite3.Connection) -> bool:
+    """True if no program has written to the file."""
     if pragma(connection, "application_id") or version(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
@@ -69,6 +70,7 @@ def version(connection: sqlite3.Connection) -> int:
 
 
 def create(connection: sqlite3.Connection) -> None:
+    """Create the tables in a blank file; the caller holds the transaction."""
     for statement in _TABLES:
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

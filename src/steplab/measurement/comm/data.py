@@ -40,7 +40,7 @@ class Buffers:
         self.receive = self.send if in_place else torch.full((num_received,), _SENTINEL, dtype=dtype, device=device)
 
     def compare(self) -> tuple[int, int, str]:
-        """Received elements, wrong ones, and the first wrong one in words."""
+        """The number of received elements, how many of them are wrong, and the first wrong one in words."""
         num_wrong, first = 0, ""
         for piece, index in _pieces(self.receive):
             expected = self._expected(index)

@@ -1,7 +1,11 @@
-"""Times one cell of the benchmark of collectives, in step with the other ranks (docs/comm.md).
+"""Times one cell of the benchmark of collectives, in step with the other ranks.
 
-Back to back, in rows: a row begins with a barrier, also on the device, because the root of a broadcast waits for no
-other rank; then with an uncounted call. An event takes microseconds itself, so there is one per millisecond of calls.
+On a device with its own timeline, calls are made back to back, in rows. A row begins with a barrier, also on the
+device, because the root of a broadcast waits for no other rank; then with an uncounted call. An event takes some
+microseconds itself, so there is one per millisecond of calls, and a sample is their mean.
+
+Then, on every device, each call is timed alone: a barrier, then Python's clock around the call, with the device
+synchronised at both ends. That is the time of a call without preparation.
 
 All ranks must make the same number of calls, so they agree on it by the slowest rank's time.
 """
@@ -40,12 +44,14 @@ _LONGEST_HOLD_S = 0.25
 class Together:
     device: Device
     collectives: Collectives
+    """The group's collectives, used for host values only."""
 
     def barrier(self) -> None:
+        """Wait for all ranks, through the CPU."""
         self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
 
     def slowest_s(self, seconds: float) -> float:
-        """Equal on all ranks."""
+        """The longest time of any rank; equal on all ranks."""
         longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
         return max(int(longest), 1) / NS_PER_S
 
@@ -58,6 +64,7 @@ def time_calls(
     call_s = _warmed_up(call, together, study.warmup_s)
 
     def samples_of(calls: int) -> int:
+        """Equal on all ranks."""
         return repeats_within(study.measured_s, calls * call_s, least=study.least_repeats, most=study.most_repeats)
 
     rows = None
@@ -79,8 +86,8 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds per call, and the number of samples that may contain Python's time even with the longest hold,
-        because the call waits for the device.
+        """Seconds per call of samples of `calls` calls each, and how many may contain Python's time even with the
+        longest hold: the call itself may wait for the device.
         """
 
         def sample() -> None:
@@ -112,6 +119,7 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
 
 
 def _waits(samples: Samples) -> int:
+    """Samples not fully launched when the device finished the previous one."""
     (found,) = samples
     return sum(lead < seconds for lead, seconds in zip(found.lead_s or (), found.best_s, strict=True))
 

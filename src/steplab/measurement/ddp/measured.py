@@ -86,6 +86,7 @@ class MeasuredVariant:
         )
 
     def timed_by_itself(self, steps: int) -> Samples:
+        """Samples of `steps` steps, after the warm-up."""
         self._warm_up()
         ((samples, _),) = run_turns(
             [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
@@ -174,9 +175,10 @@ class MeasuredVariant:
 
 
 def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:
-    """Record steps into `target`, after one under another name; None: this rank writes no file.
+    """Record `num_steps` steps, and one before under another name, into `target`; None: this rank writes no file.
 
-    All ranks record, so that none waits for a slowed one.
+    All ranks record at once, so no rank waits for a slowed one. Python gets a head start, because a profiler slows it
+    most.
     """
     head_start = HeadStart(world.device, world.collectives)
     world.device.synchronize()

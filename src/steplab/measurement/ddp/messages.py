@@ -16,7 +16,7 @@ _ALIGNED = 128
 
 
 class RecordingCollectives:
-    """Collectives that record messages; consecutive ones of one kind are one entry."""
+    """A group's collectives that can record the messages that pass through them."""
 
     def __init__(self, inner: Collectives) -> None:
         self._inner = inner
@@ -25,6 +25,7 @@ class RecordingCollectives:
 
     @contextmanager
     def on(self) -> Iterator[list[Messages]]:
+        """A context that records calls; consecutive messages of one kind are one entry."""
         found: list[Messages] = []
         self._found = found
         try:

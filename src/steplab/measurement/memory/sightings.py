@@ -34,8 +34,10 @@ class StepSightings:
         self.kept: list[Saved] = []
         """Tensors saved for backward in the last micro-step, in the order of their nodes."""
         self.kept_moment: int | None = None
+        """Moment of `kept`; None without a graph."""
         self.loss_address: int | None = None
         self.block_inputs: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype of the first tensor passed to each item of a ModuleList."""
         self.block_input_addresses: dict[str, int] = {}
 
     @property
@@ -48,6 +50,7 @@ class StepSightings:
 
     @contextmanager
     def watching(self, *, modules: bool) -> Iterator[None]:
+        """A context that records gradients and, with `modules`, the model's modules as they appear."""
         hooks = self._attach() if modules else []
         self._step.on_gradients = self.see_gradients
         try:
@@ -58,6 +61,7 @@ class StepSightings:
                 hook.remove()
 
     def see_what_is_there(self) -> None:
+        """The model, optimizer state and batches, before and after the step."""
         step, moment = self._step, self._next_moment()
         self._own(moment, "parameters", [*step.module.named_parameters(), *step.module.named_buffers()])
         state = [] if step.optimizer is None else [step.optimizer.state, step.optimizer.param_groups]
@@ -67,6 +71,7 @@ class StepSightings:
         self._own(moment, "inputs", [(None, tensor) for tensor in tensors_in(step.batches)])
 
     def see_gradients(self) -> None:
+        """After the backward pass."""
         parameters = self._step.module.named_parameters()
         gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         self._own(self._next_moment(), "gradients", gradients)
@@ -78,6 +83,7 @@ class StepSightings:
         self.block_input_addresses.clear()
 
     def see_graph(self) -> None:
+        """After the forward pass: saved tensors of each node behind the loss."""
         loss = self._step.loss
         if loss is None or loss.grad_fn is None:
             return

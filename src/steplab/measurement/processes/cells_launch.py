@@ -29,7 +29,9 @@ class Cells(Generic[Cell]):
     job: str
     study: object
     labels: Sequence[str]
+    """Name of each cell; a rank's stages begin with it."""
     failed: Callable[[int, Failure], Cell]
+    """Makes a failed cell's result from its number and failure."""
     groups: Sequence[Sequence[int]] | None = None
     """Numbers of alternating cells, by group; None: each alone."""
     essential: frozenset[int] = frozenset()
@@ -55,11 +57,11 @@ def measure_cells(
     on_facts: Callable[[Any], None] = lambda facts: None,
     converse: Converse = converse,
 ) -> None:
-    """Measure all cells; `on_cell` gets the number and result of each as it ends.
+    """Measure all cells; `on_cell` is called with the number and the result of each as it ends.
 
     A cell that ends its processes is a failure; new processes measure the others, each alone if several alternated. The
-    rest fail too under torchrun, or if new processes end before they reach a cell. `timeout_s` limits the time from one
-    cell to the next.
+    remaining cells fail too under torchrun, or if new processes end before they reach a cell. `timeout_s` limits the
+    time between the beginnings of two cells.
 
     Raises UserError (or a process's SteplabError) for an impossible request.
     """

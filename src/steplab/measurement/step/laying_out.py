@@ -1,4 +1,4 @@
-"""Divides steplab's Transformer among the ranks of a layout: dp, fsdp, tp and pp, by torch's engines."""
+"""Lays the plain Transformer out over ranks, by a spec's layout and torch's engine."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +44,7 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 def make_whole(
     parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
+    """State is whole on each rank, or divided like its parameters."""
     return optimizer(parameters, **options)
 
 
@@ -56,9 +57,9 @@ class Distributed:
     data_index: int = 0
     """Number of this rank's batch; ranks with equal numbers share it."""
     finish_gradients: Callable[[], None] | None = None
-    """Called after backward to complete this rank's gradients; None: backward does."""
+    """Called after the backward pass to complete this rank's gradients. None: the backward pass completes them."""
     finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]] | None = None
-    """The same, but yields parameters as their gradients are complete; None: all are updated afterwards."""
+    """The same, but yields parameters as soon as their gradients are complete; None: all are updated afterwards."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context for all micro-steps except the last: gradients accumulate on each rank, unsent."""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -71,8 +72,10 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """Divide the model in place, on all ranks together; before, each has it whole on its device, with equal weights.
-    Raises UserError if the number of ranks does not fit the layout.
+    """Lay the model out in place; all ranks call this together, with equal weights.
+
+    Before, the whole model is on each rank's device, in its stored dtype. Raises UserError if the number of ranks does
+    not fit the layout.
     """
     device = world.device.torch_device
     mesh = open_mesh(_sizes(spec.layout), device.type)

@@ -26,6 +26,7 @@ class Nesting:
         self.parent = np.array(parent, dtype=np.int64)
 
     def innermost(self, time_ns: Column, thread: Column) -> Column:
+        """Index of the innermost interval at each time and thread; NONE without one."""
         found = np.full(len(time_ns), NONE)
         for number, here in _by_thread(thread):
             if number in self._borders:
