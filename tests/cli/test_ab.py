@@ -144,7 +144,7 @@ def test_a_worktree_is_removed_whatever_happens(repository: Program, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ab",), ("name what differs",)),
+        (("ab",), ("name what the sides differ in",)),
         (("ab", "--precison bf16"), ("--precison", "--precision")),
         (("ab", "--precision bf16 --compile"), ("--compile", "has no value")),
         (("ab", "--precision bf17"), ("bf17", "fp32")),
