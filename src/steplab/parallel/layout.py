@@ -1,8 +1,8 @@
 """A module laid out over a mesh of ranks by torch's own engine.
 
-A mesh is the ranks of a world along four named axes, outermost first, so that ranks that communicate most are
-neighbours: pp (a rank has some of the blocks), dp (a part of the batch), fsdp (as dp, and a part of each parameter), tp
-(a part of each matrix product).
+A mesh has four named axes, outermost first, so that ranks that communicate most are neighbours. Along pp a rank has
+some of the blocks, along dp a part of the batch. Along fsdp it also has a part of each parameter, along tp a part of
+each matrix product.
 
 `lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
 (recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled

@@ -1,8 +1,8 @@
 """The forward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
 A task is 64 queries of a head for each consumer; a program processes a list of tasks from the CPU (triton_schedule.py).
-Of a task's tiles of keys, from the last visible to the first, only the first is masked, because tiles have a multiple
-of 64 keys. Consumers return tiles that their rows do not see.
+A task visits tiles of keys from the last visible to the first; only the first tile is masked, because tiles have a
+multiple of 64 keys. Consumers return tiles that their rows do not see.
 
 A row's subtracted maximum may be any number near it, so it changes only for a score RAISE beyond. Up to 96 columns a
 row's four threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second

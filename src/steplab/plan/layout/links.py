@@ -1,7 +1,7 @@
 """Time of a collective between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node w is NCCL's share of the GPU's stated link. Between nodes it is NCCL's share of the stated adapters
-(specs/networks.toml): a ring enters and leaves each node once, through one adapter per rank of the group there. alpha
+Within a node w is NCCL's share of the GPU's stated link, between nodes its share of the stated adapters
+(specs/networks.toml). There a ring enters and leaves each node once, through one adapter per rank of the group. alpha
 grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 

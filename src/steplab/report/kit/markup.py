@@ -111,7 +111,7 @@ class _Markdown:
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
-        """beside: takes pictures and long tables; None: no pictures, and tables are whole."""
+        """Without `beside` there are no pictures, and tables are whole."""
         self.beside = beside
 
     def document(self, document: Document) -> Iterator[str]:
