@@ -107,7 +107,7 @@ def main() -> None:
     print(
         f"\nThe threshold for one process a side is {SEPARATE:.0%}. The interval of a disturbed run is as wide as such"
     )
-    print("starts differ (comparison.judging).")
+    print("starts differ (comparison.turns).")
 
 
 if __name__ == "__main__":

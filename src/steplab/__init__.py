@@ -8,7 +8,7 @@ A spec goes in, a record comes out, everything else reads records:
 
 Every command is a function of the same name: measure (`steplab run`), sweep, study, profile, memory, precision,
 attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note. docs/python.md
-has examples; `help(steplab.StepSpec)` describes the fields of a step. Names load on first use, so importing steplab is
+has examples; `steplab run --help` lists the fields of a step. Names load on first use, so importing steplab is
 light and does not import torch.
 """
 
@@ -61,8 +61,8 @@ if TYPE_CHECKING:  # `as` marks names as public for type checkers
     from steplab.specs.study import study_from_grids as study_from_grids
     from steplab.store.database import Store as Store
     from steplab.views.reporting import report as report
-    from steplab.views.showing import show as show
     from steplab.views.view import View as View
+    from steplab.views.view import show as show
 
 _HOMES = {
     name: f"steplab.{module}"
@@ -85,7 +85,6 @@ _HOMES = {
         ("lab.precision", "precision"),
         ("lab.recording", "recorder"),
         ("views.reporting", "report"),
-        ("views.showing", "show"),
         ("lab.sweeping", "study sweep"),
         ("records.record", "Record"),
         ("records.run", "Run"),
@@ -93,7 +92,7 @@ _HOMES = {
         ("specs.model", "ModelSpec"),
         ("specs.study", "StudySpec load_study study_from_grids"),
         ("store.database", "Store"),
-        ("views.view", "View"),
+        ("views.view", "View show"),
         ("errors", "SteplabError UserError Unsupported"),
     )
     for name in names.split()
@@ -122,16 +121,11 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     if record := sys.modules.get("steplab.records.record"):
         record.Record._repr_html_ = _html_of
-    if name in _WITH_FIELDS:
-        import_module("steplab.records.field_docs").add_to_help(value)
     return value
 
 
-_WITH_FIELDS = ("Run", "StepSpec", "ModelSpec", "StudySpec")
-
-
 def _html_of(record: "Record") -> str:
-    from steplab.views.showing import in_short
+    from steplab.views.view import in_short
 
     return in_short(record)
 

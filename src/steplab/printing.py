@@ -17,7 +17,7 @@ MARK = "written by steplab"
 """Mark near the beginning of steplab's files, which allows replacing them (lab.files)."""
 _LONGEST = 1500
 """Most characters of a message, which may quote a whole argument or line."""
-_JSON = ("json", "jsonl", "perfetto")
+_JSON = ("json", "jsonl")
 """Formats that are JSON, where control characters become JSON's escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
 """Characters absent from one-line text."""

@@ -9,7 +9,7 @@ from tests.cli.program import Program, complaint, tiny
 from tests.runs import make_run
 
 from steplab.lab.turns import Compared, checked_out
-from steplab.records.turns import Turns
+from steplab.records.timing import Turns
 
 STEP = """
 import time

@@ -14,7 +14,7 @@ from tests.stored_lines import fill
 
 from steplab.cli.app import main
 from steplab.lab import benchmark
-from steplab.measurement.processes.cells_launch import Cells
+from steplab.measurement.processes.launch import Cells
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.store.database import Store
 

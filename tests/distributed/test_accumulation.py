@@ -14,7 +14,7 @@ from tests.distributed.ranks import Cases, on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from steplab.measurement.ddp.messages import RecordingCollectives
+from steplab.measurement.ddp.variant import RecordingCollectives
 from steplab.measurement.step.step import ModelStep
 from steplab.model.workload import Workload
 from steplab.specs.ddp import KINDS, OWN, Variant, variants_of

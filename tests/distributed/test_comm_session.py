@@ -11,8 +11,7 @@ from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 
 from steplab.errors import Unsupported
-from steplab.measurement.comm.calls import Call, MakeCall, make_call, peer_copy_call
-from steplab.measurement.comm.data import Buffers
+from steplab.measurement.comm.calls import Buffers, Call, MakeCall, make_call, peer_copy_call
 from steplab.measurement.comm.session import measure_comm
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import HostClockDevice

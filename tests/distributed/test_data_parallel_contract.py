@@ -156,40 +156,6 @@ def a_module_outlives_its_wrapper() -> None:
 # --- compression ------------------------------------------------------------------------------------------
 
 
-@cases
-def compressed_gradients_travel_in_half_the_bytes() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.randn(size, 4, 8, generator=torch.Generator().manual_seed(3))
-    for strategy in ("naive", "flat", "overlap", "bucketed"):
-        torch.manual_seed(2)
-        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        exact = DataParallel(module, strategy, TINY_MB)
-        exact(x[rank]).square().mean().backward()
-        exact.finish_gradient_synchronization()
-        gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        exact.zero_grad()
-        del exact
-        model, recorder = recorded(module, strategy, TINY_MB, compress="bf16")
-        recorder.taken()
-        for silent in (False, True):  # the second pass comes after the first is under way
-            if silent:
-                with model.no_sync():
-                    (0 * model(x[rank])).sum().backward()
-            else:
-                model(x[rank]).square().mean().backward()
-        model.finish_gradient_synchronization()
-        assert_gradients_are_equal_over_ranks(model)
-        sent = sum(count for name, count in recorder.taken() if name == "all_reduce")
-        once = sum(p.numel() * 2 for p in module.parameters())
-        assert sent == once * (2 if strategy in ("overlap", "bucketed") else 1)
-        for parameter, expected in zip(module.parameters(), gradients, strict=True):
-            assert parameter.grad is not None
-            assert parameter.grad.dtype == torch.float32
-            # Each rank's share is rounded once, each sum and the average again: to 8 bits, of the largest share.
-            bound = (2 * size + 1) * 2**-8 * expected.abs().max() + 1e-2 * expected.abs()
-            assert ((parameter.grad - expected).abs() <= bound).all()
-
-
 # --- the start --------------------------------------------------------------------------------------------
 
 
@@ -231,7 +197,6 @@ def requests_that_are_wrong_are_refused() -> None:
     refused(UserError, "choose naive, flat, overlap, bucketed", lambda: DataParallel(plain(), "fast"))
     refused(UserError, "positive bucket_size_mb", lambda: DataParallel(plain(), bucket_size_mb=0))
     refused(UserError, "positive bucket_size_mb", lambda: DataParallel(plain(), bucket_size_mb=math.nan))
-    refused(UserError, "choose bf16", lambda: DataParallel(plain(), compress="fp8"))
     refused(Unsupported, "sparse=False", lambda: DataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True))))
     model = DataParallel(modules.Awkward())
     with model.no_sync():

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import UserError
 from steplab.measurement.ddp import session as ddp_session
-from steplab.measurement.ddp.measured import MeasuredVariant
-from steplab.measurement.ddp.session import measure_ddp
+from steplab.measurement.ddp.session import MeasuredVariant, measure_ddp
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import open_device

@@ -295,7 +295,6 @@ def averages_live_where_peers_write_them() -> None:
 def what_it_does_not_serve_is_refused() -> None:
     refusals: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (Unsupported, "peer_copy on cpu.*copy engines.*collectives", {"transport": "peer_copy"}),
-        (Unsupported, "compression to bf16", {"transport": "peer_copy", "compress": "bf16"}),
         (UserError, "no transport 'pigeon': choose collectives, peer_copy", {"transport": "pigeon"}),
     ]
     for error, words, options in refusals:
@@ -305,7 +304,7 @@ def what_it_does_not_serve_is_refused() -> None:
         DataParallel(nn.Linear(2, 2, dtype=torch.complex64), transport=SharedMemory())
     pair = [nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")]
     with pytest.raises(Unsupported, match="on cpu and meta"):
-        buckets_of([pair], SharedMemory(), None, GroupCollectives(), None)
+        buckets_of([pair], SharedMemory(), GroupCollectives(), None)
 
 
 @cases

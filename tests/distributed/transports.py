@@ -14,8 +14,8 @@ class Recorder:
         self.under_way = 0
         self.most_under_way = 0
 
-    def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
-        return self._noted("all_reduce", tensor, self.inner.all_reduce(tensor, average=average, into=into))
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Pending:
+        return self._noted("all_reduce", tensor, self.inner.all_reduce(tensor, average=average))
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         return self._noted("all_gather", output, self.inner.all_gather(output, part))

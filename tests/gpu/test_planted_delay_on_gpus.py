@@ -26,5 +26,5 @@ def test_a_rank_delayed_by_5_ms_is_found(tmp_path: Path, late: int) -> None:
     measured_s = Planted(world=NUM_GPUS, rank=late, delay_s=0.005).measured_s(tmp_path)
     found = {finding.kind: finding for finding in explain(run)}["straggler"]
     assert found.title.startswith(f"Rank {late} comes last")
-    assert measured_s >= 5e-3  # a sleep lasts longer than it is told to
+    assert measured_s >= 4.5e-3  # behind the other ranks, which themselves differ by about 0.1 ms
     assert found.saves_s == pytest.approx(measured_s, rel=0.1)

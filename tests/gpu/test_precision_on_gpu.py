@@ -4,9 +4,8 @@ from torch import nn
 
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.modes import op_name, rule_of
-from steplab.measurement.precision.session import audit_step
+from steplab.measurement.precision.session import accumulate, audit_step
 from steplab.records.numerics import Audit
 from steplab.specs.resolve import resolve_step
 

@@ -10,8 +10,7 @@ from steplab.measurement.processes.turns import Side
 from steplab.records.codec import new_id
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
-from steplab.records.turns import Turn, Turns
+from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.specs.step import StepSpec
 
 Told = Callable[[StepSpec], float | str | Failure | Exception]

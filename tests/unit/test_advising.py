@@ -21,7 +21,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.records.turns import Turns
+from steplab.records.timing import Turns
 from steplab.records.validation import check
 from steplab.report.advice.document import REPORT as ADVICE_REPORT
 from steplab.report.advice.document import advice_verdict, tried_words

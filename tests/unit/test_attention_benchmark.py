@@ -21,8 +21,8 @@ from steplab.measurement.attention.variant import make_attention, make_inputs
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.observer import Observer
-from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.launch import measure_cells
 from steplab.measurement.processes.wire import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell

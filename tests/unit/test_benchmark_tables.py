@@ -6,7 +6,7 @@ from benchmarks import tables_attention, tables_fast
 from benchmarks.tables import ROOT, between_marks, markdown, tables
 from tests.attention_records import make_benchmark
 
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.records.advice import Advice
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.run import Run

@@ -15,9 +15,9 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
 from steplab.lab.comm import collective_cells, comm_study, profile_of
 from steplab.measurement import clock
-from steplab.measurement.comm.timing import Together, back_to_back, time_calls
-from steplab.measurement.processes.cells_launch import measure_cells
+from steplab.measurement.comm.session import Together, back_to_back, time_calls
 from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.launch import measure_cells
 from steplab.measurement.processes.wire import Request
 from steplab.records.comm import CommCell, RankTimes
 from steplab.records.failure import Failure

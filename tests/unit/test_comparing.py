@@ -22,8 +22,7 @@ from steplab.records.profile import KernelStats
 from steplab.records.record import Record
 from steplab.records.rows import run_cells
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
-from steplab.records.turns import Turn, Turns
+from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.report.compare.document import compare_document
 from steplab.report.compare.words import kernel_words, memory_words, verdict
 from steplab.report.kit.document import Bars

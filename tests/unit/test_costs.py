@@ -12,9 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import steplab.ops.attention.operators  # noqa: F401  # defines torch.ops.steplab
-from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, executed_flops_per_token, model_flops_per_token
+from steplab.costs.flops import (
+    DTYPE_OF_MATMULS,
+    Convention,
+    executed_flops_per_token,
+    model_flops_per_token,
+    num_embedding_parameters,
+    num_parameters,
+)
 from steplab.costs.operators import _FUSED, FUSED_ATTENTION, Tensor, fused_attention_cost, operator_cost
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.roofline import Roofline
 from steplab.model.transformer import Transformer
 from steplab.model.workload import num_lookup_parameters

@@ -16,12 +16,11 @@ from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
 from steplab.measurement import clock, runner
 from steplab.measurement.clock import Phase, run_turns
-from steplab.measurement.ddp import measured as ddp_memory
 from steplab.measurement.ddp import session as ddp_session
-from steplab.measurement.ddp.measured import state_memory
+from steplab.measurement.ddp.session import state_memory
 from steplab.measurement.machine.device import open_device
-from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.launch import measure_cells
 from steplab.measurement.processes.wire import Request
 from steplab.measurement.runner import Runner
 from steplab.records.ddp import DdpCell, StateMemory
@@ -416,7 +415,7 @@ def test_what_is_shared_is_other_until_gradients_lie_in_it() -> None:
 
     def held() -> StateMemory:
         counted = OTHERS + OWN + 4 * 16
-        with mock.patch.object(ddp_memory, "allocated_bytes", return_value=counted):
+        with mock.patch.object(ddp_session, "allocated_bytes", return_value=counted):
             return state_memory(
                 "now", module, optimizer, open_device("cpu"), before_bytes=OTHERS, uncounted_bytes=SHARED
             )

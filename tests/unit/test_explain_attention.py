@@ -7,8 +7,8 @@ import pytest
 from tests.sure import sure
 from tests.unit.explaining import BF16, FP32, MS, case, foreign, op, own, profile, timing
 
-from steplab.explain.head_dimension import head_dimension
 from steplab.explain.scores_materialised import _by_range, _by_shape, scores_materialised
+from steplab.explain.shapes import head_dimension
 from steplab.records.profile import OpStats
 
 # small, batch 4, context 1024: 12 layers, 48 heads in all, each 64 wide. One product of all layers:

@@ -18,11 +18,10 @@ from tests.unit.explaining import (
     timing,
 )
 
+from steplab.explain.casts import weight_casts
 from steplab.explain.fp8_casts import fp8_casts
 from steplab.explain.fp32_matmul import fp32_matmul
-from steplab.explain.fusable_elementwise import fusable_elementwise
-from steplab.explain.fusing import MOST_LEFT
-from steplab.explain.weight_casts import weight_casts
+from steplab.explain.fusing import MOST_LEFT, fusable_elementwise
 from steplab.records.profile import CompiledShares, OpStats, Profile
 from steplab.records.timing import Timing
 

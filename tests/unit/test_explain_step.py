@@ -11,9 +11,8 @@ from steplab.costs.kernel_time import streaming_s
 from steplab.explain.batch_too_small import batch_too_small
 from steplab.explain.communication_exposed import communication_exposed
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
-from steplab.explain.loss_share import loss_share
 from steplab.explain.optimizer_not_fused import FUSED_BYTES, STEPWISE_BYTES, optimizer_not_fused
-from steplab.explain.vocabulary_padding import vocabulary_padding
+from steplab.explain.vocabulary import loss_share, vocabulary_padding
 from steplab.records.profile import Communication, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing

@@ -28,8 +28,8 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.processes.launch import Answer
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
+from steplab.plan.dry_run.allocator import Ledger, Peak
 from steplab.plan.dry_run.events import MADE_BY_HOST, Event, Operator
-from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.step import dry_step, memory_of, operators_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.time import predict_step_time

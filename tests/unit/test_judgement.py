@@ -10,15 +10,14 @@ from tests.runs import make_run
 from tests.sure import sure
 
 from steplab.comparison.comparing import compare
-from steplab.comparison.judging import judged
+from steplab.comparison.turns import judged
 from steplab.errors import Inconclusive, SteplabError, UserError
 from steplab.records.codec import decode, new_id
 from steplab.records.comparison import Side
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import run_row, step_key
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
-from steplab.records.turns import Turn, Turns
+from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effect_words, effects_of
 from steplab.report.run.verdict import runs_verdict

@@ -14,15 +14,15 @@ from steplab.measurement.machine.world import World, refuse_too_few_gpus
 from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
 from steplab.records.codec import decode, encode
-from steplab.records.ranks import RankSamples
 from steplab.records.rows import run_row
+from steplab.records.run import RankSamples
 from steplab.records.timing import PhaseSamples
 from steplab.report.run.cells import cells_of, label, varying
 from steplab.report.run.one_run import spread_words
 from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
-from steplab.store.cells import cell_key
+from steplab.store.selection import cell_key
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,6 @@ from steplab.lab.keeping import checked_name
 from steplab.records.codec import encode
 from steplab.records.finding import Findings
 from steplab.report.kit.document import Document
-from steplab.report.perfetto import chrome_trace
 from steplab.store.database import Store
 from steplab.views.view import View
 
@@ -321,11 +320,6 @@ def test_an_export_is_known_again(tmp_path: Path, record: object) -> None:
     for path in (tmp_path / "records.jsonl", tmp_path / "records.jsonl.gz"):
         for _ in range(2):
             emit(encode(record).decode(), to(path), "jsonl")
-
-
-def test_a_timeline_is_known_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        emit(chrome_trace(PROFILED), to(tmp_path / "step.json.gz"), "perfetto")
 
 
 def test_a_file_that_is_taken_is_whole_has_the_usual_permissions_and_follows_links(tmp_path: Path) -> None:

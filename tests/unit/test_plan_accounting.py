@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from steplab.cli.app import main
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.errors import UserError
 from steplab.lab.planning import plan_accounting
 from steplab.plan.formulas import root, symbol

@@ -30,7 +30,7 @@ from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
 from steplab.records.run import Run
-from steplab.records.time_check import TimeCheck
+from steplab.records.step_time import TimeCheck
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named

@@ -22,15 +22,15 @@ from tests.sure import sure
 
 from steplab import units
 from steplab.cli.app import main
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.errors import Unsupported
 from steplab.model.fused_block import FusedBlock
 from steplab.model.transformer import SelfAttention, Transformer, feed_forward_of, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import BLOCKS_MARGIN, OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
+from steplab.plan.dry_run.attention import attention_of
 from steplab.plan.dry_run.events import Allocated, Event
-from steplab.plan.dry_run.fused_attention import attention_of
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.sizes import BF16, Count, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.costs.flops import executed_flops_per_token
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.costs.flops import executed_flops_per_token, num_embedding_parameters, num_parameters
 from steplab.model.build import build_workload
 from steplab.model.transformer import Transformer
 from steplab.ops.attention.api import attention_named

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from tests.stored_records import stored
 
 from steplab.cli.app import main
-from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
+from steplab.costs.flops import (
+    ModelSizes,
+    executed_flops_per_token,
+    model_flops_per_token,
+    num_embedding_parameters,
+    num_parameters,
+)
 from steplab.costs.kernel_time import Product, product_s, streaming_s
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator

@@ -10,7 +10,7 @@ from tests.stored_records import stored
 from tests.sure import sure
 from torch import Tensor
 
-from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
+from steplab.measurement.precision.session import NUM_ADDITIONS, NUMBER, accumulate
 from steplab.measurement.precision.watch import Exponents, Tally, kinds_of
 from steplab.records.numerics import Accumulation, Elements, Numerics
 from steplab.report.precision.figures import explanation, line, printed

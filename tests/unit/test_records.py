@@ -1,10 +1,8 @@
 import dataclasses
 import gzip
-import inspect
 import itertools
 import json
 import lzma
-import pydoc
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +19,12 @@ from tests.profiles import cpu_run, imported_run, launch_bound_run
 from tests.runs import make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import imported_snapshot, watched_run
 
-import steplab
 from steplab.errors import SteplabError
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode, encode, new_id, now_utc
 from steplab.records.comparison import ComparedFigure, Comparison, Ratio, Side
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
-from steplab.records.field_docs import add_to_help
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
@@ -36,7 +32,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.records.validation import check
-from steplab.specs.model import SIZE_FIELDS, ModelSpec
+from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS
 
@@ -459,27 +455,6 @@ def test_what_no_steplab_writes_is_refused_by_its_path(what: str) -> None:
     assert str(error.value).startswith("record ")
     assert told in str(error.value)
     assert str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("name", ["Run", "StepSpec", "ModelSpec", "StudySpec"])
-def test_help_tells_what_each_field_is(name: str) -> None:
-    described = getattr(steplab, name)
-    text = pydoc.plain(pydoc.render_doc(described))
-    hidden = {field.name for field in dataclasses.fields(described) if field.name.startswith("_")}
-    for field in {each.name for each in dataclasses.fields(described)} - hidden:
-        assert f"{field}: " in text, field
-    length = len(described.__doc__)
-    add_to_help(described)
-    assert len(described.__doc__) == length
-
-
-def test_help_of_a_step_has_defaults_and_sizes_and_can_be_read() -> None:
-    text = inspect.getdoc(steplab.StepSpec) or ""
-    assert "context: Tokens per sequence [default: 128]" in text
-    assert all(f"{field.key}: " in text for field in SIZE_FIELDS)
-    assert max(map(len, text.splitlines())) <= 110
-    assert "lambda" not in str(inspect.signature(steplab.StepSpec))
-    assert "help(steplab.StepSpec)" in (inspect.getdoc(steplab.measure) or "")
 
 
 def test_a_comparison_is_one_line_at_a_prompt() -> None:

@@ -123,7 +123,6 @@ ARROWS = {
     "kit": set(),
     "attempts": {"kit"},
     "environments": {"kit"},
-    "perfetto": set(),
     "run": {"kit", "environments"},
     "turns": {"kit"},
     "report": {"kit", "environments", "run"},

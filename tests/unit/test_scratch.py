@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from steplab.measurement.processes.scratch import remove_left_over, scratch_folder
+from steplab.measurement.processes.started import remove_left_over, scratch_folder
 
 
 def left_over(folder: Path, name: str = ".steplab-tmp-0a_9zzzz") -> Path:

@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from steplab.costs.flops import model_flops_per_token
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.costs.flops import model_flops_per_token, num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement import step_job as session

@@ -16,9 +16,8 @@ from tests.unit.test_snapshot_reading import assert_same
 from steplab.errors import UserError
 from steplab.measurement.memory import recorder as memory_recorder
 from steplab.reading.snapshots.building import build_history
-from steplab.reading.snapshots.digest import digest
+from steplab.reading.snapshots.digest import check_same_history, digest
 from steplab.reading.snapshots.history import AllocatorSettings, History
-from steplab.reading.snapshots.marks import check_same_history
 from steplab.reading.snapshots.reading import read_snapshot
 from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes, rounded_sizes
 from steplab.records.memory_marks import Marks

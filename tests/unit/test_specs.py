@@ -41,7 +41,7 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, FIELDS, STEP_FIELDS, StepSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 from steplab.specs.study import load_study
-from steplab.store.cells import cell_key
+from steplab.store.selection import cell_key
 
 MODULES = [
     importlib.import_module(f"{package.__name__}.{found.name}")

@@ -24,9 +24,9 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.model import model_spec
 from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key, study_fingerprint, study_keys
 from steplab.store.database import Store
 from steplab.store.location import default_path
+from steplab.store.selection import cell_key, study_fingerprint, study_keys
 
 TINY = StepSpec(model=model_spec("tiny"))
 TINY_BF16 = dataclasses.replace(TINY, precision="bf16")

@@ -14,8 +14,8 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key
 from steplab.store.database import Store
+from steplab.store.selection import cell_key
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FIELDS: tuple[dict[str, object], ...] = (

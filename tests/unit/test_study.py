@@ -26,7 +26,7 @@ from steplab.specs.study import (
     preset_names,
     study_from_grids,
 )
-from steplab.store.cells import part_key, study_fingerprint
+from steplab.store.selection import part_key, study_fingerprint
 
 
 def written(folder: Path, text: str) -> str:

@@ -16,7 +16,7 @@ from steplab.records.failure import Failure
 from steplab.records.record import Record
 from steplab.specs.resolve import resolve_step
 from steplab.specs.study import Part, StudySpec
-from steplab.store.cells import cell_key, part_key
+from steplab.store.selection import cell_key, part_key
 
 SPECS = (resolve_step({"context": 32}), resolve_step({"context": 64}))
 BENCHMARK = Part(kind="attention", options={"sequence": 64})

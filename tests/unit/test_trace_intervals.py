@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steplab.reading.traces.intervals import clip, length, overlap, shares, union
-from steplab.reading.traces.nesting import Nesting
+from steplab.reading.traces.intervals import Nesting, clip, length, overlap, shares, union
 from steplab.reading.traces.trace import NONE, Column
 
 END = 60

@@ -26,8 +26,7 @@ from steplab.records.codec import new_id
 from steplab.records.comparison import Side
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
-from steplab.records.turns import Turn, Turns
+from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.report.kit.rendering import render
 from steplab.report.turns.document import turns_document
 from steplab.specs.resolve import resolve_step

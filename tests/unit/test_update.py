@@ -24,8 +24,7 @@ from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples
-from steplab.records.turns import Turns
+from steplab.records.timing import PhaseSamples, Turns
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")

@@ -9,7 +9,7 @@ import sys
 import time
 from types import FrameType
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.01
 TIDYING_S = 3.0
 """Further signals are ignored for this time after the first, while processes end and results are stored."""
@@ -27,15 +27,14 @@ class Ending:
         """Raise KeyboardInterrupt in the main thread at the first signal. Signals that the parent ignored, as `nohup`
         does, stay ignored.
         """
-        for number in _numbers():
+        for number in _NUMBERS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._arrived)
-        if _has_timer:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            sys.unraisablehook = self._lost
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.unraisablehook = self._lost
 
     def ignore(self) -> None:
-        for number in [*_numbers(), *([signal.SIGALRM] if _has_timer else [])]:
+        for number in (*_NUMBERS, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
 
     @property
@@ -61,10 +60,3 @@ class Ending:
             raise KeyboardInterrupt
         if now_s - self._arrived_s > TIDYING_S:
             os._exit(self.exit_code)  # measuring processes end with this one
-
-
-_has_timer = hasattr(signal, "setitimer")  # not on Windows
-
-
-def _numbers() -> list[signal.Signals]:
-    return [number for name in _NAMES if (number := getattr(signal, name, None)) is not None]  # Windows has no SIGHUP

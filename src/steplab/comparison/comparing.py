@@ -1,26 +1,176 @@
-"""Compares two sets of records, cell by cell and figure by figure; the package's entry point."""
+"""Compares two sets of records, cell by cell and figure by figure; the package's entry point.
+
+Two records may be compared if their measured cells and conditions match, field by field. Below the figures, time
+differs by part of the model and memory by tensor.
+"""
 
 import difflib
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from steplab.comparison.differences import kernel_changes, memory_changes
-from steplab.comparison.judging import start_margin
-from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
-from steplab.comparison.turns import of_starts, ratio_in_turns, took_turns
+from steplab.comparison.turns import of_starts, ratio_in_turns, start_margin, took_turns
 from steplab.errors import Inconclusive, UserError
-from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side
+from steplab.records.comparison import (
+    ComparedFigure,
+    Comparison,
+    KernelChange,
+    KernelCount,
+    MemoryChange,
+    Ratio,
+    Side,
+    TensorBytes,
+    Unlike,
+)
 from steplab.records.disturbances import disturbances
+from steplab.records.environment import Environment
 from steplab.records.figure import MeasuredCell, MeasuredFigure
+from steplab.records.memory_profile import Allocation, MemoryProfile
+from steplab.records.module_names import without_numbers
+from steplab.records.profile import Profile
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.units import counted, listed
+
+_SELECTS = ("CUDA_VISIBLE_DEVICES",)
+
+
+def conditions(record: Record) -> Row:
+    """Conditions that must match: kind, device, versions. The commit is excluded, since comparisons are between
+    commits.
+    """
+    found: Row = {"kind": kind_of(record).name, "device": record.device_name, "steplab": record.steplab_version}
+    if isinstance(record, Run) and record.profile and record.timing is None:
+        found["source"] = record.profile.source
+    env = record.environment
+    if env is None:
+        return found
+    device = env.device
+    found |= {"threads": device.threads, "power_limit_w": device.power_limit_w, "cpu": env.cpu, "host": env.host}
+    found |= {name: getattr(env, name) for name in ("python", "torch", "cuda", "cudnn", "triton", "driver")}
+    return found | {name: value for name, value in env.variables.items() if name not in _SELECTS}
+
+
+def whole_key(record: Record, cell: MeasuredCell) -> Row:
+    attention = cell.key.get("attention", cell.key.get("implementation"))
+    kernels = _flash_triton(record.environment) if attention in ("flash_triton", "auto") else {}
+    return conditions(record) | kernels | cell.key
+
+
+def _flash_triton(env: Environment | None) -> Row:
+    """Kernels behind flash_triton; records without that field had Hopper's only with Triton 3.6."""
+    if env is None or env.device.kind != "cuda" or env.triton is None:
+        return {}
+    had_hopper = env.device.compute_capability == "9.0" and env.triton.startswith("3.6.")
+    return {"flash_triton kernels": env.flash_triton or ("hopper" if had_hopper else "portable")}
+
+
+def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
+    names = dict.fromkeys((*a, *b))
+    return tuple(
+        Unlike(field=name, a=a.get(name), b=b.get(name))
+        for name in names
+        if name not in allowed and a.get(name) != b.get(name)
+    )
+
+
+_MOST = 12
+_NOTICEABLE_TIME = 0.005
+_NOTICEABLE_BYTES = 0.001
+
+_Group = tuple[str, str, tuple[int, ...] | None]
+_Part = tuple[str, str, str]
+"""Phase, range and category of kernels; range or category is empty."""
+
+
+def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
+    """Parts of the model with different kernel time in B, largest difference first.
+
+    A part is a phase and a range; without ranges in a profile, a phase and a kernel category.
+    """
+    by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
+    before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
+    least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
+    found = [
+        KernelChange(
+            cell=cell,
+            phase=phase,
+            range=range_,
+            category=category,
+            a=before.get((phase, range_, category), ()),
+            b=after.get((phase, range_, category), ()),
+        )
+        for phase, range_, category in dict.fromkeys((*before, *after))
+    ]
+    changed = [change for change in found if abs(change.b_s - change.a_s) >= least_s]
+    return tuple(sorted(changed, key=lambda change: -abs(change.b_s - change.a_s))[:_MOST])
+
+
+def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
+    calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for kernel in profile.kernels:
+        part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
+        counted = calls[part][kernel.name]
+        counted[0] += kernel.calls / profile.num_steps
+        counted[1] += kernel.total_s / profile.num_steps
+    return {
+        part: tuple(
+            KernelCount(name=name, calls=number, time_s=time_s)
+            for name, (number, time_s) in sorted(kernels.items(), key=lambda item: -item[1][1])
+        )
+        for part, kernels in calls.items()
+    }
+
+
+def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
+    """Groups of tensors alive at the peak that differ in bytes or number format, largest change first.
+
+    A group has one part of the model, category and shape, split by number format. Records hold only the largest
+    allocations, so small ones may be missing.
+    """
+    before, after = _groups(a.largest), _groups(b.largest)
+    least = _NOTICEABLE_BYTES * max(a.peak_bytes, b.peak_bytes)
+    found = []
+    for group in dict.fromkeys((*before, *after)):
+        category, module, shape = group
+        change = MemoryChange(
+            cell=cell,
+            category=category,
+            module=module,
+            op=_op(after.get(group) or before[group]),
+            shape=shape,
+            a=_by_dtype(before.get(group, ())),
+            b=_by_dtype(after.get(group, ())),
+        )
+        if abs(change.change_bytes) >= least:
+            found.append(change)
+    return tuple(sorted(found, key=lambda change: -abs(change.change_bytes))[:_MOST])
+
+
+def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]:
+    found: dict[_Group, list[Allocation]] = defaultdict(list)
+    for made in allocations:
+        if made.at_peak:
+            found[made.category, without_numbers(made.module or ""), made.shape].append(made)
+    return found
+
+
+def _by_dtype(allocations: Iterable[Allocation]) -> tuple[TensorBytes, ...]:
+    held: dict[str | None, int] = defaultdict(int)
+    for made in allocations:
+        held[made.dtype] += made.block_bytes * made.count
+    return tuple(TensorBytes(dtype=dtype, num_bytes=held[dtype]) for dtype in sorted(held, key=str))
+
+
+def _op(allocations: list[Allocation]) -> str:
+    return max(allocations, key=lambda made: made.block_bytes * made.count).op or ""
+
 
 _T = TypeVar("_T")
 _Samples = list[tuple[str, tuple[float, ...]]]

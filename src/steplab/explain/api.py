@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from steplab.explain.batch_too_small import batch_too_small
 from steplab.explain.case import Case, case_of
+from steplab.explain.casts import weight_casts
 from steplab.explain.communication_exposed import communication_exposed
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
 from steplab.explain.copies_exposed import copies_exposed
@@ -16,17 +17,14 @@ from steplab.explain.data_loading import data_loading
 from steplab.explain.fp8_casts import fp8_casts
 from steplab.explain.fp32_matmul import fp32_matmul
 from steplab.explain.fp64_work import fp64_work
-from steplab.explain.fusable_elementwise import fusable_elementwise
-from steplab.explain.head_dimension import head_dimension
+from steplab.explain.fusing import fusable_elementwise, tiny_kernels
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.launch_bound import launch_bound
-from steplab.explain.loss_share import loss_share
 from steplab.explain.optimizer_not_fused import optimizer_not_fused
 from steplab.explain.ranks import imbalance, late_message, slow_group, straggler
 from steplab.explain.scores_materialised import scores_materialised
-from steplab.explain.tiny_kernels import tiny_kernels
-from steplab.explain.vocabulary_padding import vocabulary_padding
-from steplab.explain.weight_casts import weight_casts
+from steplab.explain.shapes import head_dimension
+from steplab.explain.vocabulary import loss_share, vocabulary_padding
 from steplab.records.ceilings import Ceilings
 from steplab.records.finding import Finding, in_order
 from steplab.records.run import Run

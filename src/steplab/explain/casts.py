@@ -1,7 +1,14 @@
-"""Copies between fp32 and low precision among a profile's operators, weights apart."""
+"""Copies between fp32 and low precision among a profile's operators. Autocast copies every weight, each step."""
 
+from dataclasses import dataclass
+
+from steplab.errors import UserError
+from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of
+from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
+from steplab.specs.resolve import command, with_fields
+from steplab.units import format_bytes, format_percent, format_time
 
 _LOW = ("bf16", "fp16")
 
@@ -34,3 +41,116 @@ def _is_cast(op: OpStats) -> bool:
     to, source = reversed(shapes) if op.name.startswith("triton_") else shapes
     down, up = to.dtype in _LOW and source.dtype == "fp32", to.dtype == "fp32" and source.dtype in _LOW
     return up if op.phase == "backward" else down
+
+
+CONSIDERABLE = 0.03
+"""Least share of the device's time; the change alters the numerics, so it must be worth it."""
+
+_WITH_COPIES = ("bf16", "fp16")
+_BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
+
+
+def weight_casts(case: Case) -> Finding | None:
+    """Fires if casts of weights, and of their gradients back, take a considerable share of the device's time."""
+    spec, profile = case.spec, case.profile
+    if profile is None or (spec is not None and spec.precision not in _WITH_COPIES):
+        return None
+    ops = weight_cast_ops(profile)
+    now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)
+    if now_s <= CONSIDERABLE * busy_s:
+        return None
+    moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
+    remedy = _masters(case, profile, now_s) or _bf16_throughout(case, profile, now_s)
+    return Finding(
+        kind="weight_casts",
+        title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
+        saw=(
+            f"Autocast copies fp32 weights to low precision, and their gradients back: {format_time(now_s)} and "
+            f"{format_bytes(moved)} per step."
+        ),
+        why=(
+            "Tensor cores need low precision and the optimizer's small updates need fp32, so autocast keeps weights in "
+            "fp32 and casts all of them in every step. The casts compute nothing, and their cost does not depend on "
+            "the batch."
+        ),
+        change=command(spec, remedy.fields) if spec else "model.to(torch.bfloat16)",
+        note=remedy.note,
+        evidence=(
+            Evidence(what="casts of weights and of their gradients", value=now_s, unit="s"),
+            Evidence(what="bytes they move", value=moved, unit="B"),
+            Evidence(what="device busy", value=busy_s, unit="s"),
+        ),
+        saves_s=remedy.saves_s,
+        at_most=remedy.at_most,
+        prediction=remedy.prediction,
+        fields=remedy.fields,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Remedy:
+    fields: dict[str, str]
+    note: str
+    saves_s: float
+    at_most: bool
+    prediction: str
+
+
+def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
+    spec = case.spec
+    if spec is None or spec.precision != "bf16" or profile.device != "cuda":
+        return None
+    fields = {"precision": "bf16_master"}
+    if spec.pass_name == "train":
+        if not spec.optimizer.startswith("adamw"):
+            return None
+        fields |= {} if spec.optimizer == "adamw_triton" else {"optimizer": "adamw_triton"}
+    try:
+        with_fields(spec, fields)
+    except UserError:
+        return None
+    return _Remedy(
+        fields=fields,
+        note=(
+            "the numbers stay autocast's, because masters, moments and update are fp32; in your own code: masters = "
+            "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
+        ),
+        saves_s=weights_s,
+        at_most=False,
+        prediction=(
+            "No weight or gradient is cast; AdamW moves 28 bytes a parameter either way. Left "
+            "out: AdamW's other costs." + case.host_limit(profile, weights_s)
+        ),
+    )
+
+
+def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
+    saves_s, prediction = _gain(case, profile, weights_s)
+    return _Remedy(
+        fields={"precision": "bf16_pure"} if case.spec else {},
+        note=(
+            "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
+            "with stochastic rounding or a master copy in the optimizer. A larger batch spreads the casts instead"
+        ),
+        saves_s=saves_s,
+        at_most=True,
+        prediction=prediction,
+    )
+
+
+def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
+    """bf16 weights need no casts, and autocast's fp32 work (softmax, norms, the loss, sums of the residual stream)
+    moves half as many bytes, as does AdamW.
+    """
+    others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
+    wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
+    wide_s = case.ops_s(profile, wide)
+    update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
+    saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
+    return saves_s, (
+        f"At most: no casts, also of activations ({format_time(others_s)}), and autocast's work "
+        f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
+        + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
+        + "."
+        + case.host_limit(profile, saves_s)
+    )

@@ -5,7 +5,7 @@ from statistics import median
 
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
-from steplab.records.traced_ranks import TracedRank, TracedRanks
+from steplab.records.profile import TracedRank, TracedRanks
 from steplab.units import format_percent, format_rate, format_time
 
 CONSIDERABLE = 0.03

@@ -1,11 +1,19 @@
-"""The vocabulary's part of the model: the output head's products, and the loss."""
+"""The vocabulary's part of the model: the output head's products, and the loss. They may take a large part of the step,
+and the vocabulary's size may not suit the tensor cores.
+"""
 
+import math
 import re
 from dataclasses import dataclass
 
-from steplab.explain.case import Case
+from steplab.costs.kernel_time import streaming_s
+from steplab.explain.case import WORTH_TELLING, Case, reached_bandwidth
 from steplab.explain.shapes import shapes_of
+from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
+from steplab.specs.resolve import command
+from steplab.specs.step import StepSpec
+from steplab.units import format_percent, format_rate, format_time
 
 _HEAD = re.compile(r"(^|\.)(head|lm_head|output_head|loss)$")
 """Ranges of the output head and of the loss, in the built-in model, in transformers and in most others."""
@@ -78,3 +86,198 @@ def _has(op: OpStats, size: int) -> bool:
     if op.category == "embedding" or op.phase == "optimizer" or "embedding" in op.name:
         return False
     return any(len(shape.sizes) > 1 and size in (shape.sizes[0], shape.sizes[-1]) for shape in shapes_of(op))
+
+
+SUITS = 64
+"""Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
+ALIGNED = 8
+"""Elements of bf16 in 16 bytes: other rows cannot be loaded 16 bytes at a time, and the fastest kernels refuse them
+(NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements).
+"""
+_HALF = {"bf16", "fp16"}
+
+
+def vocabulary_padding(case: Case) -> Finding | None:
+    """Fires on a GPU if the vocabulary is no multiple of 64 and its products are slower than others; without a profile,
+    for no multiple of 8.
+    """
+    size = vocabulary_size(case, case.profile)
+    if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
+        return None
+    padded = _padded(size, SUITS)
+    part = vocabulary_part(case, case.profile) if case.profile else None
+    rates = _rates(case.profile, part) if case.profile and part else None
+    saves_s = None
+    evidence = [Evidence(what="vocabulary", value=size, unit=""), Evidence(what="padded", value=padded, unit="")]
+    saw = f"The vocabulary has {size} entries, no multiple of {SUITS}" + (
+        f" nor of {ALIGNED}." if size % ALIGNED else "."
+    )
+    prediction = "A profile would show the rate of the vocabulary's products and of the others."
+    if case.profile and part and rates:
+        head, others = rates
+        now_s = case.per_step(case.profile, part.matmul_s)
+        saves_s = _saves_s(case, case.profile, part, rates, padded)
+        saw += (
+            f" Its products take {format_time(now_s)} per step, at {format_rate(head, 'FLOP/s')}; the step's other "
+            f"products in that dtype run at {format_rate(others, 'FLOP/s')}."
+        )
+        prediction = (
+            f"Padded to {padded}, its products would do {format_percent(padded / size - 1)} more FLOPs, at the rate of "
+            "the others. They may also be slower because of their shape."
+        )
+        evidence += [
+            Evidence(what="products with the vocabulary", value=now_s, unit="s"),
+            Evidence(what="their rate", value=head, unit="FLOP/s"),
+            Evidence(what="rate of the step's other products", value=others, unit="FLOP/s"),
+        ]
+        if saves_s <= WORTH_TELLING * case.length_s(case.profile):
+            return None
+    elif size % ALIGNED == 0:
+        return None  # its rows are aligned, and nothing shows that they are slow
+    fields = {"model.vocab_size": str(padded)} if case.spec and case.spec.model.kind == "transformer" else {}
+    return Finding(
+        kind="vocabulary_padding",
+        title=f"A vocabulary of {size} does not suit the tensor cores",
+        saw=saw,
+        why=(
+            "Matmul kernels work on tiles of 64 or 128 columns and load 16 bytes at a time. A size that fits neither "
+            "is computed by slower kernels, while a few entries that are never used cost nothing."
+        ),
+        change=command(case.spec, fields)
+        if case.spec and fields
+        else f"vocab_size={padded}  # {padded - size} entries that no token uses",
+        evidence=tuple(evidence),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def padding_saves_s(case: Case, profile: Profile) -> float:
+    """Device time per step that the vocabulary's products save if a compiler pads them, as Inductor does in half
+    precision for unaligned rows. 0 in other cases, and if the rates are not known."""
+    part = vocabulary_part(case, profile)
+    if part is None or not case.is_gpu or part.size % ALIGNED == 0 or not {op.dtype for op in part.matmuls} <= _HALF:
+        return 0.0
+    rates = _rates(profile, part)
+    return _saves_s(case, profile, part, rates, _padded(part.size, ALIGNED)) if rates else 0.0
+
+
+def _saves_s(case: Case, profile: Profile, part: VocabularyPart, rates: tuple[float, float], padded: int) -> float:
+    head, others = rates
+    return max(0.0, case.per_step(profile, part.matmul_s) * (1 - padded / part.size * head / others))
+
+
+def _padded(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None:
+    mine = set(part.matmuls)
+    dtypes = {op.dtype for op in part.matmuls}
+    others = [
+        op
+        for op in profile.ops
+        if op.category == "matmul" and op not in mine and op.dtype in dtypes and "bmm" not in op.name
+    ]
+    rates = []
+    for ops in (part.matmuls, others):
+        flops, seconds = sum(op.flops or 0.0 for op in ops), sum(op.device_s for op in ops)
+        if not flops or not seconds or any(op.flops is None for op in ops):
+            return None
+        rates.append(flops / seconds)
+    return rates[0], rates[1]
+
+
+CONSIDERABLE = 0.15
+"""Least share of the device's time: one matmul among many and a reduction should take a few per cent."""
+
+PASSES = 2
+"""Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
+_LIKE = "fused reduction"
+"""A fused loss is assumed to reach this compiled kernel's rate."""
+
+
+def loss_share(case: Case) -> Finding | None:
+    """Fires if vocabulary matmuls and loss take a considerable share of the device's time."""
+    profile, built_in = case.profile, _built_in(case)
+    part = vocabulary_part(case, profile) if profile else None
+    if profile is None or part is None or (built_in is not None and built_in.loss != "plain"):
+        return None
+    matmul_s, loss_s = case.per_step(profile, part.matmul_s), case.per_step(profile, part.loss_s)
+    busy_s = case.busy_s(profile)
+    if matmul_s + loss_s <= CONSIDERABLE * busy_s:
+        return None
+    saves_s, prediction = _gain(case, part, loss_s)
+    if saves_s is not None and saves_s < WORTH_TELLING * case.length_s(profile):
+        return None
+    change, note = _change(case)
+    fields = {}
+    if built_in is not None and case.is_gpu and case.is_eager:
+        fields = {"loss": "fused"}
+        change, note = command(built_in, fields), f"in your own code: {change}; {note}"
+    return Finding(
+        kind="loss_share",
+        title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",
+        saw=(
+            f"With {part.size} entries, the output head's products take {format_time(matmul_s)} per step, and casts, "
+            f"softmax, loss and their gradients {format_time(loss_s)}, of {format_time(busy_s)}."
+        ),
+        why=(
+            "Every token gets a score for every entry of the vocabulary, the widest tensor of the model. The loss "
+            "passes over it several times to reduce it to one number, and saves it for the backward pass."
+        ),
+        change=change,
+        note=note,
+        evidence=(
+            Evidence(what="vocabulary matmuls", value=matmul_s, unit="s"),
+            Evidence(what="loss and casts", value=loss_s, unit="s"),
+            Evidence(what="device busy", value=busy_s, unit="s"),
+        ),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _built_in(case: Case) -> StepSpec | None:
+    spec = case.spec
+    if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
+        return None
+    return spec
+
+
+_IN_CHUNKS = "computed in chunks, the logits need less memory as well"
+
+
+def _change(case: Case) -> tuple[str, str]:
+    if case.is_gpu:
+        compiler = "or torch.compile around head and loss; " if case.is_eager else ""
+        liger = "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel"
+        return liger, f"{compiler}{_IN_CHUNKS}"
+    if case.is_eager:
+        return "torch.compile around head and loss", _IN_CHUNKS
+    return "head and loss for some hundred tokens at a time, so that their logits stay in the cache", _IN_CHUNKS
+
+
+def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
+    """Seconds saved per step and their derivation: the products stay, the rest shrinks to PASSES over the logits."""
+    logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
+    if logits_bytes is None or case.gpu is None:
+        return None, "The size of the logits or the bandwidth of the device is not known."
+    fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)
+    return max(0.0, loss_s - fused_s), (
+        f"The products do not change. A fused loss reads the logits and writes their gradient once: "
+        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. Recomputing the "
+        "logits costs a further matmul."
+    )
+
+
+def _logits_bytes(part: VocabularyPart, profile: Profile) -> float | None:
+    forward = [op for op in part.matmuls if op.phase == "forward"] or list(part.matmuls[:1])
+    for op in forward:
+        shapes = shapes_of(op)
+        if len(shapes) >= 2 and shapes[-1].sizes[-1] == part.size:
+            item_bytes = (shapes[-2].size_bytes or 0) // max(shapes[-2].numel, 1)
+            return shapes[-2].sizes[0] * part.size * item_bytes * op.calls / profile.num_steps or None
+    return None

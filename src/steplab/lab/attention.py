@@ -10,7 +10,7 @@ from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.keeping import open_store
 from steplab.lab.machine import visible_gpus
-from steplab.measurement.processes.cells_launch import Cells
+from steplab.measurement.processes.launch import Cells
 from steplab.measurement.progress import OnProgress
 from steplab.ops.attention.implementations import TABLE
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit

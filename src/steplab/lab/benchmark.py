@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from steplab.errors import SteplabError
 from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.machine import is_first_rank, let_the_first_store
-from steplab.measurement.processes.cells_launch import Cells, measure_cells
+from steplab.measurement.processes.launch import Cells, measure_cells
 from steplab.measurement.processes.wire import BadMessage
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc

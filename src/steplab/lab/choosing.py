@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steplab.comparison.likeness import whole_key
+from steplab.comparison.comparing import whole_key
 from steplab.errors import UserError
 from steplab.git import git
 from steplab.lab.keeping import open_store, read_records

@@ -10,8 +10,7 @@ from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
-from steplab.measurement.processes.cells_launch import Cells
-from steplab.measurement.processes.launch import refuse_too_many
+from steplab.measurement.processes.launch import Cells, refuse_too_many
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun

@@ -15,7 +15,7 @@ from steplab.lab.files import Destination, folder_for
 from steplab.lab.machine import visible_gpus
 from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
-from steplab.measurement.processes.cells_launch import Cells
+from steplab.measurement.processes.launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.reading.bounded import read_bounded
 from steplab.records.codec import new_head

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from steplab.errors import SteplabError, UserError
-from steplab.measurement.processes.scratch import scratch_folder
+from steplab.measurement.processes.started import scratch_folder
 from steplab.printing import MARK
 from steplab.store.location import SQLITE_MAGIC, default_path, is_store_header
 

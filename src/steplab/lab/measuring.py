@@ -32,7 +32,7 @@ def measure(
 
     `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with
     the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping);
-    `help(steplab.StepSpec)` lists them:
+    `steplab run --help` lists them:
 
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})

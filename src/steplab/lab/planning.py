@@ -22,8 +22,7 @@ from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.accounting import Accounting
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Run
-from steplab.records.step_time import PlannedStep, StepTimePrediction
-from steplab.records.time_check import TimeCheck
+from steplab.records.step_time import PlannedStep, StepTimePrediction, TimeCheck
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import HardwareSpec, accelerator_named, find_hardware, hardware_named
@@ -63,7 +62,6 @@ def plan_memory(
     *,
     gpu: Gpu | str | None = None,
     variant: str | None = None,
-    sequence_parallel: bool = True,
     **fields: object,
 ) -> MemoryPrediction:
     """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
@@ -74,18 +72,15 @@ def plan_memory(
 
     `gpu` is a known GPU, or one with other figures (costs.rates.gpu_named); default: every known one. `variant` is how
     the ranks of a layout of dp alone share their state, as in `steplab ddp`: `torch_ddp:25`, `sharded`, `fsdp2`.
-    Without `sequence_parallel` ranks of tp have all tokens between products, which steplab plans and does not run.
 
     Raises UserError for an invalid request, Unsupported for unpredictable memory.
     """
     asked = asked_step("plan_memory", spec, fields, on_cuda)
-    if not sequence_parallel and asked.layout.tp == 1:
-        raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     if asked.checkpointing == AUTO and gpu is None:
         raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
     wanted = hardware_named(gpu) if isinstance(gpu, str) else gpu.hardware if gpu else None
     chosen = choose_checkpointing(asked, wanted)
-    found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted, sequence_parallel=sequence_parallel)
+    found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted)
     found = with_notes(found, chosen.notes)
     return found if wanted is None else replace(found, cards=(_fit_on(wanted, found),))
 

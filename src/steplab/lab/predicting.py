@@ -16,8 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from steplab.errors import SteplabError, Unsupported, UserError
-from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
-from steplab.plan.dry_run.repeated import RepeatedBlocks
+from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator, RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
@@ -171,14 +170,13 @@ def memory_of(
     variant: Variant | None = None,
     *,
     gpu: HardwareSpec | None = None,
-    sequence_parallel: bool = True,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
     """Third-party models are traced if possible; `operators` then gets the step's operators.
 
     gpu: decides cuBLAS's workspace; None: a Hopper.
     """
-    found = _memory_of(spec, variant, gpu, sequence_parallel, operators)
+    found = _memory_of(spec, variant, gpu, operators)
     return found if found.model else replace(found, model=facts_of(spec))
 
 
@@ -186,7 +184,6 @@ def _memory_of(
     spec: StepSpec,
     variant: Variant | None,
     gpu: HardwareSpec | None,
-    sequence_parallel: bool,
     operators: list[Operator] | None,
 ) -> MemoryPrediction:
     device = gpu.device_names[0] if gpu and gpu.device_names else None
@@ -201,7 +198,7 @@ def _memory_of(
         return predict_memory(spec, device=device, model=deep)
     if is_traced(spec):
         return predict_memory(spec, device=device, open_step=partial(_open_traced, operators))
-    return predict_memory(spec, device=device, variant=variant, sequence_parallel=sequence_parallel)
+    return predict_memory(spec, device=device, variant=variant)
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from steplab.measurement.profile.nsys import is_watched_by_nsys
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.time import compiled_shares
 from steplab.reading.bounded import read_bounded
-from steplab.records.profile import CompiledShares, Profile
+from steplab.records.profile import CompiledShares, Profile, TracedRanks
 from steplab.records.run import Run
-from steplab.records.traced_ranks import TracedRanks
 from steplab.specs.hardware import find_hardware
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec

@@ -31,8 +31,8 @@ from steplab.specs.ddp import DDP
 from steplab.specs.resolve import as_grid
 from steplab.specs.step import StepSpec
 from steplab.specs.study import Part, StudySpec, fitted, labels, load_study
-from steplab.store.cells import cell_key, part_key
 from steplab.store.database import Store
+from steplab.store.selection import cell_key, part_key
 
 DEFAULT_TIMEOUT_S = 3600.0
 

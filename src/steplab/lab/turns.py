@@ -20,7 +20,7 @@ from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.measurement.processes.conversation import HERE, Surroundings
-from steplab.measurement.processes.scratch import scratch_folder
+from steplab.measurement.processes.started import scratch_folder
 from steplab.measurement.processes.turns import Session, Side
 from steplab.measurement.progress import OnProgress
 from steplab.records.comparison import Ratio

@@ -9,7 +9,7 @@ from typing import Any
 
 from steplab.records.environment import Environment
 from steplab.records.run import Run
-from steplab.records.turns import Turn
+from steplab.records.timing import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,7 @@ from steplab.printing import text_of
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory
-from steplab.records.ranks import RankSamples
-from steplab.records.run import Run
+from steplab.records.run import RankSamples, Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.validation import LARGEST, LONGEST_NAME, cleaned
 from steplab.units import counted

@@ -2,7 +2,7 @@
 
 Importing torch and compiling take longer than most cells, so one process measures many. No cell may affect the next:
 memory held by a failure is freed, and the rest is compared with before. A process that cannot go on ends, and another
-one measures the other cells (`processes.cells_launch`).
+one measures the other cells (`processes.launch`).
 """
 
 import gc

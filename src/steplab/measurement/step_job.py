@@ -37,10 +37,8 @@ from steplab.ops.attention.plain import Span
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.memory import AllocatorState, Memory, PeakMemory
-from steplab.records.ranks import RankSamples
-from steplab.records.run import NOT_FINITE, ModelFacts, Run
-from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
-from steplab.records.turns import Turn, Turns
+from steplab.records.run import NOT_FINITE, ModelFacts, RankSamples, Run
+from steplab.records.timing import PhaseSamples, Timing, Turn, Turns, find_phase, joined, part
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec, refuse_unserved_graph
 from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS

@@ -2,7 +2,7 @@
 
 A `CollectiveBucket` is averaged everywhere, by one all-reduce. Several gradients are views of one flat buffer; those
 made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large gradients are
-not copied unless autograd shares their memory. Compression adds a buffer of the smaller dtype.
+not copied unless autograd shares their memory.
 
 An `OwnedBucket` is averaged only on the ranks that own the parameters, in one flat buffer with a slot for each owner.
 If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py).
@@ -143,25 +143,18 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-COMPRESSED_DTYPES = (torch.float32, torch.float64)
-
-
 class CollectiveBucket:
     shared_bytes = 0
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None, collectives: Collectives
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], collectives: Collectives) -> None:
         self._collectives, self._first = collectives, parameters[0]
-        alone, compressed = len(parameters) == 1, wire_dtype is not None and self._first.dtype in COMPRESSED_DTYPES
+        alone = len(parameters) == 1
         size = self._first.numel() if alone else sum(map(aligned, parameters))
         if alone:
             references_of_its_own()
         self._strides = layout_of(self._first)
         self._buffer = None if alone else self._first.new_zeros(size, requires_grad=False)
         self._averages = [] if self._buffer is None else views_of(self._buffer, parameters)
-        self._wire = torch.zeros(size, dtype=wire_dtype, device=self._first.device) if compressed else None
-        self._wire_views = [] if self._wire is None else views_of(self._wire, parameters)
         self._pending: Pending | None = None
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
@@ -173,12 +166,8 @@ class CollectiveBucket:
             self._averages = [dense(gradient, self._first, self._strides).detach()]
             buffer = flat(self._averages[0])
             gradients = self._averages
-        if self._wire is None:
-            fill(self._averages, gradients)
-            self._pending = self._collectives.all_reduce(buffer, average=True)
-        else:
-            fill(self._wire_views, gradients)
-            self._pending = self._collectives.all_reduce(self._wire, average=True, into=buffer)
+        fill(self._averages, gradients)
+        self._pending = self._collectives.all_reduce(buffer, average=True)
 
     def wait(self) -> list[Tensor]:
         if self._pending is not None:

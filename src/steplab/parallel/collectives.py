@@ -10,7 +10,6 @@ in the same order.
 
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,8 +25,8 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
-        """Sum or average over ranks in place, then copy `into` a tensor of that shape, maybe of another dtype."""
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Pending:
+        """Sum or average over ranks, in place."""
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         """`output` (size · n elements) becomes every rank's `part` (n elements), in the order of ranks."""
@@ -70,10 +69,10 @@ class GroupCollectives:
             ranks = dist.get_process_group_ranks(group)
             self._host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Pending:
         operation, divisor = self._operation(tensor, average)
         work = dist.all_reduce(tensor, op=operation, group=self._group, async_op=True)
-        return _Work(work, tensor, divisor, into)
+        return _Work(work, tensor, divisor)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         work = all_gather_single(output, part, group=self._group, async_op=True)
@@ -123,15 +122,13 @@ def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives
 
 
 class _Work:
-    def __init__(self, work: Any, tensor: Tensor, divisor: int = 1, into: Tensor | None = None) -> None:
-        self._work, self._tensor, self._divisor, self._into = work, tensor, divisor, into
+    def __init__(self, work: Any, tensor: Tensor, divisor: int = 1) -> None:
+        self._work, self._tensor, self._divisor = work, tensor, divisor
 
     def wait(self) -> None:
         self._work.wait()
         if self._divisor != 1:
-            torch.div(self._tensor, self._divisor, out=self._tensor if self._into is None else self._into)
-        elif self._into is not None:
-            self._into.copy_(self._tensor)
+            self._tensor.div_(self._divisor)
 
 
 # torch 2.13 has these names, and warns about the older ones.

@@ -31,13 +31,12 @@ from torch import Tensor, nn
 
 from .buckets import Bucket, CollectiveBucket, OwnedBucket, Owners, refuse_sparse
 from .collectives import Collectives, collectives_of
-from .errors import Unsupported, UserError
+from .errors import UserError
 from .peer_memory import PeerMemory, open_peer_memory
 from .reduction import GradientReducer, launch_order_of, strategy_of
 from .sizes import owners_in
 
 TRANSPORTS = ("collectives", "peer_copy")
-WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
 Groups = list[list[nn.Parameter]]
 _PREFIX = "module."
 
@@ -60,7 +59,6 @@ class DataParallel(nn.Module):
         to_owners: each gradient is averaged only on its parameter's owner, with half the traffic, and becomes None
             elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before
             the next backward pass. Code that needs all gradients (the norm for clipping) must combine all ranks.
-        compress: `bf16` sends and sums gradients of float32 and float64 in bf16, with memory for a copy in bf16.
 
     Several of these modules in one group must run backward and synchronise in one order on all ranks. Every
     synchronisation compares orders and raises UserError on all ranks if they differ. Ranks already waiting in a
@@ -76,7 +74,6 @@ class DataParallel(nn.Module):
         strategy: str = "bucketed",
         bucket_size_mb: float = 25.0,
         group: dist.ProcessGroup | Collectives | None = None,
-        compress: str | None = None,
         transport: str | PeerMemory = "collectives",
         to_owners: bool = False,
     ) -> None:
@@ -85,13 +82,12 @@ class DataParallel(nn.Module):
         makes sparse gradients, or the transport does not support these ranks."""
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
-        check_transport(transport, compress, to_owners)
+        check_transport(transport)
         self.module = module
         collectives = collectives_of(group)
         named = transport if isinstance(transport, str) else "peer_copy"
         settings = {
-            "strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress, "transport": named,
-            "to_owners": to_owners,
+            "strategy": strategy, "bucket_size_mb": bucket_size_mb, "transport": named, "to_owners": to_owners,
         }  # fmt: skip
         check_alike(collectives, settings, _forms(module))
         refuse_sparse(module, "data parallelism", "buckets")
@@ -109,7 +105,7 @@ class DataParallel(nn.Module):
             if self._owners is not None:
                 found = owners_in([[p.numel() for p in members] for members in groups], collectives.size)
                 self._owners.update(zip(chain(*groups), chain(*found), strict=True))
-            return buckets_of(groups, transport, compress, collectives, group, self._owners)
+            return buckets_of(groups, transport, collectives, group, self._owners)
 
         with torch.cuda.device(self._gpu):
             self._reducer = GradientReducer(
@@ -264,23 +260,14 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
             state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)
 
 
-def check_transport(transport: str | PeerMemory, compress: str | None, to_owners: bool = False) -> None:
+def check_transport(transport: str | PeerMemory) -> None:
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
-    if compress not in WIRE_DTYPES:
-        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients unchanged")
-    if compress is not None and transport != "collectives":
-        what = f"compression to {compress} with the transport peer_copy"
-        raise Unsupported(what, "it copies gradients unchanged", "use transport='collectives', or no compression")
-    if compress is not None and to_owners:
-        what = f"compression to {compress} of gradients that go to owners"
-        raise Unsupported(what, "they are reduced unchanged", "leave compress or to_owners out")
 
 
 def buckets_of(
     groups: Groups,
     transport: str | PeerMemory,
-    compress: str | None,
     collectives: Collectives,
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
@@ -293,7 +280,7 @@ def buckets_of(
         return peer_buckets(groups, memory, owners)
     if owners is not None:
         return [OwnedBucket(members, [owners[p] for p in members], collectives) for members in groups]
-    return [CollectiveBucket(members, WIRE_DTYPES[compress], collectives) for members in groups]
+    return [CollectiveBucket(members, collectives) for members in groups]
 
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:

@@ -10,8 +10,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import runs_that_waited
 from steplab.plan.seen import was_fitted
 from steplab.records.run import Run
-from steplab.records.step_time import StepTimePrediction
-from steplab.records.time_check import TimeCheck
+from steplab.records.step_time import StepTimePrediction, TimeCheck
 from steplab.records.timing import waits_for_host
 from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.specs.step import StepSpec

@@ -1,14 +1,20 @@
-"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time)."""
+"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time); and Python's part of an eager
+step: the operators it calls, and how long the device waits for them.
+"""
 
 import math
 import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.costs.rates import Gpu
-from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, Operator
+from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.fusion import Kernel
 from steplab.records.step_time import TimePart
+from steplab.specs.step import StepSpec
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
@@ -68,3 +74,42 @@ def widens(op: Operator) -> bool:
 def on_tensor_cores(work: Operator | TimePart) -> bool:
     """True if its power depends on the share of the tensor cores' peak."""
     return work.kind != "streaming" and work.dtype != "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    host_s: float
+    idle_s: float
+
+
+def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
+    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is unknown.
+    Where the model reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the
+    device.
+    """
+    rates = gpu.rates.host
+    if operators is None or spec.compile != "off" or not rates.forward_call_s:
+        return ()
+    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
+
+
+def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, Host]:
+    rates, known = gpu.rates.host, dict[object, float]()
+    device = host = 0.0
+    host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in (1, 2):  # the second begins as far ahead as the first ends
+        for op in operators:
+            if op.name == MADE_BY_HOST:
+                continue
+            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
+            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
+            if sizes not in known:
+                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
+            host += calls_s
+            if step == 2:
+                host_s[op.phase] += calls_s
+                idle_s[op.phase] += max(0.0, host - device)
+            device = max(device, host) + known[sizes]
+            if op.name == READS_A_VALUE:
+                host = device
+    return {phase: Host(host_s[phase], idle_s[phase]) for phase in host_s}

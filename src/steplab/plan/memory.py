@@ -8,12 +8,12 @@ import dataclasses
 import re
 from collections import Counter
 
-from steplab.costs.parameters import num_parameters
+from steplab.costs.flops import num_parameters
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.ops.triton_places import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
-from steplab.plan.dry_run.memory import Ledger, Peak
+from steplab.plan.dry_run.allocator import Ledger, Peak
 from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
@@ -45,7 +45,6 @@ def predict_memory(
     *,
     device: str | None = None,
     variant: Variant | None = None,
-    sequence_parallel: bool = True,
     open_step: OpenStep = dry_step,
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
@@ -54,7 +53,6 @@ def predict_memory(
     Args:
         device: the GPU's name in torch, for attention `auto`; None: a Hopper, such as the H200.
         variant: how the ranks of a layout of dp share state, if not as `spec.data_parallel`.
-        sequence_parallel: False: ranks of tp have all tokens between the products, which steplab does not run.
         open_step: replaces the dry run, for any model (fake_step).
         model: that model, as its layout spreads it.
 
@@ -72,7 +70,7 @@ def predict_memory(
     if model is not None:
         workspace, notes = workspace_of(device), _notes(spec, workspace_of(device).value, device, traced=True)
         notes += [TP_OF_TRANSFORMERS] if spec.layout.tp > 1 else []
-        return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=True, model=model)
+        return predict_layout_memory(spec, workspace.value, variant, notes, model)
     if open_step is not dry_step:
         ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)
         return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
@@ -85,7 +83,7 @@ def predict_memory(
     workspace = workspace_of(device)
     if spec.layout.world_size > 1 or spec.compile == "block":
         notes = [*said, *_notes(spec, workspace.value, device)]
-        found = predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
+        found = predict_layout_memory(spec, workspace.value, variant, notes)
         return dataclasses.replace(found, spec=dataclasses.replace(spec, attention=asked.attention))
     ledger = memory_of(spec, workspace=workspace)
     return _prediction(asked, ledger, _kind(spec), [*said, *_notes(spec, workspace.value, device)])

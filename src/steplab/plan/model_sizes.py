@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
+from steplab.costs.flops import num_attention_weights, num_feed_forward_weights, num_parameters
 from steplab.specs.model import TransformerShape
 
 

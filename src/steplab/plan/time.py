@@ -14,12 +14,10 @@ from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_to
 from steplab.costs.kernel_time import has_own_rates
 from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
-from steplab.plan.called import Host, hosts_of
-from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
-from steplab.plan.dry_run.repeated import RepeatedBlocks
+from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator, RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
-from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.kernel_time import Host, hosts_of, kernel_in_step_s, on_tensor_cores, streaming_name
 from steplab.plan.layout.model import own_facts
 from steplab.plan.memory import refuse_unknown_formats
 from steplab.records.profile import CompiledShares

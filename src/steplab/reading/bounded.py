@@ -4,6 +4,8 @@ A file can demand unlimited memory or time: by size, nesting, colliding keys, or
 stops all of these, counters in a reader do not: it caps memory at `Limits.memory_bytes` and ends the process after
 `Limits.processor_s`. Ctrl-C works even in C code. The answer is JSON of the expected type, so none of the process's
 code runs here.
+
+Requests to the reading process, and its answers: JSON, one per line.
 """
 
 import signal
@@ -13,13 +15,46 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from msgspec import Raw, Struct
 
 from steplab.errors import SteplabError, UserError
 from steplab.limits import LimitReached, Limits
 from steplab.python import python_running
-from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
 from steplab.units import format_bytes
 from steplab.unpacking import OnProgress, unwatched
+
+NO_MEMORY = 77
+"""Exit code of a process that was refused memory; an answer might need some."""
+
+
+class Request(Struct):
+    what: str
+    options: dict[str, str | int | None]
+    memory_bytes: int
+    processor_s: int
+
+
+class Told(Struct, tag=True):
+    done_bytes: int
+    size_bytes: int
+
+
+class Read(Struct, tag=True):
+    result: Raw
+
+
+class NotRead(Struct, tag=True):
+    message: str
+    exit_code: int
+    """Exit code of the SteplabError; 2: choose another file."""
+
+
+class Broken(Struct, tag=True):
+    traceback: str
+
+
+Answer = Told | Read | NotRead | Broken
+
 
 _Result = TypeVar("_Result")
 
@@ -70,7 +105,7 @@ def read_bounded(
 def _why_ended(code: int, limits: Limits) -> str:
     if code == NO_MEMORY:
         return str(LimitReached(f"reading it takes more than {format_bytes(limits.memory_bytes)} of memory"))
-    if code == -getattr(signal, "SIGXCPU", 0):
+    if code == -signal.SIGXCPU:
         return str(LimitReached(f"reading it takes more than {limits.processor_s} s of processor time"))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"its reader ended by {how}: it is damaged, or nests too deep"

@@ -1,7 +1,9 @@
 """The process that reads one file within bounds, and ends."""
 
+import fcntl
 import gc
 import os
+import resource
 import sys
 import time
 import traceback
@@ -11,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from steplab.errors import SteplabError
-from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
+from steplab.reading.bounded import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
 from steplab.unpacking import OnProgress
 
 _TELL_S = 0.1
@@ -47,8 +49,7 @@ def traced_steps(on_progress: OnProgress, trace: Path) -> object:
 def memory(
     on_progress: OnProgress, snapshot: Path, marks: Path | None = None, *, unwatched_peak_bytes: int | None
 ) -> object:
-    from steplab.reading.snapshots.digest import digest
-    from steplab.reading.snapshots.marks import check_same_history, read_marks
+    from steplab.reading.snapshots.digest import check_same_history, digest, read_marks
     from steplab.reading.snapshots.reading import read_snapshot
 
     owners = read_marks(marks) if marks else None  # first, because it is quick
@@ -88,11 +89,6 @@ def _answered(asked: Request, paths: Iterable[Path]) -> Answer:
 
 def _bound(request: Request) -> None:
     """Let the operating system bound memory and processor time, and end this process with its caller."""
-    try:
-        import fcntl
-        import resource
-    except ImportError:  # Windows
-        return
     bounds = {
         resource.RLIMIT_DATA: request.memory_bytes,
         resource.RLIMIT_CPU: request.processor_s,

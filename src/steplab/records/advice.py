@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from steplab.records.comparison import Ratio
 from steplab.records.figure import Figure
 from steplab.records.finding import Finding
-from steplab.records.problems import Problem
-from steplab.records.record import StepRecord
+from steplab.records.record import Problem, StepRecord
 from steplab.specs.changes import words_with
 from steplab.specs.step import StepSpec
 

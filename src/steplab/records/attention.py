@@ -6,8 +6,7 @@ from statistics import median
 
 from steplab.records.failure import Failure, Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.problems import Problem, known
-from steplab.records.record import Benchmark
+from steplab.records.record import Benchmark, Problem, known
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
 from steplab.specs.step_fields import Scalar

@@ -7,8 +7,7 @@ from statistics import median
 from steplab.records.disturbances import busy_machine
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.figure import MeasuredCell, MeasuredFigure
-from steplab.records.problems import Problem, known
-from steplab.records.record import MachineRecord
+from steplab.records.record import MachineRecord, Problem, known
 from steplab.records.rows import Row, head, software
 
 _SCATTERED = 1.5

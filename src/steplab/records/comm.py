@@ -6,8 +6,7 @@ from statistics import median
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.problems import Problem, known, numbered
-from steplab.records.record import Benchmark
+from steplab.records.record import Benchmark, Problem, known, numbered
 from steplab.records.rows import DESCRIPTION, Scalar
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds, percentile

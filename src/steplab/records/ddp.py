@@ -8,9 +8,8 @@ from statistics import median
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, Group, MeasuredCell, measured_cell
 from steplab.records.memory import PeakMemory
-from steplab.records.problems import Problem, known, numbered
 from steplab.records.profile import PHASES, Timeline
-from steplab.records.record import Benchmark
+from steplab.records.record import Benchmark, Problem, known, numbered
 from steplab.records.rows import step_key
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES

@@ -35,7 +35,7 @@ class Trial:
     failure: str | None = None
     """Reason for a missing time, on one line."""
     alternating: str | None = None
-    """Reason for a process per turn (records.turns); None: processes stayed alive."""
+    """Reason for a process per turn (records.timing); None: processes stayed alive."""
 
     @property
     def saved_s(self) -> float | None:

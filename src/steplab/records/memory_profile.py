@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from steplab.records.problems import Problem, as_long, known
+from steplab.records.record import Problem, as_long, known
 from steplab.units import format_bytes
 
 MEMORY_CATEGORIES = (

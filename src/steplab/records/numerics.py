@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from steplab.records.problems import Problem, known
-from steplab.records.record import StepRecord
+from steplab.records.record import Problem, StepRecord, known
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
 """Autocast's treatment of an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to their

@@ -1,6 +1,12 @@
-"""Fields common to all stored records, and to all benchmarks."""
+"""Fields common to all stored records, and to all benchmarks.
 
-from collections.abc import Callable, Iterator
+Problems of a record's values beyond their types.
+
+A class with values that must agree has a method `problems` that yields violations; `validation` calls it for each value
+in a record.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Self, TypeVar
 
@@ -8,6 +14,28 @@ from steplab.records.environment import Environment
 from steplab.records.failure import Outcome
 from steplab.specs.step import StepSpec, describe
 from steplab.units import counted_results
+
+Problem = tuple[str, str]
+"""Path within the checked value, such as '.device_s[3]', and the fault."""
+
+
+def known(path: str, value: str, names: Sequence[str] | set[str]) -> Iterator[Problem]:
+    if value not in names:
+        yield path, f"'{value[:64]}' is unknown; it must be one of {', '.join(sorted(names))}"
+
+
+def as_long(path: str, column: Sequence[object], length: int, other: str) -> Iterator[Problem]:
+    if len(column) != length:
+        yield path, f"has {len(column)} entries, but {other} has {length}"
+
+
+def numbered(path: str, numbers: Sequence[int], expected: int | None = None) -> Iterator[Problem]:
+    """Yield a problem for rank numbers that are incomplete or out of order."""
+    if list(numbers) != list(range(len(numbers))):
+        yield path, f"must be ranks 0 to {len(numbers) - 1} in order, not {', '.join(map(str, numbers[:8]))}"
+    elif numbers and expected is not None and len(numbers) != expected:
+        yield path, f"has {len(numbers)} ranks, but {expected} took part"
+
 
 Cell = TypeVar("Cell", bound=Outcome)
 

@@ -1,4 +1,4 @@
-"""The record of one measured step: spec, environment and results."""
+"""The record of one measured step: spec, environment and results, also of each of several processes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,18 +8,36 @@ from typing import TYPE_CHECKING, Literal
 from steplab.errors import SteplabError
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import MemoryProfile
-from steplab.records.problems import Problem, known, numbered
-from steplab.records.profile import PHASES, Profile
-from steplab.records.ranks import RankSamples
-from steplab.records.record import StepRecord
-from steplab.records.timing import Timing, measured_problems, timing_problems
-from steplab.records.traced_ranks import TracedRanks
-from steplab.records.turns import Turns
+from steplab.records.profile import PHASES, Profile, TracedRanks
+from steplab.records.record import Problem, StepRecord, known, numbered
+from steplab.records.timing import PhaseSamples, Timing, Turns, find_phase, measured_problems, timing_problems
 from steplab.stats import median_interval
 from steplab.units import format_share, format_time
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSamples:
+    """One rank's times and memory; all ranks' samples are of the same steps."""
+
+    rank: int
+    """From 0, over all processes."""
+    host: str
+    device_name: str
+    back_to_back: tuple[PhaseSamples, ...]
+    """Samples of each phase, including `step`, of measured steps back to back."""
+    peaks: tuple[PeakMemory, ...] = ()
+    """Peak of each phase; empty without allocator counts."""
+    host_peak_bytes: int | None = None
+    """Largest resident set of its process in bytes; None: unknown."""
+
+    def phase(self, name: str) -> PhaseSamples | None:
+        return find_phase(self.back_to_back, name)
+
+    def peak(self, phase: str) -> PeakMemory | None:
+        return next((peak for peak in self.peaks if peak.phase == phase), None)
 
 
 STEP_PHASES = ("step", "pipeline", *PHASES)

@@ -17,8 +17,7 @@ from typing import Any
 
 from steplab.errors import SteplabError
 from steplab.printing import STEERING, plain
-from steplab.records.problems import Problem
-from steplab.records.record import Record
+from steplab.records.record import Problem, Record
 from steplab.specs.model import TransformerShape
 
 LARGEST = 1e18

@@ -14,8 +14,7 @@ import msgspec
 from steplab.errors import SteplabError
 from steplab.records.codec import UnknownFormat, decode
 from steplab.records.registry import summary_row
-from steplab.store.connection import is_damage, network_file_system, open_to_read, sqlite_errors
-from steplab.store.schema import pragma, version
+from steplab.store.connection import is_damage, network_file_system, open_to_read, pragma, sqlite_errors, version_of
 
 _MOST_DAMAGE = 20
 
@@ -52,7 +51,7 @@ def check(path: Path, timeout_s: float = 30.0) -> Condition:
         page_bytes = pragma(sqlite, "page_size")
         return Condition(
             path=path,
-            format=version(sqlite),
+            format=version_of(sqlite),
             size_bytes=page_bytes * pragma(sqlite, "page_count"),
             free_bytes=page_bytes * pragma(sqlite, "freelist_count"),
             journal=str(sqlite.execute("PRAGMA journal_mode").fetchone()[0]),

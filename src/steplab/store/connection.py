@@ -1,4 +1,6 @@
-"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix."""
+"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix. The store's
+format is the file's user_version.
+"""
 
 import os
 import sqlite3
@@ -9,7 +11,82 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import Remark, SteplabError, UserError, warn_caller
-from steplab.store import schema
+from steplab.store.location import APPLICATION_ID
+
+CURRENT_VERSION = 3
+"""A later format upgrades this one here, within the caller's transaction."""
+_TABLES = (
+    """
+    CREATE TABLE record (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        kind TEXT NOT NULL,
+        schema TEXT NOT NULL,
+        created_utc TEXT NOT NULL,
+        name TEXT NOT NULL,
+        study TEXT,
+        cell TEXT,
+        status TEXT NOT NULL,
+        summary BLOB NOT NULL,
+        body BLOB NOT NULL
+    )
+    """,
+    "CREATE INDEX record_by_time ON record (created_utc)",
+    "CREATE INDEX record_by_cell ON record (study, cell, kind, created_utc)",
+    """
+    CREATE TABLE study (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        name TEXT NOT NULL,
+        description TEXT NOT NULL,
+        created_utc TEXT NOT NULL,
+        fingerprint TEXT,
+        num_cells INTEGER,
+        cells TEXT
+    )
+    """,
+    "CREATE INDEX study_by_fingerprint ON study (fingerprint)",
+)
+_STATEMENTS = {" ".join(made.split()) for made in _TABLES}
+
+
+def is_blank(connection: sqlite3.Connection) -> bool:
+    if pragma(connection, "application_id") or version_of(connection):
+        return False
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+
+
+def is_ours(connection: sqlite3.Connection) -> bool:
+    return pragma(connection, "application_id") == APPLICATION_ID
+
+
+def not_ours(connection: sqlite3.Connection) -> str | None:
+    """Foreign tables and indexes, in words; else None.
+
+    Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
+    added by `.recover` (lost_and_found) are never read.
+    """
+    for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        is_added = str(name).startswith("lost_and_found") and str(sql).startswith(f"CREATE TABLE {name}(")
+        if " ".join(str(sql).split()) not in _STATEMENTS and not is_added:
+            return f"the table, index, view or trigger {str(name)[:100]!a}"
+    return None
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    return pragma(connection, "user_version")
+
+
+def create(connection: sqlite3.Connection) -> None:
+    for statement in _TABLES:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {CURRENT_VERSION}")
+
+
+def pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
 
 MOVE_AWAY = "move it away, and `steplab import` an export, if any, into a new store"
 NAME_ANOTHER = "choose another store by --store or STEPLAB_STORE"
@@ -164,7 +241,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
         connection = Connection(path, sqlite)
         try:
             _check_origin(path, sqlite)
-            if 0 < (seen := schema.version(sqlite)) < schema.CURRENT_VERSION:
+            if 0 < (seen := version_of(sqlite)) < CURRENT_VERSION:
                 raise SteplabError(
                     f"the store {path} has format {seen}, which only development versions wrote; `steplab export "
                     "--store` reads it, and `steplab import` puts the records into a new store"
@@ -172,8 +249,8 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
             _use_journal(path, sqlite, timeout_s)
             with connection.transaction():
                 _check_origin(path, sqlite)  # another process may have been faster
-                if schema.is_blank(sqlite):
-                    schema.create(sqlite)
+                if is_blank(sqlite):
+                    create(sqlite)
             _prove_writable(sqlite)
         except BaseException:
             sqlite.close()
@@ -232,7 +309,7 @@ def _reader(path: Path, mode: str, timeout_s: float) -> tuple[sqlite3.Connection
     try:
         sqlite.execute("PRAGMA query_only = ON")
         _check_origin(path, sqlite)
-        return sqlite, schema.version(sqlite)
+        return sqlite, version_of(sqlite)
     except BaseException:
         sqlite.close()
         raise
@@ -283,24 +360,24 @@ def text_of(value: object) -> str:
 
 
 def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:
-    if schema.is_blank(sqlite):
+    if is_blank(sqlite):
         return
-    if not schema.is_ours(sqlite):
+    if not is_ours(sqlite):
         raise SteplabError(f"{path} is another program's SQLite file, not a steplab store; {NAME_ANOTHER}")
-    seen = schema.version(sqlite)
-    if seen > schema.CURRENT_VERSION:
+    seen = version_of(sqlite)
+    if seen > CURRENT_VERSION:
         raise SteplabError(
-            f"the store {path} has format {seen}, newer than the {schema.CURRENT_VERSION} this version "
+            f"the store {path} has format {seen}, newer than the {CURRENT_VERSION} this version "
             "knows, and was left unchanged; upgrade steplab"
         )
-    if other := schema.not_ours(sqlite):
+    if other := not_ours(sqlite):
         raise SteplabError(f"the store {path} contains {other}, unlike a store; refused; {MOVE_AWAY}")
 
 
 def _prove_writable(sqlite: sqlite3.Connection) -> None:
     # The lock proves nothing: in write-ahead mode a read-only file grants it.
     sqlite.execute("BEGIN IMMEDIATE")
-    sqlite.execute(f"PRAGMA user_version = {schema.CURRENT_VERSION}")
+    sqlite.execute(f"PRAGMA user_version = {CURRENT_VERSION}")
     sqlite.execute("ROLLBACK")
 
 
@@ -312,7 +389,7 @@ def _use_journal(path: Path, sqlite: sqlite3.Connection, timeout_s: float) -> No
     lacks support for the log. The switch, once per file, does not wait for locks.
     """
     network = network_file_system(path)
-    if network and schema.is_blank(sqlite):
+    if network and is_blank(sqlite):
         text = f"the store {path} is on a network file system ({network}); see docs/reliability.md"
         warn_caller(Remark(text))
     mode = "DELETE" if network else "WAL"

@@ -15,9 +15,8 @@ from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of, summary_row
 from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
-from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
-from steplab.store.selection import Selection, id_beginning, unique_id
+from steplab.store.selection import Selection, cell_key, id_beginning, unique_id
 
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)

@@ -5,9 +5,8 @@ import msgspec
 from steplab.records.codec import new_id, now_utc
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
-from steplab.store.cells import study_fingerprint, study_keys
 from steplab.store.connection import Connection, text_of
-from steplab.store.selection import FINISHED, NOT_SUPERSEDED, unique_id
+from steplab.store.selection import FINISHED, NOT_SUPERSEDED, study_fingerprint, study_keys, unique_id
 
 
 class StudyTable:

@@ -1,6 +1,6 @@
-"""Export records to a file, or to an experiment tracker.
+"""Export records to a file for `steplab import`, or to an experiment tracker.
 
-For example: steplab export --format perfetto ID --output step.json
+For example: steplab export --output records.jsonl
 """
 
 from typing import Annotated, Literal
@@ -18,13 +18,6 @@ def export(
     /,
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
-    format: Annotated[
-        Literal["jsonl", "perfetto"] | None,
-        Parameter(
-            help="jsonl: records for `steplab import`; perfetto: a run's timeline, for ui.perfetto.dev "
-            "[default: by --output's suffix, else jsonl]"
-        ),
-    ] = None,
     tracker: Annotated[
         Literal["mlflow", "wandb"] | None,
         Parameter(
@@ -39,8 +32,8 @@ def export(
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
-        if format or out.output:
-            raise UserError("--tracker excludes --format and --output; run the command twice")
+        if out.output:
+            raise UserError("--tracker excludes --output; run the command twice")
         _track(ids, study, tracker, out)
         return
     from steplab.cli.output import chosen_format, emit
@@ -48,11 +41,8 @@ def export(
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
 
-    chosen = chosen_format(format, out, allowed=("jsonl", "perfetto"))
+    chosen = chosen_format(None, out, allowed=("jsonl",))
     with open_store(out.store, write=False) as opened:
-        if chosen == "perfetto":
-            emit(_timeline(opened.get(_only(ids))), out, chosen)
-            return
         study_id = opened.study_id(study) if study else None
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
@@ -77,23 +67,3 @@ def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptio
             places.append(track(tracked(record, page), tracker))
     for place in dict.fromkeys(places):
         say(f"exported {counted(places.count(place), 'record')} to {place}")
-
-
-def _only(ids: tuple[str, ...]) -> str:
-    from steplab.errors import UserError
-
-    if len(ids) != 1:
-        raise UserError(
-            f"--format perfetto takes the id of one run, not {len(ids) or 'all records'}; `steplab list` shows the ids"
-        )
-    return ids[0]
-
-
-def _timeline(record: object) -> str:
-    from steplab.errors import UserError
-    from steplab.records.run import Run
-    from steplab.report.perfetto import chrome_trace
-
-    if not isinstance(record, Run):
-        raise UserError("only runs have a timeline; `steplab list --kind run` shows them")
-    return chrome_trace(record)

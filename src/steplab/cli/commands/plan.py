@@ -68,13 +68,6 @@ def memory(
             group=SPREAD,
         ),
     ] = None,
-    sequence_parallel: Annotated[
-        bool,
-        Parameter(
-            help="Split tokens over tp between matrix products; only planning can turn it off",
-            group=SPREAD,
-        ),
-    ] = True,
     out: PageOptions = PageOptions(),
 ) -> None:
     """Predict the peak memory of a step on a CUDA device, component by component.
@@ -94,7 +87,7 @@ def memory(
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     card = chosen_gpu(gpu or DEFAULT_GPU, memory=of_gpu) if gpu or of_gpu else None
     with shown("predicting"):
-        prediction = plan_memory(spec, gpu=card, variant=variant, sequence_parallel=sequence_parallel)
+        prediction = plan_memory(spec, gpu=card, variant=variant)
     _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 

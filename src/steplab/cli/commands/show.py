@@ -23,8 +23,8 @@ def show(
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit, stdout_color
-    from steplab.views.showing import show as view
     from steplab.views.view import FORMATS
+    from steplab.views.view import show as view
 
     chosen = chosen_format(format, out, allowed=FORMATS)
     emit(view(id, store=out.store).render(chosen, color=stdout_color(out)), out, chosen)

@@ -1,17 +1,96 @@
 """One call of each collective: torch.distributed's, as a training loop makes it, or steplab.parallel's own transport.
 
 The calls of torch are synchronous: on a GPU they return as soon as the work is on the current stream.
+
+The data sent in the check of a collective, and the data each rank must receive, element by element.
+
+They are whole numbers so small that every sum is exact in every type, drawn from a hash of rank and index: an element
+at another place, or from another rank, is almost always another number. Tensors are flat, and filled and compared in
+pieces, because a whole message as int64 would take twice its memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from steplab.measurement.comm.data import Buffers
+from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
 from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+from steplab.specs.comm import CommSpec
+
+_PIECE = 2**24
+_SENTINEL = 99.0
+_EXACT = 256
+"""Whole numbers up to this are exact in bf16."""
+
+
+class Buffers:
+    """One rank's tensors of a cell: `send` holds its data, `receive` the result; the same tensor for a collective in
+    place.
+
+    An average is compared through its sum, which is exact in every type.
+    """
+
+    def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
+        self.spec, self.rank = spec, rank
+        dtype = TORCH_DTYPES[spec.dtype]
+        whole, part = spec.message_elements, spec.part_elements
+        num_sent = part if spec.collective == "all_gather" else whole
+        num_received = part if spec.collective == "reduce_scatter" else whole
+        self.send = torch.empty(num_sent, dtype=dtype, device=device)
+        for piece, index in _pieces(self.send):
+            piece.copy_(self._drawn(rank, index))
+        self.averaged = spec.backend == "peer_copy"
+        in_place = spec.collective in ("all_reduce", "broadcast")
+        self.receive = self.send if in_place else torch.full((num_received,), _SENTINEL, dtype=dtype, device=device)
+
+    def compare(self) -> tuple[int, int, str]:
+        """Received elements, wrong ones, and the first wrong one in words."""
+        num_wrong, first = 0, ""
+        for piece, index in _pieces(self.receive):
+            expected = self._expected(index)
+            received = (piece.double() * self.spec.world_size).round() if self.averaged else piece.double()
+            wrong = (received != expected).nonzero().flatten()
+            if wrong.numel() and not first:
+                at = int(wrong[0])
+                first = (
+                    f"rank {self.rank}, element {int(index[at])} is {received[at].item():g} "
+                    f"and should be {int(expected[at])}"
+                )
+            num_wrong += wrong.numel()
+        return self.receive.numel(), num_wrong, first
+
+    def _expected(self, index: Tensor) -> Tensor:
+        n, part = self.spec.world_size, self.spec.part_elements
+        mine = self.rank * part
+        match self.spec.collective:
+            case "all_reduce":
+                return sum((self._drawn(rank, index) for rank in range(n)), torch.zeros_like(index))
+            case "reduce_scatter":
+                return sum((self._drawn(rank, index + mine) for rank in range(n)), torch.zeros_like(index))
+            case "all_gather":
+                return self._drawn(index // part, index % part)
+            case "all_to_all":
+                return self._drawn(index // part, index % part + mine)
+            case "broadcast":
+                return self._drawn(0, index)
+            case "send_recv":
+                return self._drawn((self.rank - 1) % n, index)
+
+    def _drawn(self, rank: int | Tensor, index: Tensor) -> Tensor:
+        largest = 3 if 3 * self.spec.world_size <= _EXACT else 1
+        mixed = (index * 2654435761 + rank * 40503) & 0xFFFFFFFF
+        return (mixed ^ (mixed >> 15)) % (2 * largest + 1) - largest
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, tensor.numel(), _PIECE):
+        piece = tensor[start : start + _PIECE]
+        yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)
+
 
 Call = Callable[[], Any]
 MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]

@@ -3,6 +3,7 @@
 A fake device tests the loop's order of events and its statistics.
 """
 
+import resource
 import sys
 import time
 from typing import Any, Protocol
@@ -191,12 +192,8 @@ def _devices_here() -> list[str]:
     return [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
 
-def host_peak_bytes() -> int | None:
-    """Largest resident set of this process so far; None if unreported."""
-    try:
-        import resource
-    except ImportError:  # Windows has no getrusage
-        return None
+def host_peak_bytes() -> int:
+    """Largest resident set of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB  # macOS counts bytes, Linux KiB
 

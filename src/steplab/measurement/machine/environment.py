@@ -13,7 +13,7 @@ from steplab.measurement.machine import nvml
 from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.memory import Memory
-from steplab.records.ranks import RankSamples
+from steplab.records.run import RankSamples
 from steplab.records.timing import PhaseSamples
 from steplab.records.validation import cleaned
 
@@ -125,7 +125,7 @@ def _cpu_name() -> str:
 def _load_average() -> float | None:
     try:
         return os.getloadavg()[0]
-    except (OSError, AttributeError):  # not on Windows
+    except OSError:
         return None
 
 

@@ -24,8 +24,7 @@ from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.memory.allocation_events import AllocationEvents
 from steplab.measurement.memory.cpu_history import PythonLines, cpu_snapshot, left_behind, storages_in_sight
-from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
-from steplab.measurement.memory.sightings import StepSightings
+from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks, StepSightings
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep

@@ -2,11 +2,20 @@
 
 The step is `run`'s, with its autocast and conversions; all passes use one batch and the same random numbers, so dropout
 drops the same elements.
+
+The accumulation study: one number added to a sum a thousand times, in several pairs of types.
+
+As the sum grows, the numbers of its type lie further apart, and each addition is rounded to the nearest. torch makes
+the sums on the device; exact fractions give the rounding of each addition.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from statistics import mode
 
 import torch
 
@@ -16,7 +25,6 @@ from steplab.measurement.machine.device import open_device
 from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
@@ -25,9 +33,61 @@ from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.codec import new_head
-from steplab.records.numerics import Audit, LossScaling, Numerics
+from steplab.records.numerics import Accumulation, Audit, Binade, LossScaling, Numerics
 from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
+
+NUMBER = 0.01
+NUM_ADDITIONS = 1000
+
+STUDY: tuple[tuple[torch.dtype, torch.dtype, bool], ...] = (
+    (torch.float32, torch.float32, False),
+    (torch.float16, torch.float16, False),
+    (torch.float32, torch.float16, False),
+    (torch.float32, torch.float16, True),
+    (torch.bfloat16, torch.bfloat16, False),
+    (torch.float32, torch.bfloat16, False),
+)
+"""Type of the sum, type of the addend, and True if the addend is first cast to the sum's type (without effect)."""
+
+
+def accumulate(device: torch.device) -> tuple[Accumulation, ...]:
+    return tuple(_accumulate(device, *types) for types in STUDY)
+
+
+def _accumulate(device: torch.device, accumulator: torch.dtype, addend: torch.dtype, cast: bool) -> Accumulation:
+    total = torch.zeros((), dtype=accumulator, device=device)
+    sums = torch.zeros(NUM_ADDITIONS + 1, dtype=accumulator, device=device)
+    for index in range(1, NUM_ADDITIONS + 1):
+        number = torch.tensor(NUMBER, dtype=addend, device=device)
+        total += number.to(accumulator) if cast else number
+        sums[index] = total
+    seen: list[float] = sums.tolist()
+    value: float = torch.tensor(NUMBER, dtype=addend).item()
+    return Accumulation(
+        accumulator=dtype_name(accumulator),
+        addend=dtype_name(addend),
+        cast=cast,
+        number=NUMBER,
+        addend_value=value,
+        num_additions=NUM_ADDITIONS,
+        num_rounded=sum(Fraction(before) + Fraction(value) != Fraction(after) for before, after in pairwise(seen)),
+        result=seen[-1],
+        binades=tuple(_binades(seen, torch.finfo(accumulator).eps)),
+    )
+
+
+def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
+    """Additions by the power of two below their sum. `eps` is the spacing of numbers between 1 and 2."""
+    added: dict[float, list[float]] = {}
+    for before, after in pairwise(sums):
+        start = 2.0 ** (math.frexp(before)[1] - 1) if before else 0.0
+        added.setdefault(start, []).append(after - before)
+    return [
+        Binade(start=start, spacing=start * eps, num_additions=len(steps), added=mode(steps))
+        for start, steps in added.items()
+    ]
+
 
 _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
 _HEADROOM = 8

@@ -22,7 +22,7 @@ from steplab.measurement.jobs import JOBS
 from steplab.measurement.machine.torchrun import ProcessPlace, place_in
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.wire import BadMessage, Request, Whereabouts, Wire, decoded
-from steplab.records.turns import Turn
+from steplab.records.timing import Turn
 
 Send = Callable[[Any, Any], None]
 _STEP_MESSAGES_EVERY_S = 0.1

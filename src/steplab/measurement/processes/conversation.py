@@ -20,8 +20,7 @@ import msgspec
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
 from steplab.measurement.machine.torchrun import ProcessPlace, environment_of
-from steplab.measurement.processes.scratch import scratch_folder
-from steplab.measurement.processes.started import Started, crash, named, unreadable
+from steplab.measurement.processes.started import Started, crash, named, scratch_folder, unreadable
 from steplab.measurement.processes.wire import (
     STAGE,
     BadMessage,
@@ -39,7 +38,7 @@ from steplab.python import python_running
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.records.turns import Turn
+from steplab.records.timing import Turn
 from steplab.units import format_time
 
 CHILD = "steplab.measurement.processes.child"

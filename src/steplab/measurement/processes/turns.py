@@ -26,8 +26,7 @@ from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory
 from steplab.records.run import Run
-from steplab.records.timing import Timing, joined
-from steplab.records.turns import MOST_IN_A_BLOCK, Turn, Turns
+from steplab.records.timing import MOST_IN_A_BLOCK, Timing, Turn, Turns, joined
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 

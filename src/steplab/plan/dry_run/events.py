@@ -1,9 +1,12 @@
 """The ordered events of a dry run, the source of memory, FLOPs and bytes. They are structs, because a large model's
 step has some hundred thousand and frozen dataclasses are several times slower.
+
+The operators of a step with many identical blocks, from steps with two and with three.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
 
 import msgspec
 
@@ -82,3 +85,54 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 Event = Began | Allocated | Freed | Operator
 Listener = Callable[[Event], None]
+
+
+_REPEATED = "block 1"
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBlocks(Sequence[Operator]):
+    """In order. The memory that a repeated block reads is not known, so fusion reads `few` and `more`."""
+
+    few: tuple[Operator, ...]
+    more: tuple[Operator, ...]
+    num_layers: int
+
+    @property
+    def times(self) -> int:
+        """Number of added blocks: each adds the difference between `more` and `few`."""
+        return self.num_layers - 2
+
+    def __iter__(self) -> Iterator[Operator]:
+        block: list[Operator] = []
+        updates = iter([op for op in self.few if op.phase == "optimizer"])
+        for op in self.more:
+            if block and (op.where != _REPEATED or op.phase != block[0].phase):
+                for _ in range(self.times):
+                    yield from block
+                block = []
+            if op.phase == "optimizer":
+                yield self._of_all(next(updates, op), op)
+            elif op.where == _REPEATED:
+                block.append(op)
+            else:
+                yield op
+
+    def _of_all(self, few: Operator, more: Operator) -> Operator:
+        if few.name != more.name:
+            return more
+        grown = {
+            name: getattr(few, name) + self.times * (getattr(more, name) - getattr(few, name))
+            for name in ("read_bytes", "written_bytes", "flops", "calls")
+        }
+        return msgspec.structs.replace(more, **grown)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> Operator: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Operator]: ...
+    def __getitem__(self, index: int | slice) -> Operator | Sequence[Operator]:
+        return tuple(self)[index]

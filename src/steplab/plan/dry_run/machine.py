@@ -9,10 +9,9 @@ from typing import Any
 
 from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
-from steplab.plan.dry_run.checkpoint import Enough, Frame
 from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener, Operand, Operator
 from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
-from steplab.plan.dry_run.tape import Backward, Node, Tape
+from steplab.plan.dry_run.tape import Backward, Enough, Frame, Node, Tape
 from steplab.plan.dry_run.tensors import Piece, Slot, Storage, Tensor
 from steplab.specs.step import AUTOCAST
 

@@ -1,5 +1,11 @@
 """The model's operators outside of attention: their allocations, kept tensors and backward passes. A function holds its
-arguments until it returns, as torch's do; a backward function so holds its gradient."""
+arguments until it returns, as torch's do; a backward function so holds its gradient.
+
+Tensor parallelism in the dry run: tokens are gathered before the first products, and sums scattered after the last.
+
+DTensor does both (torch/distributed/tensor/_collective_utils.py). A received all-gather is ordered by rank and is
+copied into the order of the tokens; a reduce-scatter is copied into the order of the ranks before it is sent.
+"""
 
 from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -318,3 +324,32 @@ def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
 
 def _gradient_of(m: Machine, weight: Parameter) -> Tensor:
     return m.new(weight.tensor.count, weight.tensor.dtype, f"gradient of {weight.name}")
+
+
+def gather(m: Machine, x: Tensor) -> Tensor:
+    """All tokens of a tensor that is split over the ranks; backward sums and scatters the gradient. Where each rank has
+    all tokens, that sum is in place."""
+    if not m.sizes.split_tokens:
+        return x
+    whole = _gathered(m, x)
+    m.node((x.slot,), (), lambda m, kept, gradient: (_scattered(m, gradient),)).gives(whole)
+    return whole
+
+
+def scatter(m: Machine, x: Tensor) -> Tensor:
+    """A rank's tokens of the sum over all ranks, or all of them in place; backward gathers the gradient."""
+    if not m.sizes.split_tokens:
+        return x
+    part = _scattered(m, x)
+    m.node((x.slot,), (), lambda m, kept, gradient: (_gathered(m, gradient),)).gives(part)
+    return part
+
+
+def _gathered(m: Machine, x: Tensor) -> Tensor:
+    received = m.new(m.sizes.gathered, x.dtype, f"{x.what}, received", category="temporaries")
+    return m.run("cat", (received,), m.sizes.gathered, x.dtype, f"{x.what}, of all ranks")
+
+
+def _scattered(m: Machine, x: Tensor) -> Tensor:
+    to_send = m.run("cat", (x,), m.sizes.gathered, x.dtype, f"{x.what}, to send")
+    return m.new(m.sizes.stream, to_send.dtype, f"{x.what}, summed over ranks")

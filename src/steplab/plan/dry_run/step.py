@@ -6,17 +6,16 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from steplab.ops.triton_places import implementation
+from steplab.plan.dry_run.allocator import Ledger
+from steplab.plan.dry_run.attention import attention_of
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
-from steplab.plan.dry_run.fused_attention import attention_of
-from steplab.plan.dry_run.fused_block import FusedBlock
 from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Gathering, Machine
-from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.operators import divided
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, WHOLE, Count, Sizes, Split
-from steplab.plan.dry_run.transformer import HeadLoss, Transformer
+from steplab.plan.dry_run.transformer import FusedBlock, HeadLoss, Transformer
 from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS

@@ -4,10 +4,17 @@ Nodes run in reverse order. A node makes the gradients of its inputs, then frees
 tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
 (torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
 added to the gradient of an earlier pass.
+
+Activation checkpointing in the dry run, as torch.utils.checkpoint does it without reentrant autograd.
+
+In the forward pass a block's nodes keep nothing, and its frame keeps its input. The first backward of a node recomputes
+the block up to the last tensor that a node needs (early stop). Nodes take their tensors from the frame in order.
+Selective checkpointing also keeps the outputs of matmuls and of fused attention in the frame, instead of recomputing
+them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from steplab.plan.dry_run.sizes import Dtype
 from steplab.plan.dry_run.tensors import Slot, Tensor
@@ -94,3 +101,50 @@ def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
         machine.ran("add", (slot.gradient, gradient), (slot.gradient,))
     if slot.is_leaf and slot.gradient is gradient:
         gradient.storage.piece.category = "gradients"
+
+
+Kept = tuple[Tensor, ...]
+
+
+class Enough(Exception):
+    """A recomputation has found every tensor that its block's nodes keep."""
+
+
+class Frame:
+    def __init__(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> None:
+        self._run, self._x, self._selective = run, x, selective
+        self._num_nodes = 0
+        self._found: list[Kept | None] = []
+        self._outputs: list[Tensor] = []
+        self.recomputing = False
+
+    def run(self) -> Any:
+        return self._run(self._x)
+
+    def has_found(self) -> bool:
+        return bool(self._found)
+
+    def enter(self, kept: Kept) -> int:
+        """Register a node's kept tensors and return its number; raises Enough once the last is found."""
+        if not self.recomputing:
+            self._num_nodes += 1
+            return self._num_nodes - 1
+        self._found.append(kept)
+        if len(self._found) == self._num_nodes:
+            raise Enough
+        return len(self._found) - 1
+
+    def take(self, number: int) -> Kept:
+        kept, self._found[number] = self._found[number], None
+        assert kept is not None
+        return kept
+
+    def output(self, make: Callable[[], Tensor]) -> Tensor:
+        """The output of an operator that selective checkpointing keeps: made once."""
+        if not self._selective:
+            return make()
+        if self.recomputing:
+            return self._outputs.pop(0)
+        made = make()
+        self._outputs.append(made)
+        return made

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.costs.flops import num_embedding_parameters, num_parameters
 from steplab.errors import SteplabError, Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering

@@ -17,13 +17,11 @@ def predict_layout_memory(
     workspace_bytes: int,
     variant: Variant | None,
     notes: Sequence[str],
-    *,
-    sequence_parallel: bool,
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
     """The prediction for the ranks that need most, with all others listed. A single process that is compiled block by
     block gets the same, without NCCL."""
-    ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel, model=model)
+    ranks = memory_by_rank(spec, workspace_bytes, variant, model=model)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     sharing = sharing_of(spec, variant, model=model)
@@ -38,7 +36,7 @@ def predict_layout_memory(
         peak_where=worst.peak_where,
         terms=worst.terms,
         phase_peaks=worst.phase_peaks,
-        notes=(*notes, *of_ranks, *(() if sequence_parallel else (_WHOLE_TOKENS,))),
+        notes=(*notes, *of_ranks),
         kind="estimate",
         reserved_bytes=worst.reserved_bytes,
         least_device_bytes=least,
@@ -49,11 +47,6 @@ def predict_layout_memory(
         model=sharing.model.facts,
         spec=spec,
     )
-
-
-_WHOLE_TOKENS = (
-    "without sequence parallelism ranks of tp have all tokens between the products; steplab does not run this"
-)
 
 
 def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:

@@ -11,7 +11,7 @@ from steplab.specs.step import StepSpec
 
 _FP32_BYTES = 4
 GATHERING = Gathering()
-"""FSDP2 as measurement.step.laying_out sets it up, with a current torch."""
+"""FSDP2 as measurement.step.distribute sets it up, with a current torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Messages of one rank of a layout in a step, axis by axis, as in measurement.step.laying_out and parallel. Sizes
+"""Messages of one rank of a layout in a step, axis by axis, as in measurement.step.distribute and parallel. Sizes
 follow nccl-tests: an all-gather's output, a reduce-scatter's input."""
 
 from collections import Counter

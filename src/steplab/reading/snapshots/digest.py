@@ -1,16 +1,35 @@
-"""Builds a MemoryProfile from a History: replay, categories, peak."""
+"""Builds a MemoryProfile from a History: replay, categories, peak.
 
+The largest allocations, equal ones grouped.
+
+Tensors that autograd saved for backward, and bytes saved and output by each block.
+
+Reads the marks next to a snapshot, from any writer; accepts only marks that a recorder can write.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from steplab.errors import SteplabError
-from steplab.reading.snapshots.history import NONE, OOM, Codes, DeviceHistory, History, Integers
-from steplab.reading.snapshots.largest import alive_at, largest
+from steplab.errors import SteplabError, UserError
+from steplab.reading.snapshots.history import (
+    ALLOC,
+    FREE_COMPLETED,
+    NONE,
+    OOM,
+    Codes,
+    DeviceHistory,
+    Events,
+    Flags,
+    History,
+    Integers,
+)
 from steplab.reading.snapshots.made import Origin, Origins
 from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
-from steplab.reading.snapshots.saved import SavedMemory
 from steplab.reading.snapshots.timeline import (
     Positions,
     Residents,
@@ -19,9 +38,247 @@ from steplab.reading.snapshots.timeline import (
     phase_records,
     timeline,
 )
-from steplab.records.memory_marks import Marks, Stretch
-from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
+from steplab.records.memory_marks import MARKS_SCHEMA, Marks, Saved, Stretch, history_digest
+from steplab.records.memory_profile import (
+    MEASURED_CATEGORIES,
+    UNNAMED_CATEGORIES,
+    Allocation,
+    BlockMemory,
+    LeftOut,
+    MemoryProfile,
+    SavedTensors,
+    tensor_bytes,
+)
+from steplab.records.module_names import without_numbers
 from steplab.units import counted, format_bytes
+from steplab.unpacking import small_file
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+def read_marks(path: Path) -> Marks:
+    """The marks in a JSON file. Raises UserError, on one line, for an unreadable file or another content."""
+    try:
+        content = small_file(path)
+        schema = msgspec.json.decode(content, type=_Head).schema
+        if schema != MARKS_SCHEMA:
+            raise UserError(f"{path}: it has format {schema!r}; this version reads {MARKS_SCHEMA}")
+        marks = msgspec.json.decode(content, type=Marks)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not the marks of a memory snapshot: {error}") from error
+    for owner in marks.owned:
+        if owner.category not in MEASURED_CATEGORIES:
+            raise UserError(f"{path}: not the marks of a memory snapshot: a category is {owner.category!r}")
+    return marks
+
+
+def check_same_history(marks: Marks, history: History, path: Path) -> None:
+    """Raise UserError for marks of another history, or without owners of memory.
+
+    Marks name their history by its digest; old files are matched by all allocation sizes.
+    """
+    why = _why_not_of(marks, next((device for device in history.devices if device.index == marks.device_index), None))
+    if why:
+        raise UserError(f"{path}: {why}; remove it to read the snapshot alone")
+
+
+def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
+    if device is None:
+        return f"it belongs to another snapshot: the snapshot has no device {marks.device_index}"
+    events, num_counted = device.events, len(marks.block_bytes)
+    allocated = events.size_bytes[events.action == ALLOC]
+    if num_counted and num_counted != len(allocated):
+        return (
+            f"it belongs to another snapshot: it counts {num_counted} allocations, the snapshot "
+            f"{len(allocated)} on device {marks.device_index}"
+        )
+    if marks.history_sha256 is None and not num_counted:
+        return "it does not name its snapshot"
+    of_blocks = events.action <= FREE_COMPLETED
+    if marks.history_sha256 not in (None, _digest(events, of_blocks)):
+        return "it belongs to another snapshot: its digest differs from the snapshot's history"
+    if num_counted and bool((np.array(marks.block_bytes, dtype=np.int64) < allocated).any()):
+        return "it belongs to another snapshot: a block is smaller than in the snapshot"
+    known = np.concatenate((events.address[of_blocks], device.blocks.address))
+    found = np.isin(np.array([owner.address for owner in marks.owned], dtype=np.int64), known)
+    if 2 * found.sum() < len(found):
+        return f"it belongs to another snapshot: only {found.sum()} of its {len(found)} addresses match"
+    in_phases = any(phase.name == "forward" for phase in marks.phases)
+    if in_phases and not any(owner.category == "parameters" for owner in marks.owned):
+        return "it is damaged: it has phases of the step but no parameters of the model"
+    return None
+
+
+def _digest(events: Events, of_blocks: Flags) -> str:
+    return history_digest(
+        events.action[of_blocks].tobytes(),  # one byte each; ACTIONS begins with BLOCK_ACTIONS
+        events.address[of_blocks].astype("<i8").tobytes(),
+        events.size_bytes[of_blocks].astype("<i8").tobytes(),
+    )
+
+
+MOST_GROUPS = 100
+
+_MOST_BLOCKS = 10
+_TOLD_APART = ("parameters", "autocast_copies", "inputs")
+
+
+class SavedMemory:
+    """Tensors saved for backward with their categories, and the memory not already held by an earlier one."""
+
+    def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
+        self._marks, self._lifetimes = marks, lifetimes
+        self._residents = residents
+        pieces = residents.find([s.address for s in marks.saved], [s.position for s in marks.saved]).tolist()
+        self._rows = list(self._judged(pieces, codes))
+
+    def _judged(self, pieces: Sequence[int], codes: Codes) -> Iterator[tuple[Saved, str, int]]:
+        seen = set[tuple[int, int]]()
+        for saved, piece in zip(self._marks.saved, pieces, strict=True):
+            category = MEASURED_CATEGORIES[codes[piece]] if piece != NONE else ""
+            category = category if category in _TOLD_APART else "activations"
+            storage = (piece, 0) if piece != NONE else (NONE, saved.address)
+            counts = category != "parameters" and storage not in seen
+            seen.add(storage)
+            yield saved, category, self._asked_bytes(saved, piece) if counts else 0
+
+    def _asked_bytes(self, saved: Saved, piece: int) -> int:
+        """Requested bytes of a storage, as categories count it; without a lifetime, the marks' size."""
+        return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
+
+    def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
+        sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
+        for saved, category, stored_bytes in self._rows:
+            alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
+            sums[alike].append(stored_bytes)
+        found = [
+            SavedTensors(
+                module=module,
+                op=op,
+                shape=shape,
+                dtype=dtype,
+                count=len(stored),
+                stored_bytes=sum(stored),
+                category=category,
+            )
+            for (module, op, shape, dtype, category), stored in sums.items()
+        ]
+        found.sort(key=lambda group: -group.stored_bytes)
+        beyond = [group.stored_bytes for group in found[MOST_GROUPS:]]
+        return tuple(found[:MOST_GROUPS]), _left_out(beyond)
+
+    def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
+        emitted = self._gradient_bytes()
+        found = dict[tuple[object, ...], BlockMemory]()
+        for module, (shape, dtype) in self._marks.block_inputs.items():
+            inside = f"{module}."
+            kept = sum(
+                stored_bytes
+                for saved, category, stored_bytes in self._rows
+                if category == "activations" and (saved.module == module or saved.module.startswith(inside))
+            )
+            block = BlockMemory(
+                module=module,
+                saved_bytes=kept,
+                gradient_bytes=sum(n for name, n in emitted.items() if name.startswith(inside)) if emitted else None,
+                input_bytes=tensor_bytes(shape, dtype),
+                input_shape=tuple(shape),
+                input_dtype=dtype,
+            )
+            looks = (kept, block.gradient_bytes, block.input_shape, dtype)
+            found.setdefault(looks, block)
+        kinds = tuple(found.values())
+        return kinds[:_MOST_BLOCKS], _left_out([block.saved_bytes for block in kinds[_MOST_BLOCKS:]])
+
+    def _gradient_bytes(self) -> dict[str, int]:
+        owned = [owner for owner in self._marks.owned if owner.category == "gradients" and owner.name]
+        pieces = self._residents.find([o.address for o in owned], [o.position for o in owned]).tolist()
+        return {
+            owner.name: int(self._lifetimes.requested_bytes[piece])
+            for owner, piece in zip(owned, pieces, strict=True)
+            if owner.name and piece != NONE
+        }
+
+
+def _left_out(sizes: Sequence[int]) -> LeftOut | None:
+    return LeftOut(count=len(sizes), num_bytes=sum(sizes)) if sizes else None
+
+
+_MOST_AT_PEAK, _MOST_OTHERS = 25, 10
+_Alike = tuple[int, int, Origin]
+_MOST_KINDS = 50_000
+
+
+def largest(
+    lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, peak_moment: int
+) -> tuple[Allocation, ...]:
+    """Groups of equal allocations by total bytes: first alive at the peak, then others."""
+    alive = alive_at(lifetimes, peak_moment)
+    at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
+    others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
+    return (*_most(at_peak, _MOST_AT_PEAK), *others[:_MOST_OTHERS])
+
+
+def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
+    chosen = groups[:limit]
+    widest = max(groups, key=lambda group: group.requested_bytes, default=None)
+    return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]
+
+
+def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
+    alive: Flags = (lifetimes.start < moment) & (lifetimes.end >= moment)
+    return alive
+
+
+def _groups(
+    pieces: Integers, lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, *, at_peak: bool
+) -> list[Allocation]:
+    counts, totals = Counter[_Alike](), Counter[_Alike]()
+    modules = defaultdict[_Alike, set[str | None]](set)
+    for piece, count, total_bytes in _kinds(pieces, lifetimes, codes, origins):
+        origin = origins.of(piece)
+        pattern = replace(origin, module=without_numbers(origin.module)) if origin.module else origin
+        alike = (int(lifetimes.requested_bytes[piece]), int(codes[piece]), pattern)
+        counts[alike] += count
+        totals[alike] += total_bytes
+        modules[alike].add(origin.module)
+    ordered = sorted(counts, key=lambda alike: -totals[alike])
+    return [
+        Allocation(
+            requested_bytes=requested,
+            block_bytes=totals[alike] // counts[alike],
+            category=names[code],
+            phase=origin.phase,
+            module=next(iter(modules[alike])) if len(modules[alike]) == 1 else origin.module,
+            op=origin.op,
+            source=origin.source,
+            shape=origin.shape,
+            dtype=origin.dtype,
+            at_peak=at_peak,
+            count=counts[alike],
+        )
+        for alike in ordered
+        for requested, code, origin in [alike]
+    ]
+
+
+def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int, int]]:
+    if not len(pieces):
+        return
+    sizes = [lifetimes.requested_bytes[pieces], codes[pieces].astype(np.int64)]
+    columns = np.stack(sizes + origins.kinds(pieces))
+    order = np.lexsort(columns)
+    columns = columns[:, order]
+    begins = np.flatnonzero(np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)))
+    counts = np.diff(np.append(begins, len(order)))
+    total_bytes = np.add.reduceat(lifetimes.block_bytes[pieces[order]], begins)
+    kept = np.argsort(-total_bytes, kind="stable")[:_MOST_KINDS]
+    kept = kept[np.argsort(order[begins[kept]])]
+    yield from zip(pieces[order[begins[kept]]].tolist(), counts[kept].tolist(), total_bytes[kept].tolist(), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from steplab.reading.traces.categories import kernel_category, op_category
 from steplab.reading.traces.devices import launching_calls
 from steplab.reading.traces.host import Host
-from steplab.reading.traces.nesting import Nesting
+from steplab.reading.traces.intervals import Nesting
 from steplab.reading.traces.trace import NONE, Column, Rows, Trace
 from steplab.records.profile import CATEGORIES, OUTSIDE
 

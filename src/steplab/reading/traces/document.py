@@ -13,7 +13,59 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from steplab.reading.traces.window import Source, Window
+_BLANKS = re.compile(rb"[ \t\r\n]*")
+
+
+class Source(Protocol):
+    def readinto(self, view: memoryview, /) -> int:
+        """Fill `view` from the left; returns the bytes read, 0 only at the end."""
+
+
+class Window:
+    """Bytes `start` to `end` of the document in `data`.
+
+    One free byte on each side lets a piece be decoded in place with brackets around it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.data = bytearray(2)
+        self.start = self.end = 1
+        self.exhausted = False
+        self.num_read = 0
+        self._source = source
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def view(self, start: int, end: int) -> memoryview:
+        """They change with the next fill."""
+        return memoryview(self.data)[start:end]
+
+    def fill(self, size: int) -> None:
+        """Read until the window holds `size` bytes or the document ends."""
+        if len(self) >= size or self.exhausted:
+            return
+        kept = self.data[self.start : self.end]
+        if len(self.data) < size + 2:
+            # A new buffer: the old one cannot grow while decoded values refer to it.
+            self.data = bytearray(size + 2)
+        self.data[1 : 1 + len(kept)] = kept
+        self.start, self.end = 1, 1 + len(kept)
+        while len(self) < size and not self.exhausted:
+            count = self._source.readinto(self.view(self.end, 1 + size))
+            self.end += count
+            self.num_read += count
+            self.exhausted = count == 0
+
+    def next_byte(self, chunk_bytes: int) -> bytes:
+        """Skip white space; returns the next byte without consuming it, b'' at the end."""
+        while True:
+            found = _BLANKS.match(self.data, self.start, self.end)
+            self.start = found.end() if found else self.start
+            if self.start < self.end or self.exhausted:
+                return bytes(self.data[self.start : min(self.start + 1, self.end)])
+            self.fill(chunk_bytes)
+
 
 CHUNK_BYTES = 1 << 19
 """Bytes decoded at a time, few enough for the processor's cache."""
@@ -35,7 +87,7 @@ _DAMAGED = -1
 
 
 class NotATrace(Exception):
-    """The text is the reason, if known."""
+    """Not a JSON object or array, or without events; the text is the reason, if known."""
 
 
 class EventSink(Protocol):
@@ -53,6 +105,7 @@ class Document:
         self.members: dict[str, bytes] = {}
         """JSON text of the members in `keep`, if found."""
         self.has_events = False
+        """True if there was an array of events."""
         self.damage: str | None = None
         """How the document broke off; None if it ended properly."""
         self.num_unreadable = 0
@@ -67,6 +120,7 @@ class Document:
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
+        """Read to the end. Raises NotATrace if it begins as neither an object nor an array."""
         window = self._window
         window.fill(max(self._chunk_bytes, len(_BYTE_ORDER_MARK)))
         if window.data.startswith(_BYTE_ORDER_MARK, window.start, window.end):
@@ -140,6 +194,7 @@ class Document:
     # --- events -----------------------------------------------------------------------------------------------
 
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
+        """Pass the array's elements to the sink, from the opening bracket through the closing one."""
         self.has_events = True
         window, closed = self._window, None
         window.fill(self._chunk_bytes)
@@ -240,6 +295,7 @@ class Document:
         return match.start() + match[0].index(b",") + 1 if match else None
 
     def _search(self) -> bool | None:
+        """Drop text up to the next seam; False if the document ends first, None to go on."""
         window = self._window
         while True:
             window.fill(len(window) + self._chunk_bytes)

@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 
+from steplab.reading.traces.intervals import Nesting
 from steplab.reading.traces.naming import phase_marked_by
-from steplab.reading.traces.nesting import Nesting
 from steplab.reading.traces.steps import step_ranges
 from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.records.profile import OUTSIDE, PHASES

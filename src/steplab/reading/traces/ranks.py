@@ -24,8 +24,7 @@ from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
 from steplab.reading.traces.trace import NONE, Column, Message, Ranges, Trace
-from steplab.records.profile import CATEGORIES, Profile, Timeline
-from steplab.records.traced_ranks import Meeting, PathPart, TracedRank, TracedRanks
+from steplab.records.profile import CATEGORIES, Meeting, PathPart, Profile, Timeline, TracedRank, TracedRanks
 
 MOST_STEPS = 20
 _WOKEN_NS = 5e6

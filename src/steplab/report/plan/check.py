@@ -3,7 +3,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
 from steplab import units
-from steplab.records.time_check import TimeCheck
+from steplab.records.step_time import TimeCheck
 from steplab.report.kit.document import Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT
 from steplab.stats import percentile

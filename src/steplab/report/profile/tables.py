@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 
 from steplab import units
-from steplab.records.profile import CATEGORIES, KernelStats, Profile
+from steplab.records.profile import CATEGORIES, KernelStats, Profile, TracedRanks
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.records.traced_ranks import TracedRanks
 from steplab.report.kit.charts import category_legend
 from steplab.report.kit.document import Chart, Column, Section, Table, later, row_of
 from steplab.report.kit.quantities import DIGITS, FLOPS, PERCENT, TIME, Quantity

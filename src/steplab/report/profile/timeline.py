@@ -54,7 +54,6 @@ def timeline_chart(profile: Profile) -> Chart | None:
     if len(pictures) > 1:
         note += " Below, one block in the middle of the model, with every kernel and the range it belongs to."
     note += f" {left_out} more {word} with less time are not drawn." if left_out else ""
-    note += " `steplab export --format perfetto` writes the whole step, kernel by kernel."
     return Chart(pictures=tuple(pictures), legend=category_legend(shown), note=note)
 
 

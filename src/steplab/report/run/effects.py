@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from steplab import units
-from steplab.comparison.judging import judged
-from steplab.comparison.turns import of_starts, took_turns
+from steplab.comparison.turns import judged, of_starts, took_turns
 from steplab.records.comparison import Decision, Ratio
 from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
@@ -29,7 +28,7 @@ class Pair:
     starts: tuple[tuple[RunCell, RunCell], ...]
     """The cell with the baseline's value and the other; more than once where `ab` started both so often."""
     judged: Ratio
-    """Time after over time before, over all starts (comparison.judging)."""
+    """Time after over time before, over all starts (comparison.turns)."""
 
     @property
     def before(self) -> RunCell:

@@ -3,10 +3,9 @@ from statistics import fmean, median
 
 from steplab import stats, units
 from steplab.records.failure import Failure
-from steplab.records.ranks import RankSamples
 from steplab.records.record import Record
 from steplab.records.rows import Row
-from steplab.records.run import NOT_FINITE, Run, Utilization
+from steplab.records.run import NOT_FINITE, RankSamples, Run, Utilization
 from steplab.records.timing import Timing, curve, find_phase, lead_s
 from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median, stdev
 
 from steplab import stats, units
-from steplab.comparison.judging import judged
 from steplab.comparison.samples import compare_samples
+from steplab.comparison.turns import judged
 from steplab.records.disturbances import BUSY, WAITS, disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
