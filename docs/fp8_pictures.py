@@ -2,7 +2,7 @@
 
     python docs/fp8_pictures.py
 
-The losses are those of `python -m benchmarks.loss_curves`; the products those of `steplab precision --only audit`.
+Losses come from `python -m benchmarks.loss_curves`, products from `steplab precision --only audit`.
 """
 
 import gzip
@@ -60,7 +60,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def losses() -> Chart:
-    """Mean losses of the seeds, and differences from fp32 with the same seed, beside the spread of fp32's seeds."""
+    """Mean losses of the seeds, and differences from fp32 with the same seed, and the spread of fp32's seeds."""
     curves: dict[str, dict[str, list[float]]] = json.loads(gzip.decompress(LOSSES.read_bytes()))["curves"]
     means = {name: {seed: smoothed(each) for seed, each in curves[name].items()} for name in (REFERENCE, *SHOWN)}
     reference = means.pop(REFERENCE)

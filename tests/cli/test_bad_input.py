@@ -170,7 +170,7 @@ def test_a_wrong_request_is_named_with_its_remedy(
         ("precision --format csv", "--format csv holds one table; set --only"),
         ("precision --model toy,tiny", "--model takes a single value here"),
         ("precision --model nowhere", "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
-        ("ab", "name what differs"),
+        ("ab", "name what the sides differ in"),
         ("ab '--precison bf16'", "--precison ... --precision"),
         ("ab '--precision bf16 --compile'", "--compile ... has no value"),
         ("ab '--precision bf17'", "precision 'bf17' is not known; choose one of fp32"),

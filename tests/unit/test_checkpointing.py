@@ -275,7 +275,7 @@ def test_a_factory_is_told_to_do_it_itself() -> None:
 def test_without_gradients_it_changes_nothing_and_the_record_says_so() -> None:
     run = measure_here(resolve_step(TINY | {"checkpointing": "full", "pass": "forward"}), Observer())
     assert run.failure is None
-    assert any(note.startswith("checkpointing: changes nothing") for note in run.notes)
+    assert any(note.startswith("checkpointing: no effect") for note in run.notes)
 
 
 def test_in_a_trace_recomputation_is_backward_work_of_the_ranges_it_repeats(tmp_path: Path) -> None:

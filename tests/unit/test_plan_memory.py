@@ -669,7 +669,7 @@ def test_another_card_has_another_workspace() -> None:
      ({"attention": "sdpa", "model.num_heads": 16}, "dry_run", "torch's own composition"),
      ({"attention": "sdpa_cudnn", "precision": "bf16"}, "estimate", "cuDNN's workspace"),
      ({"checkpointing": "every_99"}, "dry_run", "only the first of 3 blocks is recomputed; take N below 3"),
-     ({"checkpointing": "full", "pass": "forward"}, "dry_run", "checkpointing: changes nothing")],
+     ({"checkpointing": "full", "pass": "forward"}, "dry_run", "checkpointing: no effect")],
 )  # fmt: skip
 def test_what_is_assumed_is_said(fields: dict[str, object], kind: str, said: str) -> None:
     found = predict(**fields)

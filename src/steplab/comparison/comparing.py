@@ -71,13 +71,6 @@ def _flash_triton(env: Environment | None) -> Row:
     return {"flash_triton kernels": env.flash_triton or ("hopper" if had_hopper else "portable")}
 
 
-def sides_words(found: Unlike) -> str:
-    """'25 in A, 50 in B', or '25 in A only' where B has no value."""
-    sides = [(value, side) for value, side in ((found.a, "A"), (found.b, "B")) if value is not None]
-    told = [f"{value:g} in {side}" if isinstance(value, float) else f"{value} in {side}" for value, side in sides]
-    return ", ".join(told) + (" only" if len(told) == 1 else "")
-
-
 def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
     names = dict.fromkeys((*a, *b))
     return tuple(
@@ -333,7 +326,7 @@ def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Colle
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
     least = min(pairs, key=len)
-    fields = "; ".join(f"{each.field}: {sides_words(each)}" for each in least)
+    fields = "; ".join(f"{each.field}: {each.values}" for each in least)
     what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
     options = " ".join(f"--allow {shlex.quote(each.field)}" for each in least)
     return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"

@@ -8,21 +8,16 @@ For two step functions that alternated on one machine, a few steps at a time:
     ratio.decision   # higher, lower, same, not higher or undecided
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: undecided
 
-For consecutive processes, pass `[samples]` for each and `in_turns=False`; for several per side, a list per process. A
-difference needs at least 6 turns, more if they are noisy.
+For consecutive processes, pass `[samples]` for each and `in_turns=False`; for several per side, a list per process.
 
-Units are resampled: turns; processes, if each side has `FEWEST`; else samples. Units are drawn in runs of neighbours,
-because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992). Runs are as long as the
-cube root of the number of units (Hall, Horowitz and Jing, Biometrika 82, 1995). The interval is the percentile interval
-of the ratio of medians. For turns, each sample is first divided by the median of both sides over its turn and its two
-neighbours; turns of A and B are drawn together, so common slowdowns cancel.
+Units are resampled: turns; processes, if each side has `FEWEST`; else samples. They are drawn in runs of neighbours,
+because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992), as long as the cube root of
+their number (Hall, Horowitz and Jing, Biometrika 82, 1995). For turns, each sample is first divided by the median of
+both sides around its turn; turns of A and B are drawn together, so common slowdowns cancel.
 
-B is higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: few exchanges
-of units (for turns, within each turn) separate rank sums as far. One alone raises more false alarms: the bootstrap of a
-median of few samples is too narrow, and ranks also detect differences too small to matter.
-
-Noise widens the interval: `margin` is the known difference between separate starts on the machine.
-benchmarks/compare_alarms.py counts alarms on recorded samples.
+B is higher if the whole percentile interval lies above the threshold and the test of Mann and Whitney (1947) agrees.
+One alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks also detect
+differences too small to matter. benchmarks/compare_alarms.py counts alarms on recorded samples.
 """
 
 import itertools
@@ -119,7 +114,7 @@ def compare_samples(
 
 
 def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
-    """Of exact values, such as bytes; the interval is the ratio. Raises ValueError unless both are positive."""
+    """For exact values, such as bytes; the interval is the ratio. Raises ValueError unless both are positive."""
     if a <= 0 or b <= 0:
         raise ValueError("both values must be above zero")
     threshold = IN_TURNS if threshold is None else threshold

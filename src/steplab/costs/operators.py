@@ -1,11 +1,11 @@
 """FLOPs and bytes of one call of an operator, from the shapes and types of its inputs, and traffic of an update.
 
-FLOPs: a multiply-add of a matrix product counts as two; other operators count the formula's operations per element.
-Bytes: each input read once and each output written once. An unlisted operator has no cost: None, not zero.
+A multiply-add of a matrix product counts as two; other operators count the formula's operations per element. Bytes:
+each input read once and each output written once. An unlisted operator has no cost: None, not zero.
 
-Fused attention, torch's and steplab's own, has 4 B H S K D FLOPs forward for S queries and K keys, half of it if
-causal. Backward has 2.5 times as many, five products instead of two (Dao 2023, "FlashAttention-2", section 4.1). Its
-bytes: queries, keys, values and output once, and in the backward pass their gradients once.
+Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half of it if causal, and 2.5 times as many
+backward (Dao 2023, "FlashAttention-2", section 4.1). Its bytes: queries, keys, values and output once, and backward
+their gradients once.
 """
 
 import math

@@ -112,7 +112,7 @@ def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
     return _Remedy(
         fields=fields,
         note=(
-            "the numbers stay autocast's, because masters, moments and update are fp32; in your own code masters = "
+            "the numbers stay autocast's, because masters, moments and update are fp32; in your own code: masters = "
             "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
         ),
         saves_s=weights_s,

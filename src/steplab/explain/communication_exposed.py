@@ -23,8 +23,8 @@ _OF_BUCKETS = (
 )
 _OF_SHARDS = (
     "parameters that stay gathered after the forward pass take more memory, and are gathered once and not twice; a "
-    "larger batch computes longer during the same messages; in your own code FSDP2 has "
-    "set_modules_to_forward_prefetch, and sends half the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+    "larger batch computes longer during the same messages; in your own code: FSDP2's "
+    "set_modules_to_forward_prefetch, and half the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 )
 _OF_PARTS = (
     "ranks that split products or blocks wait for each other's activations, with little else to compute; "

@@ -43,7 +43,7 @@ def fp32_matmul(case: Case) -> Finding | None:
             "notices."
         ),
         change=command(case.spec, fields) if case.spec else own,
-        note=("" if not case.spec else f"in your own code {own}; ")
+        note=("" if not case.spec else f"in your own code: {own}; ")
         + "bf16 autocast goes further: twice the peak again, and half the bytes, with 8 bits of mantissa",
         evidence=(
             Evidence(what="fp32 matmul", value=now_s, unit="s"),

@@ -117,7 +117,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
             "does."
         ),
         change=command(case.spec, fields) if case.spec else "model = torch.compile(model)",
-        note="compiling takes seconds to minutes at the start; in your own code model = torch.compile(model)",
+        note="compiling takes seconds to minutes at the start; in your own code: model = torch.compile(model)",
         evidence=(
             Evidence(what="elementwise, normalisation, softmax, reduction and copy", value=fusing.fusable_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),

@@ -77,7 +77,7 @@ def _change(case: Case) -> tuple[str, str, dict[str, str]]:
         more = {"batch": str(2 * case.spec.batch)}
         return command(case.spec, more), "the model runs from CUDA graphs already: give each kernel more to do", {}
     fields = _graph_fields(case.spec)
-    return command(case.spec, fields), f"in your own code {own}: {shapes}", fields
+    return command(case.spec, fields), f"in your own code: {own}; {shapes}", fields
 
 
 def _graph_fields(spec: StepSpec) -> dict[str, str]:

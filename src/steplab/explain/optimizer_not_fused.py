@@ -64,7 +64,7 @@ def _from_spec(case: Case) -> Finding | None:
         saw=f"The optimizer ({spec.optimizer}) takes {format_time(now_s)} per step"
         + (f", for an update that must read and write {format_bytes(moved)}." if moved is not None else "."),
         change=command(spec, fields),
-        note=f"in your own code {_IN_CODE}",
+        note=f"in your own code: {_IN_CODE}",
         evidence=tuple(evidence),
         saves_s=saves_s,
         prediction=prediction,

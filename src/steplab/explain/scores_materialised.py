@@ -60,7 +60,7 @@ def scores_materialised(case: Case) -> Finding | None:
             "and skips scores that a causal mask hides."
         ),
         change=command(chosen, fields) if chosen else own,
-        note=f"in your own code {own}" if chosen else "with the present mask, if any",
+        note=f"in your own code: {own}" if chosen else "with the present mask, if any",
         evidence=(
             Evidence(what="scores, softmax and values", value=now_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),

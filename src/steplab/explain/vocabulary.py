@@ -215,7 +215,7 @@ def loss_share(case: Case) -> Finding | None:
     fields = {}
     if built_in is not None and case.is_gpu and case.is_eager:
         fields = {"loss": "fused"}
-        change, note = command(built_in, fields), f"in your own code {change}; {note}"
+        change, note = command(built_in, fields), f"in your own code: {change}; {note}"
     return Finding(
         kind="loss_share",
         title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",

@@ -93,7 +93,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """Or the product of the kept changes' ratios; None without kept changes, or if the first step failed."""
+        """The fastest step's time over the first's, else the product of kept changes' ratios; None without these."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -182,7 +182,7 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """Raises UserError for a step that the device, or this build of torch, refuses.
+        """Start a side. Raises UserError for a step that the device, or this build of torch, refuses.
 
         by_itself: find out if it runs, where and how fast; with a process per turn this takes one.
         """

@@ -41,7 +41,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
     - the beginning of a record's or study's id
     - a git revision: the newest record of each cell measured in a clean checkout of it
 
-    FILE names the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those of TEXT in that
+    FILE names the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT names records in that
     store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
@@ -62,7 +62,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
 
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """Each record once. Raises UserError for a text without records."""
+    """The records named by the texts, each once. Raises UserError for a text without records."""
     return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 

@@ -49,7 +49,7 @@ def comm(
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """From fields of cells (values or lists) and options; the second result is the device, cuda or cpu.
+    """The benchmark of fields of cells (values or lists) and options, and its device, cuda or cpu.
 
     The default number of processes is torchrun's, else one per GPU if there are two or more, else two. Raises UserError
     with the valid values.

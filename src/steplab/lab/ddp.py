@@ -78,7 +78,7 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """From a step's fields and options; by default the device's bucket sizes (in MB) and collectives.
+    """The study of a step's fields and options; by default with the device's bucket sizes (in MB) and collectives.
 
     Raises UserError with the valid values, and Unsupported for a transport that needs GPUs.
     """
@@ -250,8 +250,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on a settled
-    machine.
+    """Backward without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on
+    a settled machine.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

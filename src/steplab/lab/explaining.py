@@ -41,7 +41,7 @@ def findings_of(runs: Sequence[Run], store: Path | str | None = None) -> dict[st
 
 
 def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None) -> Run:
-    """By the beginning of its id; without one, the newest with a profile. Raises UserError without such a run."""
+    """The run whose id begins so; by default the newest with a profile. Raises UserError without such a run."""
     with open_store(store, write=False) as opened:
         if run_id is not None:
             record = opened.get(run_id)

@@ -55,8 +55,8 @@ class Destination:
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Before the work begins. Raises UserError for a file that must not be replaced, and SteplabError for a path
-        that cannot be written.
+        """Refuse before the work begins: raises UserError for a file that must not be replaced, and SteplabError for a
+        path that cannot be written.
         """
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):

@@ -42,7 +42,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Also while in use. Raises as Destination does for a file that is not replaced."""
+    """Copy the store, also while in use. Raises as Destination does for a file that is not replaced."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"

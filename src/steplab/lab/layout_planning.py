@@ -77,7 +77,7 @@ def plan_layout(
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """For a step's own layout, in nodes of a known GPU.
+    """The plan of a step's own layout, in nodes of a known GPU.
 
     Raises Unsupported for a step of unpredictable time or memory on several GPUs.
     """

@@ -95,7 +95,7 @@ def _destinations(
 
 
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
-    """By category, from a dry run.
+    """The peak by category, from a dry run.
 
     device: name of the GPU by torch; None: a Hopper. The prediction is always for a CUDA device. Raises Unsupported for
     a step that a dry run does not support.
@@ -111,7 +111,7 @@ def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """By id, for runs with watched memory on a CUDA device, unless the dry run does not support them."""
+    """Predictions by run id, for runs with watched memory on a CUDA device that the dry run supports."""
     watched = [
         (run, run.spec)
         for run in runs

@@ -96,7 +96,7 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Once the first step is built and its device known; `may_profile`: there is time for a profile."""
+        """Find sources of predictions, once the first step is built; `may_profile`: there is time for a profile."""
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name

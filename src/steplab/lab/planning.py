@@ -153,7 +153,7 @@ def _tokens_of_batches(spec: StepSpec) -> int | None:
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
-    """A step that cannot be predicted has the reasons."""
+    """Memory and time of each step; an unpredictable one has the reasons."""
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = []
     for spec in specs:
@@ -214,7 +214,6 @@ def plan_accounting(
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args:
-
         spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
         gpu: the mesh's device, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.

@@ -249,7 +249,7 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """Of a traced model's later eager step, in order, as a compiler fuses them.
+    """A traced model's operators in a later eager step, in order, as a compiler fuses them.
 
     Raises Unsupported for a model that cannot be run on tensors without content.
     """
@@ -299,7 +299,7 @@ def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
-    """None: only a trace knows them, which needs a package that is not installed."""
+    """Sizes of the model; None: only a trace knows them, which needs a package that is not installed."""
     if spec.model.shape is not None:
         return own_facts(spec.model.shape)
     return _known(spec).facts if is_traced(spec) else None

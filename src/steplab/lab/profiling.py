@@ -194,8 +194,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """With its profile's shares after compilation, or a note. Only for an eager step on CUDA; a user's model runs on
-    tensors without content, in another process.
+    """The run with its profile's shares after compilation, or a note. Only for an eager step on CUDA; a user's model
+    runs on tensors without content, in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

@@ -160,7 +160,7 @@ def ab(
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:
-        raise UserError("name what differs, as in steplab ab '--precision fp32' '--precision bf16'")
+        raise UserError("name what the sides differ in, as in steplab ab '--precision fp32' '--precision bf16'")
     differing = ({}, {}) if against else ({}, *sides) if len(sides) == 1 else sides
     specs = [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing]
     steps, devices = {spec.steps for spec in specs}, {spec.device for spec in specs}

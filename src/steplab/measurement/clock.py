@@ -1,15 +1,13 @@
-"""The one way to time on a device.
+"""The one way to time on a device (docs/measure.md).
 
-Back to back: nothing waits between steps, as in training. Marks (CUDA events) on the device's timeline border the
-phases and are read only after the loop, so Python may run ahead of the device as without steplab. This is the reported
-step time.
+Back to back: nothing waits between steps. Marks (CUDA events) border the phases and are read only after the loop, so
+Python may run ahead. This is the reported step time.
 
-Synchronised: the device is idle before and after every phase, and both Python's clock and the device's run. Where
-Python's time is much longer, launching kernels costs more than running them.
+Synchronised: the device is idle before and after every phase, timed by Python's clock and the device's.
 
-With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead, so
-the time contains the device's waits for it. To time the device alone, it is first held idle for longer than Python
-takes to launch the work. The driver's launch queue, of about a thousand kernels, limits how far ahead Python can get.
+With a head start: a loop of a few steps would contain the device's waits for Python. To time the device alone, it is
+first held idle for longer than Python takes to launch the work. The driver's launch queue, of about a thousand kernels,
+limits how far ahead Python can get.
 
 With cold caches: before each call the device's cache is overwritten, as often as keeps the device busy until Python has
 launched the call.
@@ -129,7 +127,7 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
+    """Time each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}

@@ -1,17 +1,14 @@
-"""The private interfaces of torch that steplab uses, and what happens where one is missing.
+"""The private interfaces of torch that steplab uses, and the effect of a missing one.
 
-The size of a refused allocation: torch's message rounds it to two decimals, its observer does not. Without the observer
-the message is used.
+The size of a refused allocation: without the observer, torch's message, which rounds it.
 
-Compiled modules, and modules that react to hooks. If missing, they count as ordinary, and their profile shows the
-hooks' effect.
+Compiled modules, and modules that react to hooks: they count as ordinary, and their profile shows the hooks' effect.
 
-The memory of a watched step: the allocator's history, the tree of the profiler's events, the tensors in the nodes of
-autograd's graph. If one is missing, recording ends in an error, and the record has a note.
+The memory of a watched step (the allocator's history, the profiler's tree of events, the tensors in autograd's nodes):
+recording ends in an error, and the record has a note.
 
-A kernel that spins for a number of cycles, to hold a device. If missing, timing with a head start fails and names it.
-
-Autocast's rule for an operator, from the dispatcher's kernels; without it an audit of precision fails and names it.
+A kernel that spins, to hold a device; autocast's rules for operators: timing with a head start, or an audit of
+precision, fails and names it.
 """
 
 import re

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     stage: str
-    """The stage: starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace,
-    memory or snapshot; of an audit sums, build, reference, audit and scaling; after the process read, dry run and
-    read snapshot; of a report predict and draw."""
+    """starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace, memory or
+    snapshot. In an audit: sums, build, reference, audit and scaling. After the process: read, dry run and read
+    snapshot. In a report: predict and draw.
+    """
     done: int
     """Completed steps of this stage; while reading, bytes; while predicting, runs."""
     total: int

@@ -49,7 +49,6 @@ class Runner:
         return True
 
     def read_clocks(self) -> None:
-        """Note the clocks; a busy device has those of work."""
         self.environment = read_clocks(self.environment, self.device.torch_device)
 
     def tell_clocks(self) -> None:

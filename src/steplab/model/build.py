@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
-    """With random weights from the spec's seed. `span` marks a built-in model's computation outside of modules for a
-    profiler: parts of plain attention, and the loss. Raises Unsupported for a planning-only size, and UserError for an
-    unusable factory or configuration.
+    """Build the model with random weights from the spec's seed. `span` marks a built-in model's computation outside of
+    modules for a profiler: parts of plain attention, and the loss. Raises Unsupported for a planning-only size, and
+    UserError for an unusable factory or configuration.
     """
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":

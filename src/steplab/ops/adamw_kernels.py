@@ -48,9 +48,10 @@ def adamw_kernel(
 
     addresses [tensors, 5]: parameter, gradient, first and second moment, each a multiple of 16 bytes and float32, and
     the step count. With masters [tensors, 6]: the parameter is the float32 master, the gradient is bfloat16, and the
-    last address is the bfloat16 weight, which is only written. counts [tensors]: elements; firsts [tensors]: the first
-    program of each tensor; tensors [programs]: a program's tensor; rates: from adamw_rates_kernel. first_rate and
-    second_rate are one minus beta.
+    last is the bfloat16 weight, which is only written.
+
+    counts [tensors]: elements. firsts [tensors]: the first program of each tensor. tensors [programs]: a program's
+    tensor. rates: from adamw_rates_kernel. first_rate and second_rate are one minus beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)

@@ -64,9 +64,10 @@ def add_rms_norm_backward_kernel(
     HAS_BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With n = sum rstd, h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format. grad
-    is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n over
-    its rows, every num_programs-th.
+    """With n = sum rstd, h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format.
+
+    grad is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n
+    over its rows, every num_programs-th.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -1,15 +1,13 @@
-"""Loss and gradients of the last linear layer, for a chunk of tokens at a time.
+"""Loss and gradients of the last linear layer, for a chunk of tokens at a time (docs/cross_entropy.md).
 
 For each chunk, logits = hidden W^T + b. Each row (`Terms`) gives the loss and is overwritten by its gradient G. Then
 
-    d hidden = G W          d W += G^T hidden          d b += sum of the rows of G
+    d hidden = G W
+    d W += G^T hidden
+    d b += sum of the rows of G
 
-So memory holds one chunk's logits, and a training step has the same three matrix products as without chunks. These are
-gradients of sum(scale * loss); the backward pass multiplies them by one number. (Hsu et al. 2024, "Liger Kernel",
-section 3.2.)
-
-Products are summed in float32. A bf16 weight's gradient is rounded once a chunk: C chunks have at most C times a single
-product's rounding error. A float32 one, as under autocast, is summed in float32.
+These are gradients of sum(scale * loss); the backward pass multiplies them by one number (Hsu et al. 2024, "Liger
+Kernel", section 3.2).
 
 Each implementation is two operators of torch: losses and gradients (steplab::cross_entropy_chunked), and scaling in
 place; their derivative is in cross_entropy.py. The step over rows is plain PyTorch (`plain_rows`), the reference, or a

@@ -1,12 +1,11 @@
 """Buckets of gradients that are sent together, and those that collectives average.
 
-A `CollectiveBucket` is averaged everywhere, by one all-reduce of its memory. Several gradients are views of one flat
-buffer; those made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large
-gradients, most of a Transformer's bytes, are not copied unless autograd shares their memory.
+A `CollectiveBucket` is averaged everywhere, by one all-reduce. Several gradients are views of one flat buffer; those
+made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large gradients are
+not copied unless autograd shares their memory.
 
 An `OwnedBucket` is averaged only on the ranks that own the parameters, in one flat buffer with a slot for each owner.
-If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py). A rank sends
-at least (N - 1) / N of the bytes, half of an all-reduce.
+If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -48,28 +48,24 @@ class DataParallel(nn.Module):
     take rank 0's parameters and buffers. Buffers are not synchronised after that.
 
     `forward`, every attribute and the names in `state_dict()`, `named_parameters()` and `named_buffers()` are the inner
-    module's: none begins with `module.`, so that a checkpoint of either loads into the other. (A module from
-    `torch.compile(module)` has torch's prefix `_orig_mod.`; after `module.compile()` it has not.)
+    module's, so a checkpoint of either loads into the other.
 
     A parameter without a gradient on a rank counts as zero there; if no rank has one, it stays None. Parameters that
     require no gradient at the start are not averaged.
 
     Args:
-        transport: `collectives` (NCCL, gloo), or `peer_copy`, by the copy engines of one host's GPUs (peer_copies.py).
-            It leaves the multiprocessors to the backward pass, and takes device memory for a second copy of all
-            gradients, outside torch's allocator.
+        transport: `collectives` (NCCL, gloo), or `peer_copy`, by the copy engines of one host's GPUs
+            (peer_copies.py), with device memory for a second copy of all gradients, outside torch's allocator.
         to_owners: each gradient is averaged only on its parameter's owner, with half the traffic, and becomes None
-            elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before the
-            next backward pass. Code that needs all gradients (the norm for clipping, a check for infinities) must
-            combine all ranks.
+            elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before
+            the next backward pass. Code that needs all gradients (the norm for clipping) must combine all ranks.
 
-    Several of these modules in one group must run backward and synchronise in one order on all ranks; else gradients of
-    different modules are averaged. Every synchronisation compares orders and raises UserError on all ranks if they
-    differ. Ranks already waiting in a collective do so until its timeout.
+    Several of these modules in one group must run backward and synchronise in one order on all ranks. Every
+    synchronisation compares orders and raises UserError on all ranks if they differ. Ranks already waiting in a
+    collective do so until its timeout.
 
-    Finish every backward pass on all ranks before dropping this. Memory of peer copies is freed only after all
-    launches, so the rank would wait, maybe in Python's garbage collector, for messages never sent. A RuntimeWarning
-    reports this.
+    Finish every backward pass on all ranks before dropping this: peer copies' memory is freed only after all launches,
+    so the rank would wait for messages never sent. A RuntimeWarning reports this.
     """
 
     def __init__(
@@ -251,7 +247,7 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """Without elements that repeat, as in an expanded mask; strides: of the repeating tensor, if it is another."""
+    """The tensor without repeated elements, as in an expanded mask; strides: of the repeating tensor, if another."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -6,10 +6,9 @@ For S bytes of parameters on N ranks, updates reach the other ranks by
 - `all_gather` of equal shares: 1 call, (N − 1) / N · S bytes to each rank; smaller shares are padded;
 - `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, without padding.
 
-`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory: from nine ranks on,
-broadcasts then move no more bytes. On CPUs it uses broadcasts, because gloo's all-gather needs its own memory: 75
-parameters of 38 MB on 4 ranks took 95 ms by `broadcast`, 302 by `all_gather`. Copies into a buffer and back would take
-782, so parameters move into the buffer once.
+`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory. On CPUs it uses
+broadcasts, because gloo's all-gather needs its own memory: 75 parameters of 38 MB on 4 ranks took 95 ms by `broadcast`,
+302 by `all_gather`.
 """
 
 from collections.abc import Sequence

@@ -1,25 +1,16 @@
 """A module laid out over a mesh of ranks by torch's own engine.
 
-A mesh is the ranks of a world along four named axes, outermost first, so that ranks that communicate most are
-neighbours:
-
-    pp      pipeline: a rank has some of the blocks
-    dp      data, replicated: a rank has a part of the batch
-    fsdp    data, sharded: as dp, and a rank keeps a part of each parameter
-    tp      tensor: a rank computes a part of each matrix product
+A mesh has four named axes, outermost first, so that ranks that communicate most are neighbours. Along pp a rank has
+some of the blocks, along dp a part of the batch. Along fsdp it also has a part of each parameter, along tp a part of
+each matrix product.
 
 `lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
 (recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled
 code. The caller names units and splits; this file does not depend on the module.
 
-torch's schedules run a pipeline of stages along pp. Microbatches of a rank's batch follow each other through the
-stages. The caller gives the shape of messages between stages, which saves a step for finding it.
-
-| schedule      | order on a rank                                                          | stages a rank |
-|---------------|--------------------------------------------------------------------------|---------------|
-| `gpipe`       | all forward passes, then all backward passes (Huang et al. 2019)         | 1             |
-| `1f1b`        | a backward pass as soon as there is one (Narayanan et al. 2019)          | 1             |
-| `interleaved` | 1f1b over several shorter stages, in turn (Narayanan et al. 2021)        | 2             |
+torch's schedules run a pipeline of stages along pp: `gpipe` (Huang et al. 2019), `1f1b` (Narayanan et al. 2019),
+`interleaved` (Narayanan et al. 2021). The caller gives the shape of messages between stages, which saves a step for
+finding it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,29 +3,26 @@
 A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps on two lines
 of work:
 
-1. *out*, on the line of copies: each rank copies from autograd's tensors into landing places of the parts' owners, and
-signals them.
-2. on the line of means: after all signals, the owner writes the mean of its and the landed gradients into its part.
+1. *out*, on the line of copies: each rank copies gradients into landing places of the parts' owners, and signals them.
+2. on the line of means: after all signals, the owner writes the mean into its part.
 3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
-the means stay.
-
-After all signals the bucket holds the averages, which are the parameters' gradients.
+   the means stay.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers over an NVSwitch. The order is
 out(1), out(2), home(1), out(3), home(2), ..., so the engine sends one chunk during another's means. A bucket's last
 means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
 
-*Ranks take turns.* In turn s rank r copies to rank r + s, so every rank receives from one other; otherwise two ranks
-would share a third one's link. A rank begins a turn when the next rank has ended the turn before. A chunk among n > 2
-ranks takes 2 (n-1) turns. With owners there are no turns, because a bucket's parts are too uneven.
+*Ranks take turns.* In turn s rank r copies to rank r + s; otherwise two ranks would share a third one's link. A rank
+begins a turn when the next rank has ended the turn before. With owners there are no turns, because a bucket's parts are
+too uneven.
 
-For B bytes each of n ranks sends and receives 2 (n-1)/n B by the copy engines, as in a ring, or half with owners. The
-multiprocessors read and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
+For B bytes each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half with owners. The multiprocessors read
+and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
 
 Memory is not overwritten while it is read. Landing places and gradients live until their bucket is home. A peer writes
 its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
-Averages may be changed in place after the wait, and are also the source of my copies home; so a bucket counts as home
-only after my own signal, which follows my copies.
+Averages may be changed after the wait, and are the source of my copies home; so a bucket counts as home only after my
+own signal, which follows my copies.
 
 The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns.
 """

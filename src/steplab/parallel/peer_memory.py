@@ -4,12 +4,12 @@ A *line* is a separate CUDA stream. A *counter* is a growing number in every ran
 counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So Python
 never waits.
 
-`SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel. It calls the driver
-directly (`CudaDriver`), because torch's own copy takes Python several times as long.
+`SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel, by calling the
+driver (`CudaDriver`): torch's own copy takes Python several times as long.
 
-A wait may be queued long before it can end. On H200s the kernels of some forward passes then began 1.1 to 1.3
-microseconds later each (docs/ddp.md), depending on the streams. So pairs of streams are tested at allocation, and the
-pair with the fastest kernels becomes the lines.
+While such waits were queued, kernels of some forward passes began 1.1 to 1.3 microseconds later each on H200s
+(docs/ddp.md), depending on the streams. So pairs of streams are tested at allocation, and the fastest pair becomes the
+lines.
 """
 
 import ctypes

@@ -4,17 +4,15 @@ One rule prevents ranks from waiting for different things: *buckets are launched
 all ranks exchange flags*. Every rank then knows of each parameter:
 
 - if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
-- if any rank has a late gradient, after the launch (a second backward pass, or a second use under reentrant
-checkpointing). Its bucket is launched again with the first average plus the late gradients. The average is equal on all
-ranks and so its own average: by linearity this gives the average of the sums.
+- if any rank has a late gradient, after the launch. Its bucket is launched again with the first average plus the late
+  gradients; the average is its own average, so by linearity this gives the average of the sums.
 
 A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
 in reduction. A parameter without a gradient in the last step does not hold back later buckets in the next.
 
-Unaveraged gradients would make ranks diverge silently. So a hook refuses the step of any torch optimizer with such
-parameters; an update by other means is not noticed. Different orders of two modules' backward passes would average
-gradients of different modules. So each group numbers its modules and keeps a checksum of the order of launches
-(`LaunchOrder`), and the exchange, from CPU to CPU, compares both.
+A hook refuses the step of any torch optimizer with unaveraged gradients, which would make ranks diverge silently. Each
+group numbers its modules and keeps a checksum of the order of launches (`LaunchOrder`), which the exchange compares:
+other orders would average gradients of different modules.
 """
 
 import sys

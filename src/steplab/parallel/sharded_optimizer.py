@@ -1,9 +1,8 @@
 """An optimizer with state sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-One rank, the owner, updates each parameter and keeps its state; the owners then exchange the parameters. With AdamW in
-fp32 on N ranks the state takes 8 / N bytes a parameter, and the update 1 / N of the time; the exchange moves (N − 1) /
-N of the parameters' bytes to each rank. With gradients averaged only on their owners (`to_owners`), a step moves 2 (N −
-1) / N of the model's bytes, as without sharding.
+One rank, the owner, updates each parameter and keeps its state; the owners then exchange the parameters, (N − 1) / N of
+their bytes to each rank. With gradients averaged only on their owners (`to_owners`), a step moves as many bytes as
+without sharding.
 
 A *full* state dict has torch's form for an unsharded optimizer: `state` by the parameter's position over all groups,
 and `param_groups`. A *shard* has one rank's state, and under `shard` its rank, the number of ranks, and its positions.
@@ -212,8 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """On every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses its part,
-        and UserError on the other ranks.
+        """Add a group on every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses
+        its part, and UserError on the other ranks.
         """
         if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)

@@ -1,15 +1,15 @@
 """Decisions from the sizes of tensors, equal on every rank because their inputs are; without torch.
 
 - Gradients that are sent together (`grouped`). In a buffer each begins at a multiple of 16 bytes, for vectorised
-optimizers; the gaps are zero and are sent too.
+  optimizers; the gaps are zero and are sent too.
 - The owner of each parameter (`owners_in`). Parameters stay whole, because an optimizer may depend on their shape
-(Muon, Adafactor); the largest parameter limits the balance.
+  (Muon, Adafactor).
 - Places in a buffer with a slot for each owner (`owner_slots`). A collective over all slots needs equal slots, padded
-if shorter; a collective for each owner needs no padding. On GPUs one collective is worth a padding of up to an eighth
-of the tensors' memory. On CPUs it is not: gloo's needs its own memory (flat_parameters.py).
-- Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places of a module's buckets in
-shared memory (`placed`). Without owners each rank has an equal part of a chunk, with borders maybe inside gradients,
-and all ranks get all means. With owners a bucket is one chunk, ordered by owner, and the means stay with the owners.
+  if shorter; a collective for each owner does not. On GPUs one collective is worth a padding of up to an eighth; on
+  CPUs none, because gloo's needs its own memory.
+- Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places in shared memory (`placed`).
+  Without owners each rank has an equal part of a chunk, with borders maybe inside gradients. With owners a bucket is
+  one chunk, ordered by owner.
 """
 
 from collections.abc import Hashable, Sequence
@@ -65,7 +65,7 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Each group and all together are spread evenly; groups are numbers of elements."""
+    """Owners of groups of parameters, given by numbers of elements: each group and all together are spread evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 

@@ -279,7 +279,7 @@ class _Facts:
 
     def _least_batch(self) -> Question:
         X, Y, MX, MY, N, Fe = self.X, self.Y, self.MX, self.MY, self.N, self.Fe
-        title = "When is the forward pass compute-bound?"
+        title = "From which batch on is the forward pass compute-bound?"
         alpha = _line("α", self.C / self.W, "", "FLOPs for each byte that is received")
         width = _line("F_e", self.Ea / (2 * self.num_parts * self.D), "", "elements of E for each number that Y moves")
         most = _line("Y_max", MY * Fe / self.alpha, "devices", "from which on tensor parallelism alone costs more")

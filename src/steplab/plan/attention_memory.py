@@ -56,8 +56,8 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """For these shapes, else with their sequences doubled until one does not fit. Raises UserError if sequences of up
-    to 2^24 positions fit.
+    """The account of these shapes, else with their sequences doubled until one does not fit. Raises UserError if
+    sequences of up to 2^24 positions fit.
     """
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     if not shapes:

@@ -19,7 +19,7 @@ _REDUCTIONS = ("softmax", "norm", "nll_loss")
 _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
-"""For an unused output of a graph, such as logits beside a loss, autograd passes a gradient of zeros."""
+"""For an unused output of a graph, such as logits next to a loss, autograd passes a gradient of zeros."""
 _ALONE = (
     *(_EMBEDDING, _ZEROS, "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
@@ -64,8 +64,8 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """In order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no kernel
-    spans two.
+    """The kernels in order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no
+    kernel spans two.
     """
     fuser = _Fuser(blocks_alone)
     for op in operators:

@@ -21,9 +21,10 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """The GPU with the CPU's pace in a measured step; unchanged if the GPU never waited.
 
-    The pace is seconds per kernel, the median over phases that waited. An eager step scales the pace of compiled ones
-    too, until a compiled one is measured. Steps of several processes are ignored: their phases include waits for each
-    other. Raises Unsupported for an unpredictable step.
+    The pace is seconds per kernel, the median over phases that waited: measured time over predicted number of kernels.
+    An eager step scales the pace of compiled ones by the same factor, until a compiled one is measured. Steps of
+    several processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that
+    cannot be predicted.
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu
@@ -46,7 +47,8 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:
-    """With an empty cache, for one block or the whole model; 0 if eager, or with an unknown number of blocks."""
+    """Seconds of compilation with an empty cache, for one block or the whole model; 0 if eager or if the number of
+    blocks is not known."""
     shape = spec.model.shape
     if spec.compile == "off" or shape is None:
         return 0.0

@@ -18,8 +18,9 @@ from steplab.specs.step import StepSpec
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
-"""FLOPs at fp32's peak of a dropped score's random number, by pass, over those of the score's products by column.
-cuDNN's kernel takes 1.1 and 0.6 ps on an H200."""
+"""FLOPs at fp32's peak of a dropped score's random number, by pass, per FLOP of the score's products by column. cuDNN's
+kernel takes 1.1 and 0.6 ps on an H200.
+"""
 _ONE_PASS = {"rotary_heads": "fused", "swiglu": "fused"}
 _ONE_PASS |= {"add_rms_norm": "fused reduction", "cross_entropy_softmax": "fused reduction"}
 """Operators that run as one Triton kernel, and the compiled kernels that resemble them."""

@@ -230,7 +230,7 @@ ERRORS: tuple[Figure[AttentionCell], ...] = (
 
 
 def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
-    """For comparison: the time of each pass, and memory beyond the inputs."""
+    """Cells for comparison: the time of each pass, and memory beyond the inputs."""
     return tuple(
         measured_cell(cell, asdict(cell.spec), f"{cell.spec.column}, {cell.spec.label}", (*PASS_TIMES, *MEMORY))
         for cell in run.cells

@@ -30,7 +30,7 @@ class Ceiling:
 
     @property
     def best_per_s(self) -> float:
-        """Of the fastest, least disturbed repeat."""
+        """The rate of the fastest, least disturbed repeat."""
         return self.work / min(self.seconds)
 
     @property

@@ -55,6 +55,13 @@ class Unlike:
     b: Scalar
     """Value in B; None: absent."""
 
+    @property
+    def values(self) -> str:
+        """'25 in A, 50 in B', or '25 in A only' where B has none."""
+        sides = [(value, side) for value, side in ((self.a, "A"), (self.b, "B")) if value is not None]
+        told = [f"{value:g} in {side}" if isinstance(value, float) else f"{value} in {side}" for value, side in sides]
+        return ", ".join(told) + (" only" if len(told) == 1 else "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedFigure:

@@ -32,7 +32,7 @@ def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambd
 
 
 def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step | None = None) -> Row:
-    """Its cells' common step, if any, its figures, then the outcome of its cells."""
+    """The common step of its cells, if any, its figures, then the outcome of its cells."""
     row = head(run, kind) | (step_columns(step(run)) if step else {}) | values(figures, run)
     num_ok = sum(cell.failure is None for cell in run.cells)
     return row | {

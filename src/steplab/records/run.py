@@ -177,12 +177,12 @@ class Run(StepRecord):
 
     @property
     def mfu(self) -> float | None:
-        """Under `causal`, or else the first known convention."""
+        """MFU under `causal`, or else the first known convention."""
         used = self.utilization("mfu", "causal")
         return used.value if used else None
 
     def utilization(self, kind: str, convention: str) -> Utilization | None:
-        """Under a convention, else the first of that kind."""
+        """The one under a convention, else the first of that kind."""
         of_kind = [u for u in self.utilizations if u.kind == kind]
         exact = [u for u in of_kind if u.convention == convention]
         return next(iter(exact or of_kind), None)

@@ -191,8 +191,8 @@ class AttentionStudy:
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Of a named grid or a TOML file: name, description, cells. `overrides` replace the grid's fields, `defaults` apply
-    last. Raises UserError for an unknown or invalid grid.
+    """Name, description and cells of a named grid or a TOML file. `overrides` replace the grid's fields, `defaults`
+    apply last. Raises UserError for an unknown or invalid grid.
     """
     content = content_of("grid", source, GRIDS)
     grids = content.get("grid", [])
@@ -216,7 +216,7 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
-    """Of all products; the first field varies slowest. Raises UserError without cells."""
+    """The first field varies slowest. Raises UserError without cells."""
     cells = cells_of_grids(grids, lambda grid: map(resolve_attention, products(grid)))
     if not cells:
         raise UserError("no cells to measure; give each field of the grid at least one value")

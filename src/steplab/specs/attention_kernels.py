@@ -33,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Also for lack of a backward pass on a CPU; None: it can run."""
+    """The reason, also the lack of a backward pass on a CPU; None: it can run."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent
@@ -70,7 +70,7 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *,
 def with_attention_chosen(
     spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
 ) -> tuple[StepSpec, tuple[str, ...]]:
-    """With `auto` resolved on one of these GPUs, and a note on the choice; else unchanged, without a note."""
+    """The step with `auto` resolved on one of these GPUs, and a note on the choice; else unchanged, without a note."""
     if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]

@@ -225,7 +225,7 @@ def numerics_of_fp8(precisions: Collection[str]) -> tuple[str, ...]:
 def changes_for(
     spec: StepSpec, device_kind: str, *, keep_precision: bool, opt_in: Collection[str] = ()
 ) -> list[Change]:
-    """Without number formats if `keep_precision`, and with only the opt-in changes in `opt_in`."""
+    """A step's changes, without number formats if `keep_precision`, and with only the opt-in changes in `opt_in`."""
     return [
         change
         for change in CHANGES
@@ -271,7 +271,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
 
 
 def recipe_help() -> str:
-    """Its settings for a built-in model on each kind of device."""
+    """Help of --recipe: the settings for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
         values = dict[str, list[str]]()

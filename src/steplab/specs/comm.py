@@ -106,7 +106,7 @@ class CommSpec:
 
     @property
     def message_bytes(self) -> int:
-        """Of the whole message, after rounding: S of nccl-tests."""
+        """S of nccl-tests, after rounding."""
         return self.message_elements * self.element_bytes
 
     @property

@@ -3,16 +3,15 @@ networks.toml.
 
 They are denominators and planning limits, never measurements. Conventions of every entry:
 
-- A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly print twice
-that, "with sparsity"; the citation says where a figure was halved.
-- A tensor-core peak has FP32 accumulation, as in PyTorch's training; GeForce cards have half the rate of FP16 there.
+- A peak is dense, in FLOP/s, a multiply-add counted as two, with FP32 accumulation; the citation says where a figure
+  "with sparsity" was halved.
 - `fp32` is the rate outside the tensor cores; `tf32` is the rate of float32 matrix products with TF32 allowed.
 - Bandwidths are in bytes per second with GB = 1e9. An interconnect's is per GPU, both directions together.
-- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold: a "141 GB" H200 shows
-143,771 MiB. `usable_bytes` is the slightly smaller memory that torch reports, if known.
+- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold; `usable_bytes` is the
+  slightly smaller memory that torch reports, if known.
 
-A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has another name and
-other rates, and gets no figures rather than a similar GPU's.
+A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has other rates, and
+gets no figures rather than a similar GPU's.
 """
 
 import difflib
@@ -95,7 +94,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """In the order of the file."""
+    """Every known GPU, in the order of the file."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
@@ -111,8 +110,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """By its short name or torch's, without regard to case and spaces; H100 means the module with most memory, SXM if
-    there is one. Raises UserError with the short names.
+    """The GPU with this short name or torch's, without regard to case and spaces; H100 means the module with most
+    memory, SXM if there is one. Raises UserError with the short names.
     """
     return _named(name, catalogue())
 
@@ -148,7 +147,7 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """Each figure with its citation; a test checks that ours is complete."""
+    """The entries of a hardware file, each figure with its citation; a test checks that ours is complete."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 
@@ -170,7 +169,7 @@ def networks() -> tuple[NetworkSpec, ...]:
 
 
 def network_of(gpu: str) -> NetworkSpec | None:
-    """Of a vendor's cluster of these GPUs; None: not known."""
+    """The network of a vendor's cluster of these GPUs."""
     return next((network for network in networks() if gpu in network.gpus), None)
 
 

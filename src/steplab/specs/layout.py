@@ -85,8 +85,8 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """On `gpus` GPUs, or in `processes` processes on the CPU; without its own layout, data parallel. Raises UserError
-    for contradictions with its layout or device.
+    """The fields on `gpus` GPUs, or in `processes` processes on the CPU; without its own layout, data parallel. Raises
+    UserError for contradictions with its layout or device.
     """
     given = dict(fields)
     check_device(str(given.get("device", "auto")))

@@ -240,8 +240,8 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """With built-in sizes replaced by `overrides`. Raises UserError for an unknown name, an unreadable configuration,
-    or an override that does not apply.
+    """The model, with built-in sizes replaced by `overrides`. Raises UserError for an unknown name, an unreadable
+    configuration, or an override that does not apply.
     """
     overrides = overrides or {}
     if name in MODEL_SIZES:

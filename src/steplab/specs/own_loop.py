@@ -13,7 +13,7 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """In the order of its forward pass; empty for a plain one. Other names are the model's."""
+    """Excerpts of the model in the order of its forward pass; empty for a plain one. Other names are the model's."""
     return _with_imports_first(_model(spec))
 
 

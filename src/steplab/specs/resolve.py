@@ -43,7 +43,7 @@ def products(grid: Grid) -> list[dict[str, object]]:
 
 
 def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cell]]) -> tuple[Cell, ...]:
-    """Each at its first place."""
+    """Cells without repeats, each at its first place."""
     return tuple(dict.fromkeys(cell for grid in grids for cell in resolve(grid)))
 
 
@@ -61,7 +61,9 @@ def resolve_grid(grid: Grid) -> list[StepSpec]:
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """By their names in study files. Raises UserError for an invalid value, and Unsupported for an unsupported step."""
+    """The spec with fields changed, by their names in study files. Raises UserError for an invalid value, and
+    Unsupported for an unsupported step.
+    """
     parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
     changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}

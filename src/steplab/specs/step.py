@@ -286,7 +286,7 @@ CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field 
 
 
 def describe(spec: StepSpec) -> str:
-    """Its step's choices, without defaults that need no mention."""
+    """The step's choices, without defaults that need no mention."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]

@@ -438,7 +438,7 @@ class StepChoices:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-step of one process: batch x context."""
+        """In a micro-step of one process: batch x context."""
         return self.batch * self.context
 
     @property

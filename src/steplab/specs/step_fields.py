@@ -5,8 +5,7 @@ and, for the options of a benchmark, next to its cells:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
-It determines the option and help, study files, the checks of a value, table columns and entries, the
-words of labels, captions and descriptions, and the key under which a study's cell is stored.
+Options, help, study files, checks, table columns, words and the keys of cells follow from it.
 """
 
 import dataclasses
@@ -168,7 +167,7 @@ class StepField:
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """From text or its own type. Raises UserError for another."""
+        """The value from text or its own type. Raises UserError for another."""
         if self.type is bool:
             return _truth(self.key, given)
         if self.type is int:

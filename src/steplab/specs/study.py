@@ -81,8 +81,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """With included measurements, as far as there are GPUs; the description lists the omissions. Raises UserError
-    without a remaining measurement.
+    """The study with its included measurements, as far as there are GPUs; the description lists the omissions. Raises
+    UserError without a remaining measurement.
     """
     kept, missing = list[StudySpec](), list[StudySpec]()
 
@@ -214,8 +214,8 @@ def preset_names(folder: str) -> tuple[str, ...]:
 
 
 def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
-    """Of a preset in the folder or a file; `what` names its kind, such as a study. Raises UserError for an unknown
-    preset, and for a file that cannot be read or is not TOML, with the `hint` on its text.
+    """The content of a preset in the folder, or of a file; `what` names its kind, such as a study. Raises UserError for
+    an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its text.
     """
     names = preset_names(folder)
     if source in names:

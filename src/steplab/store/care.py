@@ -63,7 +63,7 @@ def check(path: Path, timeout_s: float = 30.0) -> Condition:
 
 
 def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
-    """As of one moment, while others read and write it."""
+    """Copy the store as of one moment, while others read and write it."""
     with closing(open_to_read(path, timeout_s)) as connection:
         connection.copy_to(target)
 

@@ -1,10 +1,8 @@
 """Records the memory of one more step, once everything is timed.
 
-The allocator's history has address, time and Python line of each allocation, in torch's own format, for the usual
-viewer. The profiler hears of the same allocations and knows the operators and ranges around them, which place the known
-tensors in the history. A CPU's allocator keeps no history; the profiler's record is written in that form.
-
-The recorded step is the timed one: no hook changes autograd, and no mode the dispatcher.
+The allocator's history has address, time and Python line of each allocation, in torch's own format. The profiler hears
+of the same allocations and knows the operators and ranges around them. A CPU's allocator keeps no history; the
+profiler's record is written in that form. No hook changes autograd in the recorded step, and no mode the dispatcher.
 """
 
 import dataclasses

@@ -1,12 +1,11 @@
 """Records every operation of a step, above and below autocast.
 
-Above autocast are the operations that the model calls, such as layer_norm, with the types of their inputs, seen by a
-mode over torch's functions. Below it are the operators that the device runs, the casts and products such as mm with the
-types that they multiply, seen by a mode over the dispatcher. A backward node belongs to the module in whose forward
-pass it was made, known by its number.
+A mode over torch's functions sees the operations that the model calls, above autocast, such as layer_norm. A mode over
+the dispatcher sees the operators that the device runs, below it: casts, and products such as mm with the types that
+they multiply. A backward node belongs to the module in whose forward pass it was made, known by its number.
 
-torch's dispatcher says whether autocast has a rule for an operation, and not which; torch documents that ("Autocast Op
-Reference" of torch.amp), and the two shorter of its three lists are below.
+torch's dispatcher shows that autocast has a rule for an operation, not which one; the two shorter of torch's three
+lists ("Autocast Op Reference" of torch.amp) are below.
 """
 
 from bisect import bisect_right
@@ -39,21 +38,23 @@ mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_atte
 _PROMOTE = """
 addcdiv addcmul atan2 bilinear cat cross dot index_copy index_put scatter_add stack tensordot vdot
 """
-_PROMOTE_ON_CUDA = "grid_sampler"  # a CPU's list has it among those in fp32
-_MOVES = """
-broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten flip getitem movedim narrow new_empty
-new_full new_ones new_zeros ones_like permute repeat requires_grad_ reshape reshape_as roll select slice split squeeze
-swapaxes t tile to_dense transpose tril triu unbind unflatten unsqueeze view view_as zeros_like
+_PROMOTE_ON_CUDA = "grid_sampler"  # in fp32 on a CPU
+_VIEWS = """
+broadcast_to chunk detach diagonal expand expand_as flatten getitem movedim narrow permute requires_grad_ reshape
+reshape_as select slice split squeeze swapaxes t transpose unbind unflatten unsqueeze view view_as
+"""
+_COPIES = """
+clone contiguous flip new_empty new_full new_ones new_zeros ones_like repeat roll tile to_dense tril triu zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
 """The operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
-MOVES = frozenset(_MOVES.split())
+MOVES = frozenset((_VIEWS + _COPIES).split())
 """Operations that move elements and compute nothing; they keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
-"""Operations by which a model itself changes a type."""
+"""Operations for a model's own casts."""
 
 
 def op_name(function: Any) -> str:

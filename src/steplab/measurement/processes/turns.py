@@ -1,10 +1,10 @@
 """Measures several steps alternately on one device, so a drift of the machine affects all.
 
-Each step has a process that builds it, warms up and waits. Then the processes get turns of a few steps, A B B A A B and
-so on. Between turns a process holds only weights and optimizer state on the device.
+Each step has a process that builds it, warms up and waits for turns of a few steps, A B B A A B and so on. Between
+turns it holds only weights and optimizer state on the device.
 
-If they do not all fit the device, and for steps of several processes, each turn is a separate, longer process;
-`turns.alternating` records it.
+If they do not all fit, and for steps of several processes, each turn is a separate, longer process; `turns.alternating`
+records it.
 """
 
 import dataclasses
@@ -140,7 +140,9 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Once a side that did not fit has left. Processes ended for it restart with their next turn."""
+        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
+        next turn.
+        """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:

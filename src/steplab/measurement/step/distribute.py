@@ -3,7 +3,7 @@
 The order is always: split products, recompute, compile, then wrap or shard, so that averaging gradients stays outside
 compiled code.
 
-Lays the plain Transformer out over ranks, by a spec's layout and torch's engine.
+steplab's Transformer is divided by a layout: dp, fsdp, tp and pp, by torch's engines.
 """
 
 import gc
@@ -81,8 +81,8 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """In place and collective, from equal whole models in their stored dtype on each rank's device. Raises UserError if
-    the number of ranks does not fit the layout.
+    """Divide the model in place, on all ranks together; before, each has it whole on its device, with equal weights.
+    Raises UserError if the number of ranks does not fit the layout.
     """
     device = world.device.torch_device
     mesh = open_mesh(_sizes(spec.layout), device.type)

@@ -1,16 +1,12 @@
 """The training step, divided into phases: forward, backward, optimizer, in the spec's precision.
 
-This is the only builder of a step, for all commands. With accumulation each micro-step runs forward and backward on its
-own batch. The loss is divided by their number, so gradients are of the mean over all sequences. Ranks exchange
-gradients after the last micro-step.
+This is the only builder of a step. With accumulation each micro-step runs forward and backward on its own batch, with
+the loss divided by their number; ranks exchange gradients after the last.
 
-With steplab's own DataParallel, a phase `gradient sync` follows the backward pass: the rest of the communication, and
-the wait for the slowest rank. It belongs to the optimizer's phase where parameters are updated as soon as gradients
-arrive. A pipeline runs the passes of its microbatches interleaved, in one phase `pipeline`.
-
-An update overlapped with the backward pass (StepSpec.update) belongs to that phase.
-
-zero_grad belongs to the last phase that uses gradients: the optimizer's when training, else the backward's.
+With steplab's own DataParallel, a phase `gradient sync` follows backward: the rest of the communication, and the wait
+for the slowest rank. It belongs to the optimizer's phase where parameters are updated as soon as gradients arrive. A
+pipeline has one phase, `pipeline`. An update overlapped with backward belongs to backward. zero_grad belongs to the
+last phase that uses gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,7 +201,7 @@ class ModelStep:
 
     @contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """With priority over the updates', and ordered with the current one; a recorded step already has it."""
+        """A stream with priority over the updates', ordered with the current one; a recorded step already has it."""
         if self._stream is None:
             yield
             return

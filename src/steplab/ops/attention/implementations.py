@@ -35,7 +35,7 @@ class Workspace:
     """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1
     of_shared_keys: bool = False
-    """Only if several heads of queries share keys; it has the keys' heads."""
+    """True if it exists only where several heads of queries share keys, and has the keys' heads."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
         rows = batch, heads, _rounded_up(tokens, self.tokens)

@@ -3,10 +3,9 @@
 All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor is;
 log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
 
-FLOPs: a multiply-add counts as two. Forward has two products over the pairs of a query and a key that it sees, S = Q
-K^T and O = P V: 4 D a pair. Backward has five, S again, dP = dO V^T, dV = P^T dO, dQ = dS K and dK = dS^T Q: 10 D a
-pair (Dao 2023, "FlashAttention-2", section 4.1), even in kernels that make S and dP twice. Masked pairs are not
-counted, exactly, unlike in torch's own fused operators.
+FLOPs count a multiply-add as two, over the pairs of a query and a key that it sees. Forward has 4 D a pair (S = Q K^T,
+O = P V). Backward has 10 D (S again, dP, dV, dQ and dK; Dao 2023, "FlashAttention-2", section 4.1), even in kernels
+that make S and dP twice. Masked pairs are not counted, unlike in torch's own fused operators.
 """
 
 from collections.abc import Callable, Sequence

@@ -56,8 +56,8 @@ def sdpa_attention(
 def flash_attn_4_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """By flash_attn.cute.flash_attn_func, which has heads after positions. Raises Unsupported without the package, or
-    for inputs that it does not take.
+    """Attention by flash_attn.cute.flash_attn_func, which has heads after positions. Raises Unsupported without the
+    package, or for inputs that it does not take.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
@@ -90,8 +90,8 @@ BLOCK = 128
 def flex_attention_compiled(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """By flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a CPU it raises Unsupported
-    for gradients, and without queries or keys.
+    """Attention by flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a CPU it raises
+    Unsupported for gradients, and without queries or keys.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     if q_BHSD.device.type == "cpu":

@@ -1,15 +1,13 @@
-"""The backward kernel for Hopper GPUs in bf16 and fp16: all three gradients in one sweep, five products a tile.
+"""The backward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
 A program has one head, or two in a row that share keys, and 128 of its keys, 64 for each of two consumers, and visits
-the queries that see them. A consumer keeps its keys' dK and dV in registers; if more heads share the keys, each program
-passes them to the next. Each consumer makes half of a query tile's dQ from the dS of both, and a separate warp has the
-copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128 queries for up to 64
-columns of keys, else 64, as registers permit. triton_hopper_gradients.py describes a consumer's work.
+the queries that see them. Each consumer makes half of a query tile's dQ from the dS of both, and a separate warp has
+the copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128 queries for up to 64
+columns of keys, else 64, as registers permit.
 
 Note "turns": sums of floats depend on their order. So every 128 queries of a head have a counter for each consumer's
-half, and a program waits for its turn. Waits are short, because programs of a head visit the queries one behind the
-other. Each program waits only for lower numbers, which start earlier, so that all terminate. The first turn stores
-instead of adding: nothing needs zeroing.
+half, and a program waits for its turn. It waits only for lower numbers, which start earlier, so all terminate. The
+first turn stores instead of adding: nothing needs zeroing.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W columns of dQ that
 a consumer makes.

@@ -1,24 +1,14 @@
-"""The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for the division of work.
+"""The forward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
-A task is 64 queries of a head for each consumer. Its tiles of keys come from the last visible to the first. A consumer
-returns tiles that its rows do not see; of the rest only the first is masked, because tiles have a multiple of 64 keys.
-A program processes a list of tasks from the CPU (triton_schedule.py): the next task's tiles load while this one ends.
+A task is 64 queries of a head for each consumer; a program processes a list of tasks from the CPU (triton_schedule.py).
+A task visits tiles of keys from the last visible to the first; only the first tile is masked, because tiles have a
+multiple of 64 keys. Consumers return tiles that their rows do not see.
 
-Consumers alternate at the tensor cores: each starts both its products, lets the next consumer do so, and takes its
-exponentials meanwhile. Otherwise the tensor cores would idle while all take exponentials.
+A row's subtracted maximum may be any number near it, so it changes only for a score RAISE beyond. Up to 96 columns a
+row's four threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second
+product before that branch, which no longer pays at 128.
 
-Sums shrink when a row's largest score grows. That score is subtracted from all scores to keep exponentials
-within float32, for which any number near it will do. So a row keeps its value until a score is RAISE beyond, which is
-rare after the first tiles, and a warp without such a row multiplies nothing. Up to 96 columns a row's four threads
-exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product before that
-branch, which no longer pays at 128.
-
-Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers; beyond 128 the
-sums leave no registers for queries.
-
-If a head has a rest of columns, keys and values come in two tiles, main and rest, because one tile would be as wide as
-the next power of two. The copy engine reads 64 columns at a time and would request the zero padding from the L2 cache
-too: 80 columns take 3.5 cache lines a row in one tile, and 2.75 in two. The kernel's time grows with these requests.
+If a head has a rest of columns, keys and values come in two tiles, main and rest: zero padding costs L2 requests too.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.

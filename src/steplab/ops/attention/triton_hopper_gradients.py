@@ -1,9 +1,7 @@
 """The shared part of the consumers of the backward kernel for Hopper GPUs, and each one's steps for dK, dV and dQ.
 
 Each consumer puts its dS into shared memory, and both multiply the dS of all 128 keys: each makes half of dQ's columns,
-or half of the rows of a tile of 128 queries. It makes dK and dV from its registers. Consumers alternate at the tensor
-cores, so that one computes and stores during the other's products: tiles of 64 queries have one turn a round, tiles of
-128 two (triton_hopper_turns.py).
+or half of the rows of a tile of 128 queries. It makes dK and dV from its registers.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
 columns of dQ that a consumer makes.

@@ -1,14 +1,11 @@
 """The turns of the backward kernels for Hopper GPUs: at memory, by counters, and at the tensor cores.
 
-With tiles of 64 queries a round has one turn at the tensor cores: dV, dK and dQ of a tile, then S and dP of the next,
-so that exponentials run during the other consumer's turn. In its turn the second consumer has the first one's dS of the
-same tile; the first lacks the second's, and makes its part of dQ a round late. Three tiles must be in memory: in
-products, in exponentials, and loading. Up to 96 columns a consumer holds its keys, up to 80 its values too, in
-registers.
+With tiles of 64 queries a round has one turn: dV, dK and dQ of a tile, then S and dP of the next. The second consumer
+has the first one's dS of the same tile; the first makes its part of dQ a round late. Up to 96 columns a consumer holds
+its keys, up to 80 its values too, in registers.
 
 Three tiles of 128 queries do not fit shared memory, so a round has two turns: S and dP, then dV, dK and dQ. In the
-latter the first consumer waits for the second's dS, which the second stores before it requests its own turn; until then
-the first stores and multiplies its own dS.
+latter the first consumer waits for the second's dS, which the second stores before it requests its own turn.
 
 Shape suffixes: as in triton_hopper_gradients.py.
 """
@@ -222,8 +219,8 @@ def rounds_of_a_turn(sums, smem, problem, first_key, rounds, CAUSAL: gl.constexp
                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """All rounds of each head from the first tile on, unmasked from first_whole to end_whole: the keys' gradients.
 
-    `problem` is the factor of scores, the number of queries and that of keys; `rounds` the first query, the step to the
-    next tile's, the first tile, first_whole, end_whole and the number of tiles.
+    `problem`: factor of scores, numbers of queries and of keys. `rounds`: first query, step to the next tile's, first
+    tile, first_whole, end_whole and number of tiles.
     """
     start, step, first, first_whole, end_whole, num_tiles = rounds
     k_held = _held(smem, first, 0, M, MAIN, REST, CONSUMER)

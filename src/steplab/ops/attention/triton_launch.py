@@ -68,7 +68,7 @@ class Form:
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:
-        """Without the checks of the descriptor's constructor, which take longer than some kernels."""
+        """The tensor's descriptor, without its constructor's checks, which take longer than some kernels."""
         descriptor = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
         return descriptor
@@ -135,8 +135,8 @@ class Start:
         self._constants: list[Any] = []
 
     def __call__(self, *tensors: Tensor, stream: int | None = None) -> Launch | None:
-        """On the current device and stream. Returns the launch, to be repeated, if the raw stream is given and the
-        kernel has run before.
+        """Launch on the current device and stream. Returns the launch, to be repeated, if the raw stream is given and
+        the kernel has run before.
         """
         if self._compiled is None:
             self._compile(tensors)

@@ -1,13 +1,11 @@
 """Kernels for every device that Triton supports, including its interpreter on a CPU.
 
-Forward is FlashAttention-2 (Dao 2023), algorithm 1: a program has one tile of queries of one head, visits the key tiles
-that it sees, and keeps each row's largest score and sum of exponentials. Exponentials are powers of two, with the scale
-and log2(e) in one factor. Tiles below the diagonal have a separate loop without a mask.
+Forward is FlashAttention-2 (Dao 2023), algorithm 1: a program has one tile of queries of one head. Exponentials are
+powers of two, with the scale and log2(e) in one factor. Tiles below the diagonal have a separate loop without a mask.
 
-Backward is algorithm 2, in two sweeps: programs of the first have a tile of keys, and sum dK and dV over the queries;
-programs of the second have a tile of queries, and sum dQ over the keys. S and dP are made twice, seven products instead
-of five. In return no two programs add to one sum: no atomics, no sums in memory, and the same bits in every run. The
-kernels before and after triton_hopper_backward.py's are here too.
+Backward is algorithm 2 in two sweeps: programs of the first sum dK and dV of a tile of keys, of the second dQ of a tile
+of queries. S and dP are made twice, seven products instead of five; in return there are no atomics, no sums in memory,
+and the same bits in every run. The kernels before and after triton_hopper_backward.py's are here too.
 
 Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
 """

@@ -37,7 +37,7 @@ def known_to_run() -> bool | None:
 
 
 def why_not_hopper(version: str, head_dim: int = 64) -> str | None:
-    """None: they run. Warns if a trial failed."""
+    """Why the Hopper kernels do not run; None: they do. Warns if a trial failed."""
     if too_old(version):
         return f"Triton {version} is too old for them"
     if is_tried(version):

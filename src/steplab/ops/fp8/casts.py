@@ -1,12 +1,12 @@
 """Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
-elsewhere the reference gives the same bits. Tensors must be bf16: a transposed float32 tile would move between threads
-as bytes, and for a tensor of one row Triton 3.6 and 3.7.1 misplaced some (seen on an H200).
+elsewhere the reference gives the same bits. Tensors must be bf16: for a float32 tensor of one row Triton 3.6 and 3.7.1
+misplaced some bytes (seen on an H200).
 
-A format's largest finite number is TOP: 448 of e4m3, 57,344 of e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning"). A tensor is multiplied by scale = TOP / amax, clamped at TOP and rounded to nearest; products are multiplied
-by the inverse scales. A NaN or an infinity makes products NaN.
+A tensor is multiplied by scale = TOP / amax, clamped at TOP (448 of e4m3, 57,344 of e5m2; Micikevicius et al. 2022,
+"FP8 Formats for Deep Learning") and rounded to nearest; products are multiplied by the inverse scales. A NaN or an
+infinity makes products NaN.
 
 Shape suffixes: R rows, C columns.
 """

@@ -1,8 +1,8 @@
 """Gradients of data-parallel ranks in buckets: their grouping and their memory.
 
 steplab's buckets follow parallel.sizes: a gradient alone in its bucket travels in its own memory; others are copied
-into the bucket's buffer, which stays. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) closes the first bucket at
-1 MiB and each other at its size; all are buffers.
+into its buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) has buffers alone; it closes the first at 1 MiB
+and each other at its size.
 """
 
 import functools

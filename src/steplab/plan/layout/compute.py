@@ -62,8 +62,8 @@ class PartTimes:
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
-        """By the bytes that its kernels read and write. Raises Unsupported for adamw_triton: its traffic across ranks
-        is unknown.
+        """Time by the bytes that the update's kernels read and write. Raises Unsupported for adamw_triton: its traffic
+        across ranks is unknown.
         """
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"

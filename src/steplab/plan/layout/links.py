@@ -1,7 +1,7 @@
 """Time of a collective between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node w is NCCL's share of the GPU's stated link. Between nodes it is NCCL's share of the stated adapters
-(specs/networks.toml): a ring enters and leaves each node once, through one adapter per rank of the group there. alpha
+Within a node w is NCCL's share of the GPU's stated link, between nodes its share of the stated adapters
+(specs/networks.toml). There a ring enters and leaves each node once, through one adapter per rank of the group. alpha
 grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 
@@ -109,7 +109,9 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """Within a node; each collective uses its line over all world sizes, or else of most ranks."""
+    """The machine with a stored profile within a node; each collective uses its line over all world sizes, or else of
+    most ranks.
+    """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
         if fit.beta_s_per_byte > 0:
@@ -150,7 +152,7 @@ def call_s(machine: Cluster, collective: str, group: Group) -> float:
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Of one message alone; None: the link is unknown."""
+    """Seconds of one message alone; None: the link is unknown."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

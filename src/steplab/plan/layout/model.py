@@ -82,7 +82,7 @@ class Spread:
     """Bytes of a batch of the traced step."""
     batch: int
     layers_in_config: int | None
-    """Number of layers in its configuration; None: another number than that of its blocks."""
+    """Number of layers in its configuration; None: it differs from the number of blocks."""
     of_block: "OverRanks"
     """Messages along tp."""
     of_ends: "OverRanks"

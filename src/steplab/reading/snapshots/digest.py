@@ -296,7 +296,7 @@ def digest(
     device_name: str | None = None,
     unwatched_peak_bytes: int | None = None,
 ) -> MemoryProfile:
-    """With marks, sums their device by MEASURED_CATEGORIES; without, the device with the highest peak by
+    """Sum up a history: with marks, their device by MEASURED_CATEGORIES; without, the device with the highest peak by
     UNNAMED_CATEGORIES. Raises SteplabError without allocations.
     """
     replayed = _chosen(history, marks)

@@ -1,16 +1,12 @@
 """Computes lifetimes from a history: size, beginning and end of every piece of memory.
 
-Releases pair with allocations. Memory counts as allocated from `alloc` to `free_requested`. The block is reusable after
-`free_completed`, later only if another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without
-requests, completions count.
-
-Older memory shows at its other end: held after the last event, or released without an allocation. The same holds for a
-ring buffer that lost its oldest events.
+Memory counts as allocated from `alloc` to `free_requested`. The block is reusable after `free_completed`, later only if
+another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without requests, completions count. Older
+memory shows at its other end: held after the last event, or released without an allocation.
 
 Block sizes round up to 512 B. Blocks of the small pool, or of a growing segment, are cut to size. In the large pool
-only a rest over 1 MiB is cut off; otherwise the piece keeps it. Its size depends on the segment's division, so large
-blocks are followed event by event: each piece begins at a free block (`round_size`, `should_split`,
-`alloc_found_block`, `free_block`, `try_merge_blocks`).
+only a rest over 1 MiB is cut off, so large blocks are followed event by event: each piece begins at a free block
+(`round_size`, `should_split`, `alloc_found_block`, `free_block`, `try_merge_blocks`).
 """
 
 from collections.abc import Iterable

@@ -1,15 +1,11 @@
 """A JSON trace of any size: an object with `traceEvents` anywhere among its members, or the bare array.
 
 Events may be gigabytes, so they are cut into pieces of some hundred kilobytes that a decoder reads whole. A piece ends
-at the last text that looks like a seam between two events. If the decoder accepts it in brackets, it was a seam. This
-is no guess: a JSON parser reads left to right, so whole values behind `[` end at the same place in file and piece. A
-seam inside a string or deeper in an event ends elsewhere and is refused. Only then are events taken one by one, by
-Python's parser.
+at the last text that looks like a seam between two events. If the decoder accepts it in brackets, it was a seam: a JSON
+parser reads left to right, so whole values behind `[` end at the same place in file and piece. Otherwise events are
+taken one by one, by Python's parser.
 
-Damage costs its event: reading continues behind the next seam. In indented files that is certain to be between events,
-since strings have no line breaks and deeper text is indented further.
-
-A stretch of a document in memory that moves along it.
+Damage costs its event: reading continues behind the next seam.
 """
 
 import json

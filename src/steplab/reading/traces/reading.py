@@ -19,8 +19,8 @@ def read_trace(
     chunk_bytes: int = CHUNK_BYTES,
     messages: bool = False,
 ) -> Trace:
-    """As far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded in
-    `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
+    """The trace as far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded
+    in `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
     """
     try:
         size_bytes = path.stat().st_size

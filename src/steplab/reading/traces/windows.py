@@ -29,7 +29,7 @@ class PhaseSpan:
 
 
 def cut(activity: Activity) -> list[PhaseSpan]:
-    """In host order, end to end.
+    """Windows in host order, end to end.
 
     A collective does not end a phase with other work: it may outlast the launching phase.
     """

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
-from steplab.comparison.comparing import sides_words
 from steplab.records.comparison import (
     ComparedFigure,
     Comparison,
@@ -127,7 +126,7 @@ def _are_the_same(comparison: Comparison) -> bool:
 
 
 def unlike_words(found: Unlike) -> str:
-    return f"{found.field.replace('_', ' ')}: {sides_words(found)}"
+    return f"{found.field.replace('_', ' ')}: {found.values}"
 
 
 # --- kernels ----------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class Bar:
     """The value as text, next to the bar."""
     segments: tuple[Segment, ...] = ()
     mark: float | None = None
-    """Of a stroke across the bar, such as a formula's."""
+    """Value at a stroke across the bar, such as a formula's."""
     mark_tip: str = ""
     detail: str = ""
     strong: bool = False

@@ -30,7 +30,7 @@ _OPEN_ROWS = 24
 
 
 def drawn(section: Section) -> Section:
-    """Charts drawn, empty sections left out; those without a title stay."""
+    """Charts drawn, empty sections left out."""
     blocks: list[Block] = []
     for block in section.blocks:
         made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
@@ -42,7 +42,7 @@ def drawn(section: Section) -> Section:
 
 
 def section_html(section: Section) -> str:
-    """Its heading is one below a title; safe to insert."""
+    """The section as HTML, safe to insert; its heading is one below a title."""
     macros = environment().get_template("blocks.html.j2").module
     return str(macros.section(drawn(section), 2))  # type: ignore[attr-defined]  # a macro of the template
 
@@ -56,7 +56,7 @@ def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
 
 
 def to_fragment(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """For a page of another program, such as a notebook; its style concerns it alone."""
+    """The document for a page of another program, such as a notebook; its style concerns it alone."""
     return _written("fragment.html.j2", page, ready or {}, style=_nested_style())
 
 
@@ -75,14 +75,14 @@ def _nested_style() -> str:
 
 @functools.cache
 def light_colors() -> Mapping[str, str]:
-    """By their names in the page's style."""
+    """The page's colours by their names in its style."""
     style, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return dict(re.findall(r"--(\w+): (#\w+)", style[: style.index("@media")]))
 
 
 @functools.cache
 def environment() -> "Environment":
-    """Its templates escape all of a record."""
+    """The templates' environment, which escapes all of a record."""
     import jinja2
 
     made = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""Renders a document as Markdown or LaTeX; its pictures are files beside the text, where it has some."""
+"""Renders a document as Markdown or LaTeX, with pictures in separate files."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from steplab.report.kit.table import Sheet, sheet
 
 
 def escape_markdown(text: str) -> str:
-    """For a paragraph or table cell: it ends no cell and is not read as HTML."""
+    """Escape a text for a paragraph or table cell: it ends no cell and is not read as HTML."""
     for character in "\\`*_[]|":
         text = text.replace(character, "\\" + character)
     return " ".join(plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
@@ -68,12 +68,12 @@ def escape_latex(text: str) -> str:
 
 
 def to_markdown(document: Document, beside: Beside | None = None) -> str:
-    """Without a newline at the end; its title is a heading of the first level."""
+    """The document without a newline at the end; its title is a heading of the first level."""
     return "\n\n".join(filter(None, _Markdown(beside).document(document)))
 
 
 def to_latex(document: Document, beside: Beside | None = None) -> str:
-    """For pdflatex, without a newline at the end."""
+    """The document for pdflatex, without a newline at the end."""
     parts = filter(None, _Latex(beside).document(document))
     return "\n\n".join((_PREAMBLE, *parts, _END))
 
@@ -111,7 +111,7 @@ class _Markdown:
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
-        """beside: where pictures and long tables go; None: there are no pictures, and tables are whole."""
+        """Without `beside` there are no pictures, and tables are whole."""
         self.beside = beside
 
     def document(self, document: Document) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Files beside a report: its pictures, the page's own, as SVG or PDF, and its long tables as CSV."""
+"""A report's pictures as SVG or PDF files, and its long tables as CSV."""
 
 import html
 import re

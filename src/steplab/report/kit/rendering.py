@@ -57,7 +57,7 @@ def render(
     color: bool = False,
     beside: Beside | None = None,
 ) -> str:
-    """In one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
+    """The document in one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
 
     `width` and `color` concern the terminal; `width` None is its own. `beside` takes pictures and long tables of
     Markdown and LaTeX. Raises UserError for an unknown format.
@@ -73,7 +73,7 @@ def render(
 
 
 PICTURED: dict[str, Callable[[Document, Beside | None], str]] = {"md": markup.to_markdown, "latex": markup.to_latex}
-"""Formats that may refer to files beside them."""
+"""Formats with pictures in further files."""
 _WRITERS: dict[str, Callable[[Document], str]] = {
     "json": to_json,
     "csv": to_csv,
