@@ -23,7 +23,7 @@ def export(
         Literal["mlflow", "wandb"] | None,
         Parameter(
             help="Tracker: mlflow (MLFLOW_TRACKING_URI's server), wandb (a folder for `wandb sync`, "
-            "or its server with WANDB_MODE=online)",
+            "or its server with WANDB_MODE=online)"
         ),
     ] = None,
     out: FileOptions = FileOptions(),
