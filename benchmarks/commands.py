@@ -122,7 +122,7 @@ def store_commands(folder: Path, options: argparse.Namespace) -> Commands:
     yield "report", ("report", *store)
     yield "export --study ID", ("export", *store, "--study", f"{num_records // 400:012x}")
     packed = str(folder / "all.jsonl.gz")
-    yield "export --output all.jsonl.gz", ("export", *store, "--output", packed)
+    yield "export --format jsonl --output all.jsonl.gz", ("export", *store, "--format", "jsonl", "--output", packed)
     yield "store check", ("store", "check", *store)
     yield "store backup", ("store", "backup", *store, str(folder / f"backup-{time.time_ns()}.db"))
 

@@ -122,7 +122,7 @@ def test_no_home_is_one_line(store: Path, tmp_path: Path, monkeypatch: pytest.Mo
 OUTPUTS = (
     "report --output page.md", "show last --format html --output page.html",
     "list --output list.csv", "export --output all.jsonl",
-    "export --output all.jsonl.gz",
+    "export --format jsonl --output all.jsonl.gz",
 )  # fmt: skip
 
 

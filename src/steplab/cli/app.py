@@ -168,9 +168,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
             return _fail(fault, 1, given)
         # a defect in steplab
         return _fail(
-            f"internal error: {type(error).__name__}: {error}; repeat with --debug for the traceback",
-            1,
-            given,
+            f"internal error: {type(error).__name__}: {error}; repeat with --debug for the traceback", 1, given
         )
 
 

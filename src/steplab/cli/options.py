@@ -29,12 +29,7 @@ STEP = Group.create_ordered("The step")
 SPREAD = Group.create_ordered("Several processes")
 _SIZES = Group.create_ordered("Model size overrides")
 _OUTPUT = Group.create_ordered("Record and output")
-_GROUPS = {
-    "step": STEP,
-    "processes": SPREAD,
-    "sizes": _SIZES,
-    "variants": Group.create_ordered("Variants"),
-}
+_GROUPS = {"step": STEP, "processes": SPREAD, "sizes": _SIZES, "variants": Group.create_ordered("Variants")}
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 PageFormat = Literal["table", "json", "csv", "md", "latex", "html", "svg"]
@@ -207,10 +202,7 @@ class MeasurementOptions:
 
 @options
 class StudyOptions:
-    resume: Annotated[
-        bool,
-        Parameter(help="Continue the newest study of the same measurements", negative=""),
-    ] = False
+    resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements", negative="")] = False
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
     dry_run: Annotated[
         bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
@@ -222,11 +214,7 @@ class ReadingOptions:
     """Limits for reading files of others."""
 
     raise_limits: Annotated[
-        float,
-        Parameter(
-            name=OPTION,
-            help="Allow this many times the usual memory and time for reading",
-        ),
+        float, Parameter(name=OPTION, help="Allow this many times the usual memory and time for reading")
     ] = 1.0
 
     def limits(self) -> Limits:
@@ -236,8 +224,7 @@ class ReadingOptions:
 @options
 class StoreOptions:
     store: Annotated[
-        Path | None,
-        Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT),
+        Path | None, Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT)
     ] = None
     debug: Annotated[bool, Parameter(help="Show tracebacks", negative="", group=_OUTPUT, show_default=False)] = False
 

@@ -357,12 +357,7 @@ def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator
 
 
 def _ratio(
-    pair: _Pair,
-    figure: MeasuredFigure,
-    of_a: _Samples,
-    of_b: _Samples,
-    threshold: float | None,
-    num_decided: int,
+    pair: _Pair, figure: MeasuredFigure, of_a: _Samples, of_b: _Samples, threshold: float | None, num_decided: int
 ) -> Ratio | None:
     """The ratio with its uncertainty: paired by step for alternating runs; exact for bytes; None for a few single
     times, which have no interval.

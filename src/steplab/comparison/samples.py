@@ -53,13 +53,7 @@ _ROUNDING = 1e-9  # of sums of mean ranks
 
 
 def compare_samples(
-    a: Blocks,
-    b: Blocks,
-    *,
-    in_turns: bool,
-    threshold: float | None = None,
-    num_decided: int = 1,
-    margin: float = 0.0,
+    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, num_decided: int = 1, margin: float = 0.0
 ) -> Ratio:
     """Ratio of B's median to A's, with 95 % interval, test and decision.
 

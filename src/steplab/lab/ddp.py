@@ -91,10 +91,7 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
     if small and asked.transport and "peer_copy" in asked.transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     return DdpStudy(
-        step=step,
-        processes=count,
-        contenders=asked_variants(asked, small=small),
-        profiled_steps=asked.profiled_steps,
+        step=step, processes=count, contenders=asked_variants(asked, small=small), profiled_steps=asked.profiled_steps
     )
 
 

@@ -138,11 +138,7 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(
-    snapshot: Path,
-    on_progress: OnProgress,
-    *,
-    unwatched_peak_bytes: int | None = None,
-    limits: Limits | None = None,
+    snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None, limits: Limits | None = None
 ) -> MemoryProfile:
     """The profile of a snapshot, by owner if its marks exist.
 

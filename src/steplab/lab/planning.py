@@ -58,11 +58,7 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
 
 
 def plan_memory(
-    spec: StepSpec | str | None = None,
-    *,
-    gpu: Gpu | str | None = None,
-    variant: str | None = None,
-    **fields: object,
+    spec: StepSpec | str | None = None, *, gpu: Gpu | str | None = None, variant: str | None = None, **fields: object
 ) -> MemoryPrediction:
     """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
 

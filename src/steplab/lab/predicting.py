@@ -181,10 +181,7 @@ def memory_of(
 
 
 def _memory_of(
-    spec: StepSpec,
-    variant: Variant | None,
-    gpu: HardwareSpec | None,
-    operators: list[Operator] | None,
+    spec: StepSpec, variant: Variant | None, gpu: HardwareSpec | None, operators: list[Operator] | None
 ) -> MemoryPrediction:
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
@@ -342,13 +339,7 @@ def _known(spec: StepSpec, tp: int = 1, whole: Known | None = None) -> Known:
                 raise
             return replace(whole, spread=None, why_not=str(error))  # kept too, for a search tries many sizes of tp
 
-    alone = replace(
-        spec,
-        layout=Layout(tp=tp),
-        compile="off",
-        checkpointing="none",
-        **ALONE,
-    )
+    alone = replace(spec, layout=Layout(tp=tp), compile="off", checkpointing="none", **ALONE)
     return kept_facts(alone, "known", Known, find)
 
 

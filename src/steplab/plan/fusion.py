@@ -20,10 +20,7 @@ _OF_WEIGHTS_TOO = "norm_backward"
 """Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
 """For an unused output of a graph, such as logits next to a loss, autograd passes a gradient of zeros."""
-_ALONE = (
-    *(_EMBEDDING, _ZEROS, "cross_entropy_softmax"),
-    *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
-)
+_ALONE = (*(_EMBEDDING, _ZEROS, "cross_entropy_softmax"), *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE))
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
 """Formats of two bytes, and Inductor's padding multiple for their products (torch/_inductor/fx_passes/pad_mm.py,
 get_alignment_size).

@@ -85,11 +85,7 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
     Figure(key="tokens_per_j", header="tokens/J", find=_tokens_per_j, rank=6),
     Figure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
     Figure(
-        key="mfu_convention",
-        header="convention",
-        is_words=True,
-        find=_of(_mfu, lambda used: used.convention),
-        rank=4,
+        key="mfu_convention", header="convention", is_words=True, find=_of(_mfu, lambda used: used.convention), rank=4
     ),
     Figure(key="hfu", header="HFU", find=_of(_hfu, lambda used: used.value), rank=4),
     Figure(
@@ -116,8 +112,6 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
         rank=7,
     ),
     Figure(
-        key="memory_source",
-        is_words=True,
-        find=lambda run: run.memory_profile.source if run.memory_profile else None,
+        key="memory_source", is_words=True, find=lambda run: run.memory_profile.source if run.memory_profile else None
     ),
 )

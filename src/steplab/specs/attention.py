@@ -42,8 +42,7 @@ class AttentionSpec:
     ] = None
     queries: Annotated[int, Declared(help="Sequence length of the queries", least=1)] = 1024
     keys: Annotated[
-        int | None,
-        Declared(help="Sequence length of the keys and values", default_words="the queries'", least=1),
+        int | None, Declared(help="Sequence length of the keys and values", default_words="the queries'", least=1)
     ] = None
     dim: Annotated[int, Declared(help="Head dimension", least=1)] = 64
     causal: Annotated[
@@ -62,8 +61,7 @@ class AttentionSpec:
         ),
     ] = "bf16"
     implementation: Annotated[
-        str,
-        Declared(help="Implementation of attention", choices=NAMES, default_words="those that suit the device"),
+        str, Declared(help="Implementation of attention", choices=NAMES, default_words="those that suit the device")
     ] = "plain"
     compile: Annotated[CompileMode, Declared(help="Mode of torch.compile, or off")] = "off"
 
@@ -135,8 +133,7 @@ class AttentionOptions:
     ] = None
     passes: Annotated[Sequence[str], Declared(help="Passes to time", key="pass")] = PASSES
     repeats: Annotated[
-        int | None,
-        Declared(help="Samples of each pass", default_words="10 to 100, by its duration"),
+        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration")
     ] = None
     errors: Annotated[bool, Declared(help="Measure the error of each result against float64")] = True
     device: Device = "auto"

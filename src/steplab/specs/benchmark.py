@@ -17,14 +17,10 @@ Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
 class Spread:
     """How many processes measure together; torchrun has started them already."""
 
-    gpus: Annotated[
-        int | None,
-        Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes"),
-    ] = None
-    processes: Annotated[
-        int | None,
-        Declared(help="Processes to start on the CPU (gloo)", group="processes"),
-    ] = None
+    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
+        None
+    )
+    processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -210,13 +210,9 @@ class DdpOptions(Spread):
         ),
     ] = None
     profiled_steps: Annotated[
-        int,
-        Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none"),
+        int, Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none")
     ] = 2
-    traces: Annotated[
-        str | None,
-        Declared(help="Folder for traces, one file per variant", parse=Path),
-    ] = None
+    traces: Annotated[str | None, Declared(help="Folder for traces, one file per variant", parse=Path)] = None
 
 
 def _of_rank(field: StepField) -> StepField:

@@ -36,21 +36,10 @@ class TransformerShape:
         int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
     ]
     num_kv_heads: Annotated[
-        int | None,
-        Declared(
-            help="Heads of keys and values",
-            default_words="num-heads",
-            group="sizes",
-            least=1,
-        ),
+        int | None, Declared(help="Heads of keys and values", default_words="num-heads", group="sizes", least=1)
     ] = None
     learned_positions: Annotated[
-        int,
-        Declared(
-            help="Rows of learned positions; 0: rotary embedding",
-            group="sizes",
-            least=0,
-        ),
+        int, Declared(help="Rows of learned positions; 0: rotary embedding", group="sizes", least=0)
     ] = 0
     norm: Annotated[Norm, Declared(help="Normalisation before each part of a block", group="sizes")] = "rmsnorm"
     feed_forward: Annotated[
@@ -73,17 +62,13 @@ class TransformerShape:
         ),
     ] = "none"
     head: Annotated[
-        Head,
-        Declared(help="Output head", meanings={"tied": "shares the token embedding's weight"}, group="sizes"),
+        Head, Declared(help="Output head", meanings={"tied": "shares the token embedding's weight"}, group="sizes")
     ] = "untied"
     projections: Annotated[
         Projections,
         Declared(
             help="Linear layers of a block that read the same tensor",
-            meanings={
-                "separate": "one each",
-                "merged": "one for queries, keys and values, one for gate and up",
-            },
+            meanings={"separate": "one each", "merged": "one for queries, keys and values, one for gate and up"},
             group="sizes",
         ),
     ] = "separate"

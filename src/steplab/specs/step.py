@@ -18,11 +18,7 @@ from steplab.specs.step_choices import (
 )
 from steplab.specs.step_fields import StepField, declared_fields
 
-AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
-    "bf16": "bf16",
-    "fp16": "fp16",
-    **dict.fromkeys(WITH_MASTERS, "bf16"),
-}
+AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
 """Precisions of a forward pass under autocast -> autocast's format."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank of pp, by the name of the schedule."""

@@ -322,12 +322,7 @@ class StepChoices:
     seed: Annotated[
         int,
         Declared(
-            help="Seed of the random weights and tokens",
-            least=0,
-            said="seed {}",
-            quiet=True,
-            rank=12,
-            role="how",
+            help="Seed of the random weights and tokens", least=0, said="seed {}", quiet=True, rank=12, role="how"
         ),
     ] = 0
     device: Annotated[

@@ -109,11 +109,7 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
         cells += [cell for cell in one.cells if cell not in cells and cell not in watched]
     description = "; ".join(filter(None, (study.description, *left_out)))
     return StudySpec(
-        name=study.name,
-        description=description,
-        cells=tuple(cells),
-        parts=_distinct(parts),
-        questions=study.questions,
+        name=study.name, description=description, cells=tuple(cells), parts=_distinct(parts), questions=study.questions
     )
 
 

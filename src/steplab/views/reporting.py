@@ -151,12 +151,7 @@ def _page(
     )
     on_progress(Progress(stage="draw", done=0, total=0))
     return render_page(
-        found.records,
-        title=title,
-        description=found.description,
-        about=about,
-        attempts=attempts,
-        write=write,
+        found.records, title=title, description=found.description, about=about, attempts=attempts, write=write
     )
 
 

@@ -28,16 +28,14 @@ def ab(
     ],
     step: StepOptions = StepOptions(),
     against: Annotated[
-        str | None,
-        Parameter(help="Git revision whose code side A runs; side B runs the working tree's"),
+        str | None, Parameter(help="Git revision whose code side A runs; side B runs the working tree's")
     ] = None,
     threshold: Annotated[
         str | None,
         Parameter(help="Smallest difference that matters: 3% or 0.03 [default: 1%; 5% with a process per turn]"),
     ] = None,
     starts: Annotated[
-        int | None,
-        Parameter(help="Fresh starts of each side [default: 3; 1 if a start takes over a minute]"),
+        int | None, Parameter(help="Fresh starts of each side [default: 3; 1 if a start takes over a minute]")
     ] = None,
     name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     timeout: Annotated[str, Parameter(help="Stop waiting for a side after this long: 90s, 5min")] = "1h",

@@ -25,12 +25,10 @@ def advise(
         bool, Parameter(help="Keep the number format: try neither bf16 nor TF32", negative="")
     ] = False,
     opt_in: Annotated[
-        tuple[str, ...],
-        Parameter(help=f"Also try this change of numerics: {', '.join(OPT_IN)}", negative=""),
+        tuple[str, ...], Parameter(help=f"Also try this change of numerics: {', '.join(OPT_IN)}", negative="")
     ] = (),
     budget: Annotated[
-        str,
-        Parameter(help="Start no change after this long: 90s, 10min, 2h; 'none' tries all"),
+        str, Parameter(help="Start no change after this long: 90s, 10min, 2h; 'none' tries all")
     ] = "10min",
     name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     out: OutputOptions = OutputOptions(),

@@ -24,9 +24,7 @@ def compare(
     allow: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Field that may differ: torch, device, precision; may be repeated",
-            negative="",
-            show_default=False,
+            help="Field that may differ: torch, device, precision; may be repeated", negative="", show_default=False
         ),
     ] = (),
     threshold: Annotated[

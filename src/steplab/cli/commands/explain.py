@@ -14,14 +14,12 @@ from steplab.cli.options import FileOptions, Format, timeout_help
 
 def explain(
     id: Annotated[
-        str | None,
-        Parameter(help="Id of the run, or its beginning [default: the newest run with a profile]"),
+        str | None, Parameter(help="Id of the run, or its beginning [default: the newest run with a profile]")
     ] = None,
     /,
     *,
     try_: Annotated[
-        bool,
-        Parameter(name="--try", help="Measure each proposed change on this machine", negative=""),
+        bool, Parameter(name="--try", help="Measure each proposed change on this machine", negative="")
     ] = False,
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement of --try"))] = "1h",
     format: Annotated[

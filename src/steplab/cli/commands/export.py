@@ -18,11 +18,12 @@ def export(
     /,
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
+    format: Annotated[Literal["jsonl"] | None, Parameter(help="JSON lines, whatever --output's suffix")] = None,
     tracker: Annotated[
         Literal["mlflow", "wandb"] | None,
         Parameter(
             help="Tracker: mlflow (MLFLOW_TRACKING_URI's server), wandb (a folder for `wandb sync`, "
-            "or its server with WANDB_MODE=online)",
+            "or its server with WANDB_MODE=online)"
         ),
     ] = None,
     out: FileOptions = FileOptions(),
@@ -32,8 +33,8 @@ def export(
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
-        if out.output:
-            raise UserError("--tracker excludes --output; run the command twice")
+        if format or out.output:
+            raise UserError("--tracker excludes --format and --output; run the command twice")
         _track(ids, study, tracker, out)
         return
     from steplab.cli.output import chosen_format, emit
@@ -41,7 +42,7 @@ def export(
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
 
-    chosen = chosen_format(None, out, allowed=("jsonl",))
+    chosen = chosen_format(format, out, allowed=("jsonl",))
     with open_store(out.store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)

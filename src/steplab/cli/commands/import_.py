@@ -16,10 +16,7 @@ from steplab.cli.options import ReadingOptions, StoreOptions
 def import_(
     files: Annotated[
         tuple[Path, ...],
-        Parameter(
-            help="JSONL files from `steplab export`, also .gz or .xz; - is stdin",
-            allow_leading_hyphen=True,
-        ),
+        Parameter(help="JSONL files from `steplab export`, also .gz or .xz; - is stdin", allow_leading_hyphen=True),
     ],
     /,
     *,

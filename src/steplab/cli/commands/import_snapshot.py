@@ -16,10 +16,7 @@ from steplab.cli.options import OutputOptions, ReadingOptions
 
 
 def import_snapshot(
-    file: Annotated[
-        Path,
-        Parameter(help="Snapshot of torch.cuda.memory._dump_snapshot (.pickle, also .gz or .xz)"),
-    ],
+    file: Annotated[Path, Parameter(help="Snapshot of torch.cuda.memory._dump_snapshot (.pickle, also .gz or .xz)")],
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,

@@ -13,18 +13,12 @@ from steplab.records.registry import KINDS_IN_LISTS
 
 def list_(
     *,
-    kind: Annotated[
-        str | None,
-        Parameter(help=f"Only these kinds: {', '.join(KINDS_IN_LISTS)}; or study"),
-    ] = None,
+    kind: Annotated[str | None, Parameter(help=f"Only these kinds: {', '.join(KINDS_IN_LISTS)}; or study")] = None,
     where: Annotated[
         str | None,
         Parameter(help="Conditions on fields of --format json, joined by 'and': = != < <= > >=, ~ (contains)"),
     ] = None,
-    study: Annotated[
-        str | None,
-        Parameter(help="Only this study: the beginning of its id, its name, or last"),
-    ] = None,
+    study: Annotated[str | None, Parameter(help="Only this study: the beginning of its id, its name, or last")] = None,
     name: Annotated[str | None, Parameter(help="Only records of this name")] = None,
     sort: Annotated[str | None, Parameter(help="Sort by FIELD or FIELD:desc [default: newest first]")] = None,
     columns: Annotated[str | None, Parameter(help="Columns, in order [default: those that differ]")] = None,
@@ -42,15 +36,7 @@ def list_(
         raise UserError(f"--limit must be at least 1, not {limit}")
     chosen = chosen_format(out.format, out)
     kinds = tuple(part.strip() for part in kind.split(",")) if kind else ()
-    found = list_records(
-        store=out.store,
-        kinds=kinds,
-        study=study,
-        name=name,
-        where=where,
-        sort=sort,
-        limit=limit,
-    )
+    found = list_records(store=out.store, kinds=kinds, study=study, name=name, where=where, sort=sort, limit=limit)
     keys = checked_keys(columns, found.rows) if columns else ()
     if kinds == (STUDY,) and not keys:
         document = rows_document(found.rows, empty="no studies")

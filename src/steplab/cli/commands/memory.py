@@ -31,8 +31,7 @@ def memory(
         ),
     ] = None,
     predict: Annotated[
-        bool,
-        Parameter(help="Compare the peak with the prediction of `plan memory`", negative=""),
+        bool, Parameter(help="Compare the peak with the prediction of `plan memory`", negative="")
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:

@@ -45,9 +45,7 @@ def _write(document: "Document", chosen: str, out: PageOptions, record: object =
 _Peaks = Annotated[
     tuple[str, ...],
     Parameter(
-        help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]",
-        negative="",
-        show_default=False,
+        help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]", negative="", show_default=False
     ),
 ]
 _Bandwidth = Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")]
@@ -63,10 +61,7 @@ def memory(
     recipe: Recipe = None,
     variant: Annotated[
         str | None,
-        Parameter(
-            help="Variant of `steplab ddp` for --layout dp=N: torch_ddp:25, sharded, fsdp2",
-            group=SPREAD,
-        ),
+        Parameter(help="Variant of `steplab ddp` for --layout dp=N: torch_ddp:25, sharded, fsdp2", group=SPREAD),
     ] = None,
     out: PageOptions = PageOptions(),
 ) -> None:
@@ -299,12 +294,6 @@ def accounting(
 
     spec, chosen = resolve_step(model.fields()), _chosen(out)
     found = plan_accounting(
-        spec,
-        gpu=gpu,
-        mesh=mesh,
-        axes=axes,
-        flops_per_s=flops,
-        axis_bytes_per_s=bandwidth,
-        counted_in=counted_in,
+        spec, gpu=gpu, mesh=mesh, axes=axes, flops_per_s=flops, axis_bytes_per_s=bandwidth, counted_in=counted_in
     )
     _write(accounting_document(found), chosen, out)

@@ -20,10 +20,7 @@ def profile(
     *,
     measured: MeasurementOptions = MeasurementOptions(),
     profiled_steps: Annotated[int, Parameter(help="Steps to profile, after the timed ones")] = 3,
-    trace: Annotated[
-        Path | None,
-        Parameter(help="File for the raw trace (.json or .json.gz), for Perfetto"),
-    ] = None,
+    trace: Annotated[Path | None, Parameter(help="File for the raw trace (.json or .json.gz), for Perfetto")] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say

@@ -17,21 +17,14 @@ from steplab.cli.options import PageOptions
 
 
 def report(
-    ids: Annotated[
-        tuple[str, ...],
-        Parameter(
-            help="Ids, names, tags, studies or revisions",
-            show_default=False,
-        ),
-    ] = (),
+    ids: Annotated[tuple[str, ...], Parameter(help="Ids, names, tags, studies or revisions", show_default=False)] = (),
     /,
     *,
     study: Annotated[str | None, Parameter(help="Report this study")] = None,
     name: Annotated[str | None, Parameter(help="Report all runs of this name")] = None,
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
     questions: Annotated[
-        str | None,
-        Parameter(help="Answer these questions, by default from all records: assignment, or a file"),
+        str | None, Parameter(help="Answer these questions, by default from all records: assignment, or a file")
     ] = None,
     chapter: Annotated[str | None, Parameter(help="Only the chapter, section or question that begins so")] = None,
     out: PageOptions = PageOptions(),

@@ -6,11 +6,7 @@ For example: steplab run --model small --context 256 --precision bf16
 from steplab.cli.options import MeasurementOptions, OutputOptions
 
 
-def run(
-    *,
-    measured: MeasurementOptions = MeasurementOptions(),
-    out: OutputOptions = OutputOptions(),
-) -> int:
+def run(*, measured: MeasurementOptions = MeasurementOptions(), out: OutputOptions = OutputOptions()) -> int:
     from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import measuring_step, say_failed
     from steplab.lab.machine import is_first_rank, is_told_here

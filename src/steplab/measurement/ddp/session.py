@@ -39,12 +39,7 @@ _REPEATS_BEFORE = 2
 
 class MeasuredVariant:
     def __init__(
-        self,
-        study: DdpStudy,
-        variant: Variant,
-        world: World,
-        baseline_bytes: int | None,
-        observer: Observer,
+        self, study: DdpStudy, variant: Variant, world: World, baseline_bytes: int | None, observer: Observer
     ) -> None:
         """A collective call; `baseline_bytes` are already allocated."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device

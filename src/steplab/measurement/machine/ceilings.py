@@ -26,12 +26,7 @@ _FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
 is full.
 """
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
-_DTYPES = (
-    ("fp32", torch.float32),
-    ("tf32", torch.float32),
-    ("bf16", torch.bfloat16),
-    ("fp16", torch.float16),
-)
+_DTYPES = (("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
 _WARMUP, _REPEATS = 3, 10
 _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
 """Transposed operand in a linear layer: forward, for its input's gradient, for its weight's."""
@@ -50,11 +45,7 @@ def measure_ceilings(device_name: str, observer: Observer, world: World | None =
         hopper_kernels_on(device.torch_device)  # an untested Triton is tried
     ceilings = tuple(_measure(device, observer.on_stage))
     environment = dataclasses.replace(environment, other_cpus=others.mean_cpus())
-    return Ceilings(
-        **new_head(),
-        environment=read_clocks(environment, device.torch_device),
-        ceilings=ceilings,
-    )
+    return Ceilings(**new_head(), environment=read_clocks(environment, device.torch_device), ceilings=ceilings)
 
 
 def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[Ceiling]:

@@ -89,13 +89,7 @@ def _listening_at(port: int) -> int:
         raise UserError(f"cannot listen on MASTER_PORT {port}: {error.strerror}; choose another port") from None
 
 
-def join_world(
-    place: ProcessPlace,
-    device: str,
-    meet: Callable[[], Store],
-    *,
-    folder: str | None = None,
-) -> World:
+def join_world(place: ProcessPlace, device: str, meet: Callable[[], Store], *, folder: str | None = None) -> World:
     """Join the group, on this rank's share of `device` (auto, cuda or cpu).
 
     `meet` returns the common store. Host values travel by gloo, GPU tensors by nccl. Raises Unsupported if the machine

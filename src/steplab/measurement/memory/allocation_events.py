@@ -121,9 +121,7 @@ class AllocationEvents:
         for tensor in _tensors(inputs):
             if tensor.storage_data_ptr and _is(tensor.device, self._device):
                 sighting = Sighting(
-                    time_ns=event.start_time_ns,
-                    shape=tuple(tensor.sizes),
-                    dtype=dtype_name(tensor.dtype),
+                    time_ns=event.start_time_ns, shape=tuple(tensor.sizes), dtype=dtype_name(tensor.dtype)
                 )
                 self._sightings.setdefault(tensor.storage_data_ptr, []).append(sighting)
         if operator is not None and name in _FACTORIES:

@@ -85,9 +85,7 @@ def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
 
 
 def cpu_snapshot(
-    events: Sequence[MemoryEvent],
-    before: Mapping[int, int],
-    stack_of: Callable[[tuple[str, ...]], tuple[Frame, ...]],
+    events: Sequence[MemoryEvent], before: Mapping[int, int], stack_of: Callable[[tuple[str, ...]], tuple[Frame, ...]]
 ) -> dict[str, Any]:
     """The snapshot at the end of those events.
 

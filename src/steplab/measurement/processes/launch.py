@@ -132,10 +132,7 @@ def ask(
 
 
 def converse(
-    request: Request,
-    listener: Listener,
-    timeout_s: float | None,
-    surroundings: Surroundings = HERE,
+    request: Request, listener: Listener, timeout_s: float | None, surroundings: Surroundings = HERE
 ) -> Failure | None:
     """Have a request served; returns the failure, None if the last message came.
 

@@ -8,6 +8,7 @@ of them, however they end, also in containers.
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import re
 import shutil
@@ -185,9 +186,7 @@ def _is_own_folder(entry: os.DirEntry[str]) -> bool:
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
     try:
-        import fcntl
-
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
+    except OSError:
         return False
     return True

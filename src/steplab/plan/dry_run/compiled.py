@@ -116,10 +116,7 @@ class CompiledTransformer:
         for parameter in parameters:
             tensor, is_first = parameter.tensor, parameter.slot.gradient is None
             made = self._machine.new(
-                tensor.count,
-                tensor.dtype,
-                f"gradient of {parameter.name}",
-                "gradients" if is_first else "temporaries",
+                tensor.count, tensor.dtype, f"gradient of {parameter.name}", "gradients" if is_first else "temporaries"
             )
             self._left.append((parameter, made))
 

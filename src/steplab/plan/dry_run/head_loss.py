@@ -7,13 +7,7 @@ where torch's ends, so that its tensors are freed at the same moment.
 from functools import partial
 
 from steplab.costs.kernel_time import Product
-from steplab.ops.triton_places import (
-    ROW_MULTIPLE,
-    Implementation,
-    chunk_tokens,
-    padded_entries,
-    whole_entries,
-)
+from steplab.ops.triton_places import ROW_MULTIPLE, Implementation, chunk_tokens, padded_entries, whole_entries
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor

@@ -93,13 +93,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 
 
 def fp8_linear(
-    m: Machine,
-    x: Tensor,
-    weight: Parameter,
-    out: Count,
-    what: str,
-    bias: Parameter | None,
-    known: tuple[bool, bool],
+    m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None, known: tuple[bool, bool]
 ) -> Tensor:
     """ops/fp8/linear: each operand is cast in both layouts. Keeps x and W by columns, in fp8. known: True for x and for
     the output's gradient if they come with their largest magnitudes."""

@@ -272,11 +272,7 @@ def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     table_bytes = sizes.rotary.value * FP32.num_bytes
     q, k, v = (
         m.new(count, merged.dtype, what)
-        for count, what in (
-            (sizes.residual, "rotated query"),
-            (sizes.keys, "rotated key"),
-            (sizes.keys, "value"),
-        )
+        for count, what in ((sizes.residual, "rotated query"), (sizes.keys, "rotated key"), (sizes.keys, "value"))
     )
     for part in (q, k, v):
         part.heads_together = True

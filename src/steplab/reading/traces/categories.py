@@ -74,10 +74,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"ScalePackedTensor|scalePackedTensor",
         ),
     ),
-    (
-        "reduction",
-        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max|_sum_bitmatrix",),
-    ),
+    ("reduction", (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max|_sum_bitmatrix",)),
     ("other", (r"void cub::|thrust::",)),
 )
 

@@ -67,10 +67,7 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
         windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
         steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
-    pieces = {
-        COMPUTE_ROW: drawn.within(begins_ns, ends_ns),
-        COMMUNICATION_ROW: sent.within(begins_ns, ends_ns),
-    }
+    pieces = {COMPUTE_ROW: drawn.within(begins_ns, ends_ns), COMMUNICATION_ROW: sent.within(begins_ns, ends_ns)}
     return TracedSteps(
         num_steps=num_steps,
         step_s=steps_ns / num_steps / 1e9,

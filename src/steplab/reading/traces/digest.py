@@ -235,8 +235,7 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
         if not len(inside[0]):
             return None
         return Communication(
-            total_s=length(*inside) / 1e9,
-            overlapped_s=overlap(inside, (computed.start_ns, computed.end_ns)) / 1e9,
+            total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, (computed.start_ns, computed.end_ns)) / 1e9
         )
     if not collective.any():
         return None

@@ -13,11 +13,7 @@ _WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight System
 
 
 def read_trace(
-    path: Path,
-    on_progress: OnProgress = unwatched,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    messages: bool = False,
+    path: Path, on_progress: OnProgress = unwatched, *, chunk_bytes: int = CHUNK_BYTES, messages: bool = False
 ) -> Trace:
     """The trace as far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded
     in `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
