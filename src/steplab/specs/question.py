@@ -84,6 +84,8 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     figures: dict[str, Figure] = {}
     """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
+    complete: Where = {}
+    """Values that the question asks for: a combination of them without a row leaves it partly answered."""
     tells: str = ""
     """A kind of record whose own verdict answers."""
     shows: list[str] = []

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -44,11 +45,12 @@ def questions_document(
     for chapter in asked.chapter:
         parts = []
         for question in chapter.question:
-            section, answer = answers.of(question)
+            section, answer, grade = answers.of(question)
             parts.append(section)
-            data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None})
+            data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None, "grade": grade})
             data[-1]["measure"] = None if answer else question.measure
-            shown.append({"question": question.asks, "answer": answer or "not measured", "command": question.measure})
+            told = " ".join(filter(None, (answer or "not measured", answer and question.why)))
+            shown.append({"question": question.asks, "answer": told, "grade": grade, "command": question.measure})
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     by = counted(len(records), "record")
@@ -71,7 +73,8 @@ def questions_document(
 
 
 _ANSWERS = tuple(
-    Column(key=key, wraps_from=width) for key, width in (("question", 24), ("answer", 32), ("command", 16))
+    Column(key=key, wraps_from=width)
+    for key, width in (("question", 24), ("answer", 32), ("grade", 12), ("command", 16))
 )
 
 
@@ -85,24 +88,25 @@ class _Answers:
         self._records = sorted(records, key=lambda record: record.created_utc)
         self._sheets: dict[str, Sheet] = {}
 
-    def of(self, question: Question) -> tuple[Section, str]:
-        """Its section, and the answer; empty where nothing answers."""
+    def of(self, question: Question) -> tuple[Section, str, str]:
+        """Its section, the answer, empty where nothing answers, and the grade: done, not, or partly with what lacks."""
         try:
-            blocks, answer = self._blocks(question)
+            blocks, answer, lacking = self._blocks(question)
         except _Missing:
             missing = f"Not measured; run `{question.measure}`." if question.measure else "Not measured."
             why = "" if question.rows_of else question.why
-            return Section.of(question.asks, Sentences.of([missing], "warning"), Sentences.of([why], "note")), ""
-        return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer
+            return Section.of(question.asks, Sentences.of([missing], "warning"), Sentences.of([why], "note")), "", "not"
+        grade = f"partly: no {lacking}" if lacking else "done"
+        return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer, grade
 
-    def _blocks(self, question: Question) -> tuple[list[Any], str]:
+    def _blocks(self, question: Question) -> tuple[list[Any], str, str]:
         if question.tells:
-            return self._told(question.tells, question.shows)
+            return *self._told(question.tells, question.shows), ""
         if question.derives:
-            return self._derived(question.derives)
+            return *self._derived(question.derives), ""
         if not question.rows_of:
             if question.answer:
-                return [], question.answer
+                return [], question.answer, ""
             raise _Missing
         sheet = self._sheet(question.rows_of)
         keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
@@ -114,8 +118,9 @@ class _Answers:
             except _Missing:
                 continue
             table = list(view.blocks(question, rows)) if question.columns else []
-            newest = next(record for record in self._records[::-1] if record.id == rows[-1]["id"])
-            return [*table, *_sections(newest, question.shows)], _filled(question.answer, figures)
+            newest = {row["id"] for row in {row.get("pass"): row for row in rows}.values()}
+            shown = [s for record in self._records if record.id in newest for s in _sections(record, question.shows)]
+            return [*table, *shown], _filled(question.answer, figures), _lacking(rows, question.complete)
         raise _Missing
 
     def _derived(self, asked: Derivation) -> tuple[list[Any], str]:
@@ -349,6 +354,19 @@ def _filled(answer: str, figures: Mapping[str, Mapping[str, str]]) -> str:
 
 def _fits(row: Row, where: Where) -> bool:
     return all(row.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
+
+
+def _lacking(rows: Sequence[Row], complete: Where) -> str:
+    """The combinations of these values that no measured row has."""
+    values = [wanted if isinstance(wanted, list) else [wanted] for wanted in complete.values()]
+    held = {tuple(row.get(key) for key in complete) for row in rows if row.get("status", "ok") == "ok"}
+    lacking = [
+        ", ".join(_said(key, value) for key, value in zip(complete, each, strict=True))
+        for each in product(*values)
+        if each not in held
+    ]
+    more = f" and {len(lacking) - 2} more" if len(lacking) > 2 else ""
+    return "; ".join(lacking[:2]) + more
 
 
 def _words(field: str) -> str:
