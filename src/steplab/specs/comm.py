@@ -63,7 +63,7 @@ class CommSpec:
         int,
         Declared(
             help="Number of ranks that take part",
-            default_words="powers of two up to the number of processes, and all",
+            default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
         ),
     ] = 2
     dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"

@@ -388,11 +388,10 @@ _AS_IT_IS = Quantity(
 
 
 def _said(key: str, value: Scalar) -> str:
-    if isinstance(value, (int, float)) or value in ("yes", "no", "off", "none", "after"):
-        if key.endswith("_bytes") and isinstance(value, (int, float)):
-            return f"{value / 1e6:,.6g} MB"
-        return f"{key.replace('_', ' ')} {value}"
-    return str(value)
+    words = key.replace("_", " ")
+    if isinstance(value, (int, float)):
+        return f"{value / 1e6:,.6g} MB" if key.endswith("_bytes") else f"{words} {value:.10g}"
+    return f"{words} {value}" if value in ("yes", "no", "off", "none", "after") else str(value)
 
 
 _ORDER = (*MODEL_SIZES, "fp32", "forward", "forward_backward", "backward", "train", "optimizer", WHOLE)
