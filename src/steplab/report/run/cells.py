@@ -41,6 +41,7 @@ _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not 
 _MOST_SAID = 4
 _MOST_SERIES = 6
 _MOST_MARKS = 48
+_MOST_RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +161,8 @@ def label(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
-    names = {cell.called for cell in cells} if field == "repeat" else set()
-    return names.pop() if len(names) == 1 else said(field, value)
+    names = sorted({cell.called for cell in cells}) if field == "repeat" else []
+    return ", ".join(names) if 0 < len(names) <= _MOST_RUNS else said(field, value)
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:

@@ -19,6 +19,9 @@ from steplab.specs.step import STEP_FIELDS
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 
 
+_ALONE = 7
+"""Colour of a bar of one pair."""
+
 VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
 
 
@@ -184,7 +187,10 @@ def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
     if not known:
         return None
     bars = tuple(map(_effect_bar, sorted(known, key=lambda one: -one[0])))
-    return Bars(bars=bars, note="Step time by choice: the median over pairs of runs that differ in nothing else.")
+    single = " Grey: a single pair." if any(len(effect.pairs) == 1 for _, effect in known) else ""
+    return Bars(
+        bars=bars, note=f"Step time by choice: the median over pairs of runs that differ in nothing else.{single}"
+    )
 
 
 def _effect_bar(one: tuple[float, Effect]) -> Bar:
@@ -192,9 +198,12 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     if effect.is_negligible:
         return Bar(label=effect.choice, figure=VERBS["same"])
     count = len(effect.pairs)
-    told = [f"{len(effect.faster)} of {units.counted(count, 'pair')} faster"]
-    told += [f"{len(effect.slower)} slower"] if effect.slower else []
-    segment = Segment(value=saved, color=1 if saved > 0 else 2, tip=effect_words(effect))
+    same = sum(pair.decision == "same" for pair in effect.pairs)
+    faster, slower = len(effect.faster), len(effect.slower)
+    rest = {"slower": slower, "no difference": same, "undecided": count - faster - slower - same}
+    told = [f"{faster} of {units.counted(count, 'pair')} faster", *(f"{n} {word}" for word, n in rest.items() if n)]
+    color = _ALONE if count == 1 else 1 if saved > 0 else 2
+    segment = Segment(value=saved, color=color, tip=effect_words(effect))
     figure = f"{units.format_percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
     return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))
 

@@ -101,8 +101,8 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     early, told, effects = _warmup_words(cells, fields), list(trend_words(cells, fields)), main_effects(cells)
     if early and not effects:
         yield early
-    yield from told
     yield from map(effect_words, effects)
+    yield from told
     if early and effects:
         yield early
     yield from _fewer_threads([cell.run for cell in cells])
