@@ -41,6 +41,7 @@ COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
 GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
+FLASH_ON_CPU = RESULTS / "attention_cpu_202611.jsonl.gz"
 ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -117,7 +118,9 @@ PAGES = {
     ),
     "questions": Page(
         title="The training step, question by question",
-        files=dict.fromkeys((STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL), _every)
+        files=dict.fromkeys(
+            (STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL, FLASH_ON_CPU), _every
+        )
         | {ON_CPU: _named("quick")},
         questions="assignment",
     ),

@@ -144,7 +144,7 @@ def recorded() -> list[Record]:
         *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("profile", "gz"), ("precision", "xz"))),
         *(RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("attention", "comm", "ddp")),
         GOLDEN / "busy_cpu_202611.jsonl.gz",
-        RESULTS / "comm_cpu_202611.jsonl.gz",
+        *(RESULTS / f"{name}_cpu_202611.jsonl.gz" for name in ("comm", "attention")),
     )
     return [record for file in files for record in read(file, Record)]
 

@@ -330,10 +330,10 @@ def _tiles(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Fact]:
         yield from extremes(
             attention_rows(cells, peer),
             ("column", "shape"),
-            (f"{name}_speed", max, TIMES, f"most as fast as {peer}, {passes}"),
+            (f"{name}_speed", max, TIMES, f"largest speed-up over {peer}, {passes}"),
             (f"{name}_flops_per_s", max, FLOPS_PER_S, f"fastest, {passes}"),
             (f"{name}_peak_bytes", max, BYTES, "largest peak memory"),
-            ("output_error_ratio", max, TIMES, "largest error of the output, of plain attention's"),
+            ("output_error_ratio", max, TIMES, "largest error of the output, over plain attention's"),
         )
 
 

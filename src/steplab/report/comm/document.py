@@ -286,19 +286,19 @@ def _where(run: CommRun) -> list[tuple[str, str]]:
 
 
 def _tiles(run: CommRun) -> Iterator[Fact]:
+    def named(row: Row) -> str:
+        return f"{row['collective']} of {MESSAGE.show(row['size_bytes'])} by {row['way']}, {row['world_size']} ranks"
+
+    rows = [{**row, "of": named(row)} for row in comm_rows(run.cells)]
     largest = max((cell.spec.size_bytes for cell in run.cells), default=0)
-    rows = comm_rows(run.cells)
-    names = ("collective", "way", "world_size")
-    of_largest = (row for row in rows if row["size_bytes"] == largest)
-    message = units.format_message(largest)
     yield from extremes(
-        list(of_largest),
-        names,
-        ("busbw_bytes_per_s", max, BYTES_PER_S, f"most bus bandwidth, {message}"),
-        ("busbw_bytes_per_s", min, BYTES_PER_S, f"least bus bandwidth, {message}"),
+        [row for row in rows if row["size_bytes"] == largest],
+        ("of",),
+        ("busbw_bytes_per_s", max, BYTES_PER_S, "most bus bandwidth"),
+        ("busbw_bytes_per_s", min, BYTES_PER_S, "least bus bandwidth"),
     )
     yield from extremes(
-        rows, names, ("time_s", min, TIME, "fastest call"), ("rank_spread", max, PERCENT, "largest spread over ranks")
+        rows, ("of",), ("time_s", min, TIME, "fastest call"), ("rank_spread", max, PERCENT, "largest spread over ranks")
     )
 
 

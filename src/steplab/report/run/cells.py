@@ -41,7 +41,7 @@ _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not 
 _MOST_SAID = 4
 _MOST_SERIES = 6
 _MOST_MARKS = 48
-_MOST_RUNS = 3
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,8 @@ def label(cell: RunCell, fields: Sequence[str]) -> str:
 
 def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
     names = sorted({cell.called for cell in cells}) if field == "repeat" else []
-    return ", ".join(names) if 0 < len(names) <= _MOST_RUNS else said(field, value)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more if names else said(field, value)
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:

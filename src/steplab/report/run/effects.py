@@ -129,13 +129,15 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     return sorted(pairs, key=lambda pair: pair.ratio)
 
 
-def effect_words(effect: Effect) -> str:
-    """A choice's gains and losses over pairs, and unsettled ones."""
-    text = _pays(effect)
+def effect_words(effect: Effect) -> Iterator[str]:
+    """Sentences: a choice's gains over pairs, its losses, and unsettled pairs."""
+    gains, _, losses = _pays(effect).partition("; ")
+    yield f"{gains}." if losses else gains
+    if losses:
+        yield losses[0].upper() + losses[1:]
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
-        text += f" {where} step time did not settle."
-    return text
+        yield f"{where} step time did not settle."
 
 
 def _pays(effect: Effect) -> str:
@@ -203,7 +205,7 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     rest = {"slower": slower, "no difference": same, "undecided": count - faster - slower - same}
     told = [f"{faster} of {units.counted(count, 'pair')} faster", *(f"{n} {word}" for word, n in rest.items() if n)]
     color = _ALONE if count == 1 else 1 if saved > 0 else 2
-    segment = Segment(value=saved, color=color, tip=effect_words(effect))
+    segment = Segment(value=saved, color=color, tip=" ".join(effect_words(effect)))
     figure = f"{units.format_percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
     return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import fmean, median, stdev
 
 from steplab import stats, units
@@ -101,7 +102,7 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     early, told, effects = _warmup_words(cells, fields), list(trend_words(cells, fields)), main_effects(cells)
     if early and not effects:
         yield early
-    yield from map(effect_words, effects)
+    yield from chain.from_iterable(map(effect_words, effects))
     yield from told
     if early and effects:
         yield early
