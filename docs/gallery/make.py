@@ -139,6 +139,10 @@ def make(name: str, folder: Path = HERE) -> Path:
     return _made(PAGES[name], folder / f"{name}.html")
 
 
+_PICTURES = (
+    "Pictures: memory over [forward alone](memory_forward.svg) and [a step](memory_bf16.png), "
+    "[data-parallel steps](ddp_timelines.png), [collectives](comm_time.png), [all](gallery/questions.html)."
+)
 _SHOWN: dict[str, dict[str, list[Any]]] = {
     "How long do forward and backward": {"context": [512]},
     "What changes without": {},
@@ -164,7 +168,7 @@ def answers(records: Sequence[Record], store: Path) -> str:
     sections = (made.sections[0], Section.of("Figures", *figures))
     text = render(Document(title=made.title, subtitle=made.subtitle, verdict=made.verdict, sections=sections), "md")
     lines = (re.sub(r" ?\| ?", "|", line) if line.startswith("|") else line for line in text.splitlines())
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _PICTURES, ""])
 
 
 def _few(block: object, shown: Mapping[str, list[Any]]) -> Table | None:
