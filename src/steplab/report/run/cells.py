@@ -161,9 +161,13 @@ def label(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
-    names = sorted({cell.called for cell in cells}) if field == "repeat" else []
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more if names else said(field, value)
+    if field != "repeat":
+        return said(field, value)
+    if len(called := {cell.called for cell in cells}) == 1:
+        return called.pop()
+    names = sorted({short_name(cell.run.name) for cell in cells} - {""})
+    of = f"({', '.join(names)})" if len(names) <= _MOST_NAMES else "of each step"
+    return f"{said(field, value)} {of}" if names else said(field, value)
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:

@@ -129,15 +129,14 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     return sorted(pairs, key=lambda pair: pair.ratio)
 
 
-def effect_words(effect: Effect) -> Iterator[str]:
-    """Sentences: a choice's gains over pairs, its losses, and unsettled pairs."""
+def effect_words(effect: Effect) -> list[str]:
+    """A choice's gains over pairs; its losses and unsettled pairs."""
     gains, _, losses = _pays(effect).partition("; ")
-    yield f"{gains}." if losses else gains
-    if losses:
-        yield losses[0].upper() + losses[1:]
+    told = [f"{gains}.", losses[0].upper() + losses[1:]] if losses else [gains]
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
-        yield f"{where} step time did not settle."
+        told[-1] += f" {where} step time did not settle."
+    return told
 
 
 def _pays(effect: Effect) -> str:
