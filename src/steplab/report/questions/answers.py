@@ -9,12 +9,12 @@ from typing import Any
 
 from steplab.errors import UserError
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of
+from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
 from steplab.report.kit.quantities import COUNT, LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
 from steplab.report.kit.text import dotted, reason
-from steplab.report.page import page_verdict, subtitle
+from steplab.report.page import subtitle
 from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
 from steplab.report.report import report_of
 from steplab.specs.model import MODEL_SIZES
@@ -100,8 +100,6 @@ class _Answers:
         return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer, grade
 
     def _blocks(self, question: Question) -> tuple[list[Any], str, str]:
-        if question.tells:
-            return *self._told(question.tells, question.shows), ""
         if question.derives:
             return *self._derived(question.derives), ""
         if not question.rows_of:
@@ -131,15 +129,6 @@ class _Answers:
                 raise
             raise _Missing from error
         return [block for section in found.sections for block in section.blocks], " ".join(found.verdict.sentences)
-
-    def _told(self, kind: str, titles: Sequence[str]) -> tuple[list[Any], str]:
-        if kind not in KINDS:
-            raise UserError(f"a question is told by '{kind}'; choose one of {', '.join(KINDS)}")
-        of_kind = [record for record in self._records if kind_of(record).name == kind]
-        if not of_kind:
-            raise _Missing
-        verdict = page_verdict(of_kind[-1:] if KINDS[kind].stands_alone else of_kind)
-        return list(_sections(of_kind[-1], titles)), " ".join(verdict.sentences)
 
     def _sheet(self, name: str) -> Sheet:
         if name not in SHEETS:
@@ -218,16 +207,14 @@ class _View:
         if not found:
             raise _Missing
         show = _quantity(figure).show
-        if figure.take == "count":
-            return {"": str(len(found))}
         numbers = [(float(value), row) for value, row in found if isinstance(value, (int, float))]
         if not numbers:
             return {"": ", ".join(dict.fromkeys(str(value) for value, _ in found))}
         if figure.take == "a_doubling":
             return {"": _a_doubling(numbers, figure.along, self._rest(figure.along))}
         values = [value for value, _ in numbers]
-        if figure.take in ("median", "sum"):
-            return {"": show(median(values) if figure.take == "median" else sum(values))}
+        if figure.take == "median":
+            return {"": show(median(values))}
         low, high = min(numbers, key=lambda pair: pair[0]), max(numbers, key=lambda pair: pair[0])
         if figure.take == "range":
             ends = dict.fromkeys((show(low[0]), show(high[0])))
