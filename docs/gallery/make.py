@@ -176,7 +176,8 @@ def _few(block: object, shown: Mapping[str, list[Any]]) -> Table | None:
     if not isinstance(block, Table):
         return None
     rows = (row for row in block.rows if all(row[key] in values for key, values in shown.items()))
-    return replace(block, rows=tuple(rows), caption=block.caption.split(". ")[0])
+    common, *told = block.caption.split(". ")
+    return replace(block, rows=tuple(rows), caption=". ".join([common, *(s for s in told if s.startswith("Doubtful"))]))
 
 
 def _made(page: Page, target: Path) -> Path:
