@@ -3,16 +3,19 @@
     python docs/gallery/make.py [PAGE ...]
 
 Each page is what `steplab report ID ... --output PAGE.html` makes of the records in `PAGES`. The largest, `full`, is
-committed, and so is docs/questions.md, the first chapter of `questions`; `make docs` makes all of them.
+committed, and so is docs/questions.md, the answers of `questions` with some rows of their tables; `make docs` makes all
+of them.
 """
 
 import gzip
 import json
 import lzma
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,11 @@ from typing import Any
 from steplab.cli.app import main
 from steplab.records.codec import decode
 from steplab.records.record import Record
+from steplab.report.kit.document import Document, Section, Table
+from steplab.report.kit.rendering import render
+from steplab.report.questions.answers import questions_document
+from steplab.specs.question import load_questions
+from steplab.views.reporting import derived
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -33,6 +41,7 @@ COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
 GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
+FLASH_ON_CPU = RESULTS / "attention_cpu_202611.jsonl.gz"
 ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -109,7 +118,9 @@ PAGES = {
     ),
     "questions": Page(
         title="The training step, question by question",
-        files=dict.fromkeys((STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL), _every)
+        files=dict.fromkeys(
+            (STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL, FLASH_ON_CPU), _every
+        )
         | {ON_CPU: _named("quick")},
         questions="assignment",
     ),
@@ -128,12 +139,48 @@ def make(name: str, folder: Path = HERE) -> Path:
     return _made(PAGES[name], folder / f"{name}.html")
 
 
-def answers(target: Path = HERE.parent / "questions.md") -> Path:
-    """Write the answers to all questions, as a table in Markdown."""
-    return _made(PAGES["questions"], target, "--chapter", "Answers", "--force")
+_PICTURES = (
+    "Pictures: memory over [forward alone](memory_forward.svg) and [a step](memory_bf16.png), "
+    "[data-parallel steps](ddp_timelines.png), [collectives](comm_time.png), [all](gallery/questions.html)."
+)
+_SHOWN: dict[str, dict[str, list[Any]]] = {
+    "How long do forward and backward": {"context": [512]},
+    "What changes without": {},
+    "What does bf16 save": {},
+    "How does the peak grow": {},
+    "How long does plain attention": {"queries": [256, 16384]},
+    "And over widths": {"queries": [128, 1024, 16384]},
+    "How long does an all-reduce": {},
+    "Buckets of 1": {},
+}
+"""The questions, by their first words, whose tables are in docs/questions.md -> the rows that it shows."""
 
 
-def _made(page: Page, target: Path, *more: str) -> Path:
+def answers(records: Sequence[Record], store: Path) -> str:
+    """The answers to all questions and some rows of their tables, in Markdown; the records are in the store too."""
+    asked = load_questions("assignment")
+    made = questions_document(asked, records, partial(derived, store), PAGES["questions"].title)
+    figures = []
+    for section in (block for chapter in made.sections[1:] for block in chapter.blocks if isinstance(block, Section)):
+        for begins in _SHOWN:
+            if section.title.startswith(begins):
+                figures += [Section.of(section.title, _few(each, _SHOWN[begins])) for each in section.blocks]
+    sections = (made.sections[0], Section.of("Figures", *figures))
+    text = render(Document(title=made.title, subtitle=made.subtitle, verdict=made.verdict, sections=sections), "md")
+    lines = (re.sub(r" ?\| ?", "|", line) if line.startswith("|") else line for line in text.splitlines())
+    return "\n".join([*lines, "", _PICTURES, ""])
+
+
+def _few(block: object, shown: Mapping[str, list[Any]]) -> Table | None:
+    """A table's rows with these values."""
+    if not isinstance(block, Table):
+        return None
+    rows = (row for row in block.rows if all(row[key] in values for key, values in shown.items()))
+    common, *told = block.caption.split(". ")
+    return replace(block, rows=tuple(rows), caption=". ".join([common, *(s for s in told if s.startswith("Doubtful"))]))
+
+
+def _made(page: Page, target: Path) -> Path:
     with tempfile.TemporaryDirectory() as work:
         lines, store = page.lines(), f"{work}/store.db"
         (Path(work) / "records.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -141,15 +188,16 @@ def _made(page: Page, target: Path, *more: str) -> Path:
         asked = ["--questions", page.questions] if page.questions else []
         for words in (
             ["import", f"{work}/records.jsonl", "--store", store],
-            ["report", *ids, "--title", page.title, "--store", store, "--output", str(target), *more, *asked],
+            ["report", *ids, "--title", page.title, "--store", store, "--output", str(target), *asked],
         ):
             if code := main(words):
                 raise SystemExit(code)
+        if page.questions:
+            text = answers(page.records(), Path(store))
+            (HERE.parent / "questions.md").write_text(text, encoding="utf-8")
     return target
 
 
 if __name__ == "__main__":
     for named in sys.argv[1:] or PAGES:
         make(named)
-        if named == "questions":
-            answers()

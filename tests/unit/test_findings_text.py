@@ -11,7 +11,6 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Pairs
 from steplab.report.kit.rendering import render
 from steplab.report.profile.verdict import findings_document, saving_facts
-from steplab.report.run.cells import cells_of
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
@@ -43,16 +42,11 @@ def found(run: Run) -> Findings:
     )
 
 
-def test_a_page_of_several_runs_begins_with_the_largest_saving_as_a_share_of_its_step(
-    run: Run, found: Findings
-) -> None:
-    other = dataclasses.replace(run, id="0123456789ab", name="other")
-    cells = cells_of([run, other])
-    less = dataclasses.replace(found, run_id=other.id, step_s=60e-3)
-    (fact,) = saving_facts(cells, {run.id: found, other.id: less})
+def test_a_page_begins_with_the_largest_saving_as_a_share_of_its_step(found: Findings) -> None:
+    (fact,) = saving_facts(found)
     assert fact.figure == "10.0 %"
-    assert fact.text.startswith("largest predicted saving: --compile default (")
-    assert saving_facts(cells, {}) == []
+    assert fact.text == "largest predicted saving: --compile default"
+    assert saving_facts(dataclasses.replace(found, findings=())) == []
 
 
 def test_only_what_can_be_tried_is_offered_to_be_tried(run: Run, found: Findings) -> None:

@@ -154,7 +154,7 @@ def test_the_most_that_a_choice_gains_is_that_of_a_decided_pair() -> None:
     ]
     [effect] = effects_of(cells_of([*decided, *few]))
     assert [pair.decision for pair in effect.pairs] == ["lower", "undecided"]
-    assert "faster in 1 of 2 pairs of otherwise equal runs, up to 1.20× at small" in effect_words(effect)
+    assert "faster in 1 of 2 pairs of otherwise equal runs, up to 1.20× at small" in effect_words(effect)[0]
     assert effect.pairs[0].interval == pytest.approx((1.2, 1.2), rel=0.01)
     assert effect.pairs[1].interval is None
 

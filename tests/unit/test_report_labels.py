@@ -78,7 +78,7 @@ def test_equal_runs_are_called_by_their_names_and_those_of_one_name_by_their_ids
         f"context 64 · a b{7 * 'c'}…{21 * 'c'}",
     ]
     series = arrange(cells_of(runs))[0].series
-    assert series[:4] == ("before", "run 2", "run 3", "run 4"), "a name stands for a series whose runs all have it"
+    assert series[:4] == ("before", "run 2 (after)", "run 3 (after)", "run 4"), "a series is named after its runs"
 
 
 def test_no_two_cells_share_a_label_or_a_place() -> None:

@@ -98,7 +98,7 @@ def test_bf16_that_is_slower_is_not_called_a_gain() -> None:
     ]
     told = " ".join(answer([*small, *large]).sentences)
     assert "bf16 instead of fp32 is faster in 1 of 2 pairs of otherwise equal runs, up to 1.25× at large" in told
-    assert "it does not pay in 1: 0.80× at small" in told
+    assert "It does not pay in 1: 0.80× at small" in told
     both_slower = [steps(run, *slow) if run.spec and run.spec.precision == "bf16" else run for run in [*small, *large]]
     told = " ".join(answer([*both_slower[:2], steps(large[0], *fast), both_slower[3]]).sentences)
     assert "it is slower in both pairs" in told

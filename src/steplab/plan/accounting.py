@@ -267,9 +267,9 @@ class _Facts:
         without = math.floor(state.value / capacity.value) + 1
         return Question(
             title=title,
-            answer=f"With weights, gradients, optimizer state and half of the activations sharded, a device holds "
-            f"{expression}, which is below the {format_message(capacity.value)} of {self.device.name} from N = "
-            f"{least:,} on.",
+            answer=f"With weights, gradients and optimizer state (S = {format_message(state.value)}) and half of the "
+            f"activations (A = {format_message(activations.value)}) sharded, a device holds {expression}, which is "
+            f"below the {format_message(capacity.value)} of {self.device.name} from N = {least:,} on.",
             figures=_figures(bound, memory),
             source=_ZERO,
             remarks=(f"Without activations N = {without:,} is enough.",),

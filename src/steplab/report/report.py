@@ -3,9 +3,10 @@
 Each kind's report is `REPORT` in the module that `MODULES` names; a new kind is its record, its report and a line here.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from operator import itemgetter
 from typing import Any, Protocol
 
 from steplab.records.finding import Findings
@@ -14,7 +15,8 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Block, Document, Section, Verdict
+from steplab.report.kit.document import Block, Document, Fact, Facts, Section, Verdict
+from steplab.report.kit.quantities import Quantity
 from steplab.report.run.cells import RunCell
 
 MODULES = {
@@ -93,6 +95,16 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
     )
 
 
+def extremes(
+    rows: Iterable[Row], names: Sequence[str], *wanted: tuple[str, Callable[..., Any], Quantity, str]
+) -> Iterator[Fact]:
+    """For each key with min or max, a quantity and words: the figure of that row, with the row's names."""
+    for key, take, quantity, words in wanted:
+        if known := [row for row in rows if isinstance(row.get(key), (int, float))]:
+            row = take(known, key=itemgetter(key))
+            yield Fact(figure=quantity.show(row[key]), text=f"{words} ({', '.join(str(row[name]) for name in names)})")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordReport:
     """The report of a kind with a document per record."""
@@ -105,6 +117,8 @@ class RecordReport:
     called: Callable[[Any], str]
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
+    tiles: Callable[[Any], Iterable[Fact]] = lambda record: ()
+    """Figures that a page of one record shows large."""
     among_others: Callable[[Any], Iterable[Section]] | None = None
     """Sections of one of several; None: the same."""
     rows: Callable[[Any], Sequence[Row | Mapping[str, Scalar]]]
@@ -143,6 +157,7 @@ class RecordReport:
         def section(record: Any) -> Section:
             answer = Verdict() if context.answered else self.answer(record)
             title = self.called(record) if self.names_one or len(records) > 1 else ""
-            return Section.of_record(self.heading(record), answer, sections(record), title=title)
+            tiles = Section.of("", Facts(facts=() if len(records) > 1 else tuple(self.tiles(record))))
+            return Section.of_record(self.heading(record), answer, (tiles, *sections(record)), title=title)
 
         return Section.of(self.chapter, *self.parts(records, context, section), anchor=self.anchor)

@@ -28,13 +28,12 @@ def _of_cells(
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
     if len(cells) == 1:  # its own document opens with them in sentences
-        tiles = (*facts_of_one(cells[0].run), *saving_facts(cells, context.findings))
         found = context.findings.get(cells[0].id)
+        tiles = (*facts_of_one(cells[0].run), *(saving_facts(found) if found else ()))
         return Section.of(
             "", Facts(facts=tiles if context.answered else ()), findings_section(found) if found else None
         )
-    told = (*facts(cells), *saving_facts(cells, context.findings))
-    return Section.of("", Facts(facts=told), effect_bars(cells))
+    return Section.of("", Facts(facts=tuple(facts(cells))), effect_bars(cells))
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section:

@@ -62,7 +62,8 @@ class CommSpec:
     world_size: Annotated[
         int,
         Declared(
-            help="Number of ranks that take part", default_words="powers of two up to the number of processes, and all"
+            help="Number of ranks that take part",
+            default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
         ),
     ] = 2
     dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"

@@ -49,7 +49,7 @@ class Figure(Expression, kw_only=True, frozen=True):
 
     where: Where = {}
     """Use these of the question's rows."""
-    take: Literal["range", "min", "max", "median", "sum", "count", "a_doubling"] = "range"
+    take: Literal["range", "min", "max", "median", "a_doubling"] = "range"
     """a_doubling: median growth where `along` doubles."""
     along: str = ""
     """The field that doubles."""
@@ -70,7 +70,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
 
     asks: str
     rows_of: str = ""
-    """The kind of row; empty: `derives` or `tells` answers, or no record can."""
+    """The kind of row; empty: `derives` answers, or no record can."""
     where: Where = {}
     rows: str | list[str] = []
     """The settings that vary between rows."""
@@ -84,8 +84,8 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     figures: dict[str, Figure] = {}
     """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
-    tells: str = ""
-    """A kind of record whose own verdict answers."""
+    complete: Where = {}
+    """Values that the question asks for: a combination of them without a row leaves it partly answered."""
     shows: list[str] = []
     """Sections of the answering record's own report, by their titles, with their pictures."""
     derives: Derivation | None = None

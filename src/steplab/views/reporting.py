@@ -92,7 +92,7 @@ def answers_of(
     """Records as answers to questions, of a preset or a file."""
     from steplab.report.questions.answers import questions_document
 
-    document = questions_document(load_questions(questions), records, partial(_derived, store), title)
+    document = questions_document(load_questions(questions), records, partial(derived, store), title)
     if chapter:
         document = chapter_of(document, chapter)
 
@@ -102,7 +102,8 @@ def answers_of(
     return View(write, store, pictured=True)
 
 
-def _derived(store: Path | str | None, asked: Derivation) -> Document:
+def derived(store: Path | str | None, asked: Derivation) -> Document:
+    """What `plan accounting` or `attention --derive` answers. Raises UserError where no record allows it."""
     from steplab.lab.planning import plan_accounting
 
     if not asked.model:

@@ -35,6 +35,7 @@ from steplab.report.kit.document import (
     Bars,
     Block,
     Document,
+    Fact,
     Section,
     Segment,
     Sentences,
@@ -42,8 +43,9 @@ from steplab.report.kit.document import (
     later,
     records_in_full,
 )
+from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, TIMES
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
-from steplab.report.report import Context, RecordReport
+from steplab.report.report import Context, RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
@@ -320,6 +322,19 @@ def account_document(account: AttentionAccount) -> Document:
     )
 
 
+def _tiles(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Fact]:
+    if name := telling_pass(cells):
+        passes = PASS_WORDS[name]
+        yield from extremes(
+            attention_rows(cells, peer),
+            ("column", "shape"),
+            (f"{name}_speed", max, TIMES, f"largest speed-up over {peer}, {passes}"),
+            (f"{name}_flops_per_s", max, FLOPS_PER_S, f"fastest, {passes}"),
+            (f"{name}_peak_bytes", max, BYTES, "largest peak memory"),
+            ("output_error_ratio", max, TIMES, "largest error of the output, over plain attention's"),
+        )
+
+
 def report_against(peer: str | None) -> RecordReport:
     """`peer` None: the first measured of sdpa_flash, sdpa and plain."""
 
@@ -345,6 +360,7 @@ def report_against(peer: str | None) -> RecordReport:
         answer=lambda run: attention_verdict(run, against(run)),
         sections=lambda run: _sections(run, against(run)),
         among_others=lambda run: _sections(run, against(run), alone=False),
+        tiles=lambda run: _tiles(run.cells, against(run)),
         rows=lambda run: attention_rows(run.cells, against(run)),
         parts=parts,
     )

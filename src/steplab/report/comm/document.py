@@ -8,11 +8,11 @@ from steplab.records.comm import COMM_FIGURES, CommCell, CommFit, CommRun
 from steplab.records.figure import values
 from steplab.records.rows import Row, Scalar
 from steplab.report.comm.charts import bandwidth_over_size, time_over_size
-from steplab.report.kit.document import RESULT, Column, Section, Table, Verdict, later, row_of
+from steplab.report.kit.document import RESULT, Column, Fact, Section, Table, Verdict, later, row_of
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
+from steplab.report.kit.quantities import BYTES_PER_S, GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
 from steplab.report.kit.text import dotted, interruption, made, why_failed
-from steplab.report.report import RecordReport
+from steplab.report.report import RecordReport, extremes
 from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
@@ -282,6 +282,23 @@ def _where(run: CommRun) -> list[tuple[str, str]]:
     return [*ranks, *((name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items())]
 
 
+def _tiles(run: CommRun) -> Iterator[Fact]:
+    def named(row: Row) -> str:
+        return f"{row['collective']} of {MESSAGE.show(row['size_bytes'])} by {row['way']}, {row['world_size']} ranks"
+
+    rows = [{**row, "of": named(row)} for row in comm_rows(run.cells)]
+    largest = max((cell.spec.size_bytes for cell in run.cells), default=0)
+    yield from extremes(
+        [row for row in rows if row["size_bytes"] == largest],
+        ("of",),
+        ("busbw_bytes_per_s", max, BYTES_PER_S, "most bus bandwidth"),
+        ("busbw_bytes_per_s", min, BYTES_PER_S, "least bus bandwidth"),
+    )
+    yield from extremes(
+        rows, ("of",), ("time_s", min, TIME, "fastest call"), ("rank_spread", max, PERCENT, "largest spread over ranks")
+    )
+
+
 REPORT = RecordReport(
     chapter="Communication",
     anchor="communication",
@@ -291,6 +308,7 @@ REPORT = RecordReport(
     called=comm_name,
     answer=comm_verdict,
     sections=_sections,
+    tiles=_tiles,
     rows=lambda run: comm_rows(run.cells),
     terms=TERMS,
     where=_where,

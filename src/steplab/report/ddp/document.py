@@ -10,10 +10,23 @@ from steplab.records.rows import Row
 from steplab.report.ddp import figures
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.timelines import timelines
-from steplab.report.kit.document import RESULT, Bar, Bars, Column, Section, Segment, Sentences, Table, Verdict, later
+from steplab.report.kit.document import (
+    RESULT,
+    Bar,
+    Bars,
+    Column,
+    Fact,
+    Section,
+    Segment,
+    Sentences,
+    Table,
+    Verdict,
+    later,
+)
 from steplab.report.kit.grouping import told_once
+from steplab.report.kit.quantities import BYTES, SHARE, TIME
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
-from steplab.report.report import RecordReport
+from steplab.report.report import RecordReport, extremes
 
 
 def asked(run: DdpRun) -> str:
@@ -324,6 +337,18 @@ def _sections(run: DdpRun) -> Iterator[Section]:
     yield Section.notes(notes_of(run))
 
 
+def _tiles(run: DdpRun) -> Iterator[Fact]:
+    added = [row for row in figures.ddp_rows(run) if row["exposed_s"] is not None]
+    yield from extremes(
+        added,
+        ("variant",),
+        ("step_s", min, TIME, "shortest step with communication"),
+        ("exposed_s", max, TIME, "most added to a step"),
+        ("hidden", max, SHARE, "most communication hidden"),
+        ("peak_bytes", min, BYTES, "least peak of a rank"),
+    )
+
+
 _VARIANT = Column(key="variant")
 _MEMORY_CAPTION = (
     "Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the categories "
@@ -344,6 +369,7 @@ REPORT = RecordReport(
     called=lambda run: run.name or asked(run),
     answer=ddp_verdict,
     sections=_sections,
+    tiles=_tiles,
     rows=figures.ddp_rows,
     terms=TERMS,
 )

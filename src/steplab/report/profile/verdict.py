@@ -1,6 +1,6 @@
 """The verdict of a profile: the findings' savings, or else where time goes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.finding import Evidence, Finding, Findings
@@ -22,7 +22,6 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import PERCENT, TIME, Quantity
 from steplab.report.profile.words import largest_categories, time_sentence
-from steplab.report.run.cells import AXES, RunCell, label, varying
 from steplab.report.run.one_run import run_title
 from steplab.report.run.verdict import run_cautions
 from steplab.specs.step_fields import option_name
@@ -100,20 +99,12 @@ def saved_words(finding: Finding) -> str:
     return f"{how} {units.format_time(gain_s)}{tokens}"
 
 
-def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings]) -> list[Fact]:
-    """The largest predicted saving of a page, as a share of its step; empty without one."""
-    predicted = [
-        (finding.saves_s / found.step_s, cell, found)
-        for cell in cells
-        if (found := findings.get(cell.run.id)) and found.step_s and found.findings
-        if (finding := found.findings[0]).saves_s is not None
-    ]
-    if not predicted:
+def saving_facts(findings: Findings) -> list[Fact]:
+    """The largest predicted saving, as a share of the step; empty without one."""
+    if not findings.step_s or not findings.findings or (saves_s := findings.findings[0].saves_s) is None:
         return []
-    share, cell, found = max(predicted, key=lambda one: one[0])
-    where = f" ({label(cell, [field for field in varying(cells) if field in AXES])})" if len(cells) > 1 else ""
-    text = f"largest predicted saving: {_options(found.findings[0]) or found.findings[0].title}{where}"
-    return [Fact(figure=units.format_percent(share), text=text)]
+    text = f"largest predicted saving: {_options(findings.findings[0]) or findings.findings[0].title}"
+    return [Fact(figure=units.format_percent(saves_s / findings.step_s), text=text)]
 
 
 def findings_section(findings: Findings) -> Section:

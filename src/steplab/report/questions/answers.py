@@ -3,17 +3,18 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
 from steplab.errors import UserError
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of
+from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
 from steplab.report.kit.quantities import COUNT, LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
 from steplab.report.kit.text import dotted, reason
-from steplab.report.page import page_verdict, subtitle
+from steplab.report.page import subtitle
 from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
 from steplab.report.report import report_of
 from steplab.specs.model import MODEL_SIZES
@@ -41,11 +42,12 @@ def questions_document(
     for chapter in asked.chapter:
         parts = []
         for question in chapter.question:
-            section, answer = answers.of(question)
+            section, answer, grade = answers.of(question)
             parts.append(section)
-            data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None})
+            data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None, "grade": grade})
             data[-1]["measure"] = None if answer else question.measure
-            shown.append({"question": question.asks, "answer": answer or "not measured", "command": question.measure})
+            told = " ".join(filter(None, (answer or "not measured", answer and question.why)))
+            shown.append({"question": question.asks, "answer": told, "grade": grade, "command": question.measure})
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     by = counted(len(records), "record")
@@ -68,7 +70,8 @@ def questions_document(
 
 
 _ANSWERS = tuple(
-    Column(key=key, wraps_from=width) for key, width in (("question", 24), ("answer", 32), ("command", 16))
+    Column(key=key, wraps_from=width)
+    for key, width in (("question", 24), ("answer", 32), ("grade", 12), ("command", 16))
 )
 
 
@@ -82,23 +85,23 @@ class _Answers:
         self._records = sorted(records, key=lambda record: record.created_utc)
         self._sheets: dict[str, Sheet] = {}
 
-    def of(self, question: Question) -> tuple[Section, str]:
+    def of(self, question: Question) -> tuple[Section, str, str]:
+        """Section, answer (may be empty) and grade: done, not, or partly with what lacks."""
         try:
-            blocks, answer = self._blocks(question)
+            blocks, answer, lacking = self._blocks(question)
         except _Missing:
             missing = f"Not measured; run `{question.measure}`." if question.measure else "Not measured."
             why = "" if question.rows_of else question.why
-            return Section.of(question.asks, Sentences.of([missing], "warning"), Sentences.of([why], "note")), ""
-        return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer
+            return Section.of(question.asks, Sentences.of([missing], "warning"), Sentences.of([why], "note")), "", "not"
+        grade = f"partly: no {lacking}" if lacking else "done"
+        return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer, grade
 
-    def _blocks(self, question: Question) -> tuple[list[Any], str]:
-        if question.tells:
-            return self._told(question.tells, question.shows)
+    def _blocks(self, question: Question) -> tuple[list[Any], str, str]:
         if question.derives:
-            return self._derived(question.derives)
+            return *self._derived(question.derives), ""
         if not question.rows_of:
             if question.answer:
-                return [], question.answer
+                return [], question.answer, ""
             raise _Missing
         sheet = self._sheet(question.rows_of)
         keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
@@ -110,8 +113,9 @@ class _Answers:
             except _Missing:
                 continue
             table = list(view.blocks(question, rows)) if question.columns else []
-            newest = next(record for record in self._records[::-1] if record.id == rows[-1]["id"])
-            return [*table, *_sections(newest, question.shows)], _filled(question.answer, figures)
+            newest = {row["id"] for row in {row.get("pass"): row for row in rows}.values()}
+            shown = [s for record in self._records if record.id in newest for s in _sections(record, question.shows)]
+            return [*table, *shown], _filled(question.answer, figures), _lacking(rows, question.complete)
         raise _Missing
 
     def _derived(self, asked: Derivation) -> tuple[list[Any], str]:
@@ -122,15 +126,6 @@ class _Answers:
                 raise
             raise _Missing from error
         return [block for section in found.sections for block in section.blocks], " ".join(found.verdict.sentences)
-
-    def _told(self, kind: str, titles: Sequence[str]) -> tuple[list[Any], str]:
-        if kind not in KINDS:
-            raise UserError(f"a question cannot take rows of '{kind}'; choose one of {', '.join(KINDS)}")
-        of_kind = [record for record in self._records if kind_of(record).name == kind]
-        if not of_kind:
-            raise _Missing
-        verdict = page_verdict(of_kind[-1:] if KINDS[kind].stands_alone else of_kind)
-        return list(_sections(of_kind[-1], titles)), " ".join(verdict.sentences)
 
     def _sheet(self, name: str) -> Sheet:
         if name not in SHEETS:
@@ -207,16 +202,14 @@ class _View:
         if not found:
             raise _Missing
         show = _quantity(figure).show
-        if figure.take == "count":
-            return {"": str(len(found))}
         numbers = [(float(value), row) for value, row in found if isinstance(value, (int, float))]
         if not numbers:
             return {"": ", ".join(dict.fromkeys(str(value) for value, _ in found))}
         if figure.take == "a_doubling":
             return {"": _a_doubling(numbers, figure.along, self._rest(figure.along))}
         values = [value for value, _ in numbers]
-        if figure.take in ("median", "sum"):
-            return {"": show(median(values) if figure.take == "median" else sum(values))}
+        if figure.take == "median":
+            return {"": show(median(values))}
         low, high = min(numbers, key=lambda pair: pair[0]), max(numbers, key=lambda pair: pair[0])
         if figure.take == "range":
             ends = dict.fromkeys((show(low[0]), show(high[0])))
@@ -343,6 +336,19 @@ def _fits(row: Row, where: Where) -> bool:
     return all(row.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
 
 
+def _lacking(rows: Sequence[Row], complete: Where) -> str:
+    """The combinations of these values that no measured row has."""
+    values = [wanted if isinstance(wanted, list) else [wanted] for wanted in complete.values()]
+    held = {tuple(row.get(key) for key in complete) for row in rows if row.get("status", "ok") == "ok"}
+    lacking = [
+        ", ".join(_said(key, value) for key, value in zip(complete, each, strict=True))
+        for each in product(*values)
+        if each not in held
+    ]
+    more = f" and {len(lacking) - 2} more" if len(lacking) > 2 else ""
+    return "; ".join(lacking[:2]) + more
+
+
 def _words(field: str) -> str:
     return (f"{field[:-6]}/s" if field.endswith("_per_s") else field.removesuffix("_s")).replace("_", " ")
 
@@ -362,11 +368,10 @@ _AS_IT_IS = Quantity(
 
 
 def _said(key: str, value: Scalar) -> str:
-    if isinstance(value, (int, float)) or value in ("yes", "no", "off", "none", "after"):
-        if key.endswith("_bytes") and isinstance(value, (int, float)):
-            return f"{value / 1e6:,.6g} MB"
-        return f"{key.replace('_', ' ')} {value}"
-    return str(value)
+    words = key.replace("_", " ")
+    if isinstance(value, (int, float)):
+        return f"{value / 1e6:,.6g} MB" if key.endswith("_bytes") else f"{words} {value:.10g}"
+    return f"{words} {value}" if value in ("yes", "no", "off", "none", "after") else str(value)
 
 
 _ORDER = (*MODEL_SIZES, "fp32", "forward", "forward_backward", "backward", "train", "optimizer", WHOLE)

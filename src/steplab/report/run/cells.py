@@ -41,6 +41,7 @@ _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not 
 _MOST_SAID = 4
 _MOST_SERIES = 6
 _MOST_MARKS = 48
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +159,13 @@ def label(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
-    names = {cell.called for cell in cells} if field == "repeat" else set()
-    return names.pop() if len(names) == 1 else said(field, value)
+    if field != "repeat":
+        return said(field, value)
+    if len(called := {cell.called for cell in cells}) == 1:
+        return called.pop()
+    names = sorted({short_name(cell.run.name) for cell in cells} - {""})
+    of = f"({', '.join(names)})" if len(names) <= _MOST_NAMES else "of each step"
+    return f"{said(field, value)} {of}" if names else said(field, value)
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:

@@ -18,6 +18,9 @@ from steplab.specs.step import STEP_FIELDS
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 
 
+_ALONE = 7
+"""Colour of a bar of one pair."""
+
 VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
 
 
@@ -121,12 +124,14 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     return sorted(pairs, key=lambda pair: pair.ratio)
 
 
-def effect_words(effect: Effect) -> str:
-    text = _pays(effect)
+def effect_words(effect: Effect) -> list[str]:
+    """A choice's gains over pairs; its losses and unsettled pairs."""
+    gains, _, losses = _pays(effect).partition("; ")
+    told = [f"{gains}.", losses[0].upper() + losses[1:]] if losses else [gains]
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
-        text += f" {where} step time did not settle."
-    return text
+        told[-1] += f" {where} step time did not settle."
+    return told
 
 
 def _pays(effect: Effect) -> str:
@@ -178,7 +183,10 @@ def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
     if not known:
         return None
     bars = tuple(map(_effect_bar, sorted(known, key=lambda one: -one[0])))
-    return Bars(bars=bars, note="Step time by choice: the median over pairs of runs that differ in nothing else.")
+    single = " Grey: a single pair." if any(len(effect.pairs) == 1 for _, effect in known) else ""
+    return Bars(
+        bars=bars, note=f"Step time by choice: the median over pairs of runs that differ in nothing else.{single}"
+    )
 
 
 def _effect_bar(one: tuple[float, Effect]) -> Bar:
@@ -186,9 +194,12 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     if effect.is_negligible:
         return Bar(label=effect.choice, figure=VERBS["same"])
     count = len(effect.pairs)
-    told = [f"{len(effect.faster)} of {units.counted(count, 'pair')} faster"]
-    told += [f"{len(effect.slower)} slower"] if effect.slower else []
-    segment = Segment(value=saved, color=1 if saved > 0 else 2, tip=effect_words(effect))
+    same = sum(pair.decision == "same" for pair in effect.pairs)
+    faster, slower = len(effect.faster), len(effect.slower)
+    rest = {"slower": slower, "no difference": same, "undecided": count - faster - slower - same}
+    told = [f"{faster} of {units.counted(count, 'pair')} faster", *(f"{n} {word}" for word, n in rest.items() if n)]
+    color = _ALONE if count == 1 else 1 if saved > 0 else 2
+    segment = Segment(value=saved, color=color, tip=" ".join(effect_words(effect)))
     figure = f"{units.format_percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
     return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import fmean, median, stdev
 
 from steplab import stats, units
@@ -100,8 +101,8 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     early, told, effects = _warmup_words(cells, fields), list(trend_words(cells, fields)), main_effects(cells)
     if early and not effects:
         yield early
+    yield from chain.from_iterable(map(effect_words, effects))
     yield from told
-    yield from map(effect_words, effects)
     if early and effects:
         yield early
     yield from _fewer_threads([cell.run for cell in cells])
@@ -143,16 +144,16 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
-    """One a field: precision and compilation first, then by number of pairs."""
+    """One a field: precision and compilation first, then by number of pairs, then by gain."""
     of_field: dict[str, Effect] = {}
     for effect in sorted((effect for effect in effects_of(cells) if not effect.is_negligible), key=_interest):
         of_field.setdefault(effect.field, effect)
     return list(of_field.values())[:_MOST_EFFECTS]
 
 
-def _interest(effect: Effect) -> tuple[int, int]:
+def _interest(effect: Effect) -> tuple[int, int, float]:
     place = _BY_INTEREST.index(effect.field) if effect.field in _BY_INTEREST else len(_BY_INTEREST)
-    return place, -len(effect.pairs)
+    return place, -len(effect.pairs), -effect.pairs[-1].ratio
 
 
 def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
@@ -233,11 +234,10 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
     fields = varying(cells)
-    pairs = [(effect, pair) for effect in effects_of(cells) for pair in effect.faster]
-    if pairs:
-        effect, best = max(pairs, key=lambda one: one[1].ratio)
-        where = _short(best.before, [field for field in fields if field != effect.field])
-        yield Fact(figure=times_words(best.ratio), text=f"largest speed-up: {effect.choice} ({where})")
+    rates = [(c.run.tokens_per_step / c.run.median_s, c) for c in cells if c.run.tokens_per_step and c.run.median_s]
+    if rates:
+        rate, cell = max(rates, key=lambda one: one[0])
+        yield Fact(figure=units.format_rate(rate, ""), text=f"most tokens/s ({_short(cell, fields)})")
     used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
     if used:
         best_used, cell = max(used, key=lambda one: one[0].value or 0.0)
