@@ -41,7 +41,8 @@ COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
 GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
-FLASH_ON_CPU = RESULTS / "attention_cpu_202611.jsonl.gz"
+FLASH_IN_PYTORCH = RESULTS / "attention_reference_h200_202611.jsonl.gz"
+GLOO_TO_1_GB = RESULTS / "comm_gloo_h200_202611.jsonl.gz"
 ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -119,7 +120,19 @@ PAGES = {
     "questions": Page(
         title="The training step, question by question",
         files=dict.fromkeys(
-            (STEPS, PROFILES, MEMORY, PRECISION, ATTENTION, COLLECTIVES, GLOO, DATA_PARALLEL, FLASH_ON_CPU), _every
+            (
+                STEPS,
+                PROFILES,
+                MEMORY,
+                PRECISION,
+                ATTENTION,
+                COLLECTIVES,
+                GLOO,
+                GLOO_TO_1_GB,
+                DATA_PARALLEL,
+                FLASH_IN_PYTORCH,
+            ),
+            _every,
         )
         | {ON_CPU: _named("quick")},
         questions="assignment",
