@@ -137,14 +137,16 @@ def test_what_is_no_question_is_said(factors: str, wrong: str, said: str) -> Non
         questions_document(load_questions(factors), of_factors(), nothing)
 
 
+_IN_RESULTS = ("attention_h200", "attention_reference_h200", "comm_h200", "comm_cpu", "comm_gloo_h200", "ddp_h200")
+
+
 @pytest.fixture(scope="module")
 def recorded() -> list[Record]:
     files = (
         *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("step", "gz"), ("memory", "xz"))),
         *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("profile", "gz"), ("precision", "xz"))),
-        *(RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("attention", "comm", "ddp")),
+        *(RESULTS / f"{name}_202611.jsonl.gz" for name in _IN_RESULTS),
         GOLDEN / "busy_cpu_202611.jsonl.gz",
-        *(RESULTS / f"{name}_cpu_202611.jsonl.gz" for name in ("comm", "attention")),
     )
     return [record for file in files for record in read(file, Record)]
 
