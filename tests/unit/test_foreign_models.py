@@ -296,7 +296,7 @@ def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan(
     (planned,) = plan_steps([spec])
     time = sure(sure(planned.layout).candidates[0].time)
     assert [(each.collective, each.phase, each.messages) for each in time.traffic] == [
-        ("all_reduce", "forward", 2 * 2),
+        ("all_reduce", "forward", 2 * 2 + 1),  # the last of the embedding
         ("all_gather", "forward", 1),
         ("all_reduce", "backward", 5 * 2 + 1),
     ]

@@ -100,7 +100,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[DeviceMesh]:
+def tp_mesh() -> Iterator[DeviceMesh]:
     """A mesh for tp. Meshes have numbers as content, so they are made before tensors have none."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = open_mesh({"fsdp": RANKS}, "cpu")
@@ -183,10 +183,10 @@ def test_every_moment_of_fsdp_is_that_of_fully_shard(
 
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "bf16"), ("qwen3", "bf16_pure"), ("mixtral", "bf16_pure")])
 def test_the_peak_of_tp_is_that_of_the_dtensors_of_transformers(
-    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch, _group: DeviceMesh
+    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch, tp_mesh: DeviceMesh
 ) -> None:
     """Without the optimizer, whose kernels take no mixture of plain tensors and DTensors."""
     config = EXPERTS | {"model_type": kind, "num_key_value_heads": RANKS}
     fields: dict[str, object] = {"batch": 4, "context": 128, "layout": f"tp={RANKS}", "pass": "forward_backward"}
     spec = of_config(config, attention="sdpa", precision=precision, **fields)
-    assert max(planned(spec).values()) == pytest.approx(max(seen(spec, monkeypatch, _group).values()), rel=1e-3)
+    assert max(planned(spec).values()) == pytest.approx(max(seen(spec, monkeypatch, tp_mesh).values()), rel=1e-3)

@@ -98,7 +98,8 @@ def _recomputed_linear(shape: TransformerShape) -> float:
 
 def _every_second_linear(shape: TransformerShape) -> float:
     """The same for every second linear layer."""
-    of_input, inner = shape.query_key_value_widths, (shape.d_ff,) * (len(shape.feed_forward_layers) - 1)
+    of_input, inner = list(shape.query_key_value_widths), [shape.d_ff] * (len(shape.feed_forward_layers) - 1)
+    output = of_input[:1]
     if shape.projections == "merged":
-        of_input, inner = (sum(of_input),), (sum(inner),)
-    return 2.0 * shape.d_model * sum((*of_input, shape.query_key_value_widths[0], *inner)[1::2])
+        of_input, inner = [sum(of_input)], [sum(inner)]
+    return 2.0 * shape.d_model * sum([*of_input, *output, *inner][1::2])
