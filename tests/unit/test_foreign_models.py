@@ -387,7 +387,10 @@ def test_steps_of_families_that_no_fit_saw_are_predicted(run: Run) -> None:
     assert time.central_s == pytest.approx(measured_s, rel=0.05)
     assert time.low_s <= measured_s <= time.high_s
     peak = sure(sure(run.memory).peak("step")).peak_allocated_bytes
-    assert memory.peak_bytes == pytest.approx(peak, rel=0.03 if "olmo2" in sure(run.spec).model.label else 1e-3)
+    rel = 1e-3
+    if "olmo2" in sure(run.spec).model.label:
+        rel = 2e-3 if sure(run.spec).compile == "off" else 0.03
+    assert memory.peak_bytes == pytest.approx(peak, rel=rel)
 
 
 def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
