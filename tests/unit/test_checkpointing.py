@@ -3,7 +3,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tests.sure import sure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from steplab.costs.flops import executed_flops_per_token
@@ -33,7 +34,7 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
 from steplab.store.database import Store
 
-CHOSEN = ("full", "every_2", "every_5", "first_2", "selective")
+CHOSEN = ("full", "every_2", "every_5", "first_2", "selective", "selective_2")
 CPU = torch.device("cpu")
 LAYERS, WIDTH, INNER = 3, 16, 24
 TINY: dict[str, object] = {
@@ -82,13 +83,28 @@ def assert_identical(found: list[Tensor], expected: list[Tensor]) -> None:
 # --- names ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["none", "full", "selective", "every_2", "every_48", "first_1", "first_12"])
+@pytest.mark.parametrize(
+    "name", ["none", "full", "selective", "selective_2", "every_2", "every_48", "first_1", "first_12"]
+)
 def test_a_choice_is_accepted(name: str) -> None:
     assert resolve_step({"checkpointing": name}).checkpointing == name
 
 
 @pytest.mark.parametrize(
-    "name", ["every_0", "every_", "every_N", "every_-2", "every_2.5", "every_02", "all", "every_²", "first_0", "first_"]
+    "name",
+    [
+        "every_0",
+        "every_",
+        "every_N",
+        "every_-2",
+        "every_2.5",
+        "every_02",
+        "all",
+        "selective_3",
+        "every_²",
+        "first_0",
+        "first_",
+    ],
 )
 def test_an_unknown_choice_is_answered_with_those_there_are(name: str) -> None:
     with pytest.raises(UserError, match="is not known") as refused:
@@ -139,7 +155,7 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(checkpointing: str, autoc
     assert_identical(step(workload(attention=attention, checkpointing=checkpointing), autocast), expected)
 
 
-@pytest.mark.parametrize("checkpointing", first(1, ["selective", "full"]))
+@pytest.mark.parametrize("checkpointing", first(2, ["selective", "selective_2", "full"]))
 def test_a_compiler_takes_it_in_one_graph(checkpointing: str) -> None:
     few: dict[str, object] = {"model.num_layers": 2}
     expected = step(workload(**few))
@@ -207,6 +223,38 @@ def test_a_fused_kernel_recomputes_half_the_square(attention: str) -> None:
     assert executed("selective") == executed("none")
 
 
+def torchtitans() -> Any:
+    """The rule of torchtitan's distributed/activation_checkpoint.py."""
+    num_linear = Counter[bool]()
+
+    def policy(context: Any, func: Any, *_: object, **__: object) -> CheckpointPolicy:
+        is_linear = func is torch.ops.aten.mm.default
+        num_linear[context.is_recompute] += is_linear
+        to_save = func in TORCHTITANS and not (is_linear and num_linear[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if to_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+TORCHTITANS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+
+
+@pytest.mark.parametrize("projections", ["separate", "merged"])
+def test_selective_2_runs_again_what_torchtitan_runs_again(projections: str) -> None:
+    def count(built: Workload) -> Counter[str]:
+        with CountedOps() as counted:
+            step(built)
+        return counted.counts
+
+    fields: dict[str, object] = {"attention": "sdpa", "model.projections": projections}
+    ours, theirs, none = workload(**fields, checkpointing="selective_2"), workload(**fields), workload(**fields)
+    for block in cast(Any, theirs.module).blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=torchtitans)
+    again = count(ours)
+    assert again == count(theirs)
+    assert again["mm"] - count(none)["mm"] == LAYERS * (3 if projections == "separate" else 1)
+
+
 def test_mfu_counts_no_recomputation_and_hfu_does(tmp_path: Path) -> None:
     def used(checkpointing: str) -> dict[str, float]:
         with Store.open(tmp_path / "store.db", write=True) as store:
@@ -245,10 +293,21 @@ def test_transformers_checkpoints_its_own_layers(tmp_path: Path, attention: str)
     assert (once, twice) == (2, 4)
 
 
-@pytest.mark.parametrize("checkpointing", ["every_2", "selective"])
-def test_what_transformers_does_not_offer_is_refused(tmp_path: Path, checkpointing: str) -> None:
-    with pytest.raises(Unsupported, match="use --checkpointing full or none"):
-        build_workload(hf_spec(tmp_path, checkpointing=checkpointing), CPU)
+@pytest.mark.parametrize(("checkpointing", "again"), [("selective", 0), ("selective_2", 2 * 3)])
+def test_layers_of_transformers_keep_products(tmp_path: Path, checkpointing: str, again: int) -> None:
+    def counted(checkpointing: str) -> tuple[list[Tensor], Counter[str]]:
+        spec = hf_spec(tmp_path, checkpointing=checkpointing, attention="sdpa")
+        with CountedOps() as ops:
+            return step(build_workload(spec, CPU)), ops.counts
+
+    (expected, once), (found, twice) = counted("none"), counted(checkpointing)
+    assert_identical(found, expected)
+    assert (twice["mm"] - once["mm"], twice["silu"] - once["silu"]) == (again, 2)
+
+
+def test_what_transformers_does_not_offer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="use --checkpointing none, full, selective or selective_2"):
+        build_workload(hf_spec(tmp_path, checkpointing="every_2"), CPU)
 
 
 def test_the_hfu_of_a_checkpointed_transformers_model_is_missing_with_a_reason(tmp_path: Path) -> None:

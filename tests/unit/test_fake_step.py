@@ -71,6 +71,7 @@ STEPS = {
         "model.num_kv_heads": "4",
         "model.num_layers": "2",
     },
+    "second products": {"precision": "bf16", "attention": "sdpa_flash", "checkpointing": "selective_2"},
     "micro-steps": {"precision": "bf16_pure", "attention": "sdpa_flash", "accumulation": "2"},
 }
 

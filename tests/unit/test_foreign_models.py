@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
-from steplab.fake_step.step import operators_of_fake
+from steplab.fake_step.step import fake_step, operators_of_fake
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
 from steplab.lab.predicting import spread_model
 from steplab.lab.utilization import PeakFigure, utilizations
@@ -24,9 +24,11 @@ from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import facts_of
 from steplab.model.build import build_workload
+from steplab.model.compiling import repeated_blocks
 from steplab.model.workload import loss_of
-from steplab.plan.dry_run.events import READS_A_VALUE
-from steplab.plan.dry_run.sizes import Split
+from steplab.plan.dry_run.events import READS_A_VALUE, Allocated, Began, Event, Freed
+from steplab.plan.dry_run.sizes import Count, Split
+from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.fusion import kernels_of
 from steplab.records.run import Run
 from steplab.specs.layout import Layout
@@ -292,7 +294,7 @@ def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan(
     (planned,) = plan_steps([spec])
     time = sure(sure(planned.layout).candidates[0].time)
     assert [(each.collective, each.phase, each.messages) for each in time.traffic] == [
-        ("all_reduce", "forward", 2 * 2),
+        ("all_reduce", "forward", 2 * 2 + 1),  # the last of the embedding
         ("all_gather", "forward", 1),
         ("all_reduce", "backward", 5 * 2 + 1),
     ]
@@ -383,7 +385,10 @@ def test_steps_of_families_that_no_fit_saw_are_predicted(run: Run) -> None:
     assert time.central_s == pytest.approx(measured_s, rel=0.05)
     assert time.low_s <= measured_s <= time.high_s
     peak = sure(sure(run.memory).peak("step")).peak_allocated_bytes
-    assert memory.peak_bytes == pytest.approx(peak, rel=0.03 if "olmo2" in sure(run.spec).model.label else 1e-3)
+    rel = 1e-3
+    if "olmo2" in sure(run.spec).model.label:
+        rel = 2e-3 if sure(run.spec).compile == "off" else 0.03
+    assert memory.peak_bytes == pytest.approx(peak, rel=rel)
 
 
 def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,7 +396,66 @@ def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys:
     path.write_text(json.dumps(GPT2))
     assert main(["plan", "memory", "--model", f"hf:{path}", "--context", "64"]) == 0
     assert "traced: torch ran the model on tensors without content" in " ".join(capsys.readouterr().out.split())
-    wrongs: list[dict[str, Any]] = [{"attention": "flash_triton"}, {"checkpointing": "selective"}]
+    wrongs: list[dict[str, Any]] = [{"attention": "flash_triton"}, {"checkpointing": "every_2"}]
     for wrong in wrongs:
         with pytest.raises(Unsupported, match="is not supported"):
             plan_memory(model=f"hf:{path}", context=64, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("mode", "checkpointing"), [("block", "full"), ("block", "selective_2"), ("default", "none"), ("default", "full")]
+)
+def test_a_compiled_block_keeps_what_torch_keeps_of_it(mode: str, checkpointing: str) -> None:
+    """The difference between three blocks and two, so that the head, cast differently on other devices, cancels."""
+    config = LLAMA | {"num_key_value_heads": 4}
+    fields: dict[str, object] = {"attention": "sdpa", "checkpointing": checkpointing, "compile": mode}
+    few, more = (of_config(config | {"num_hidden_layers": number}, **fields) for number in (2, 3))
+    assert kept_in_the_trace(more) - kept_in_the_trace(few) == kept_by_torch(more) - kept_by_torch(few)
+
+
+STATE_OF_RANDOM_NUMBERS = 8
+"""Bytes; on CUDA fused attention keeps two."""
+
+
+def kept_in_the_trace(spec: StepSpec) -> int:
+    alive: dict[int, Piece] = {}
+    kept: list[int] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Allocated):
+            alive[id(event.piece)] = event.piece
+        elif isinstance(event, Freed):
+            del alive[id(event.piece)]
+        elif isinstance(event, Began) and event.phase == "backward":
+            kept.append(
+                sum(
+                    each.num_bytes
+                    for each in alive.values()
+                    if each.category == "activations" and each.num_bytes > STATE_OF_RANDOM_NUMBERS
+                )
+            )
+
+    with fake_step(spec, Count(0, ""), listen, compiled=True) as run:
+        run()
+    return kept[0]
+
+
+def kept_by_torch(spec: StepSpec) -> int:
+    module: Any = build_workload(spec, CPU).module
+    torch._dynamo.reset()
+    for part in repeated_blocks(module) if spec.compile == "block" else [module]:
+        part.forward = torch.compile(part.forward, backend="aot_eager_decomp_partition")
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.numel() > 1:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(500, (spec.batch, spec.context))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module(input_ids=tokens, labels=tokens).loss  # what it keeps is alive as long as this
+    assert loss.requires_grad
+    return sum(kept.values())

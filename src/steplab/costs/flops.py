@@ -122,6 +122,8 @@ def executed_flops_per_token(
             return None
         recomputed = num_recomputed(spec.checkpointing, num_layers)
         flops += recomputed * (_recomputed_linear(spec.model.shape) + 2 * product / num_layers)
+        if spec.checkpointing == "selective_2":
+            flops += num_layers * _every_second_linear(spec.model.shape)
     return flops
 
 
@@ -130,3 +132,12 @@ def _recomputed_linear(shape: TransformerShape) -> float:
     before it, and a compiler leaves it out."""
     last = shape.d_model * shape.d_ff
     return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)
+
+
+def _every_second_linear(shape: TransformerShape) -> float:
+    """The same for every second linear layer."""
+    of_input, inner = list(shape.query_key_value_widths), [shape.d_ff] * (len(shape.feed_forward_layers) - 1)
+    output = of_input[:1]
+    if shape.projections == "merged":
+        of_input, inner = [sum(of_input)], [sum(inner)]
+    return 2.0 * shape.d_model * sum([*of_input, *output, *inner][1::2])

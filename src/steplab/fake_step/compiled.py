@@ -5,11 +5,13 @@ and a graph's outputs, are in memory; everything between is fused into kernels. 
 Values that Python reads would end a graph and are refused here.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +21,9 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
+from torch.fx import traceback
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steplab.fake_step.kernels import held_within
@@ -77,7 +81,8 @@ class _Runner:
                 left = iter(given)
                 filled = [next(left) if isinstance(each, Tensor) else each for each in leaves]
                 its_args, its_kwargs = tree_unflatten(filled, tree)
-                with _reparametrize_module(module, dict(zip(names, values, strict=True)), tie_weights=True):
+                its_state = dict(zip(names, values, strict=True))
+                with _reparametrize_module(module, its_state, tie_weights=True), _recomputation_marked():
                     return function(*its_args, **its_kwargs)
 
             self._known[key] = self._compiled(run, len(names), is_whole=not kind)
@@ -104,6 +109,31 @@ class _Runner:
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )
+
+
+@contextmanager
+def _recomputation_marked() -> Iterator[None]:
+    """Mark what checkpointing recomputes for the partitioner, as dynamo does (torch._higher_order_ops.wrap)."""
+    numbers, module = itertools.count(), cast(Any, checkpoint)
+    before = module._checkpoint_without_reentrant_generator
+
+    def marked(run: Any, keeps_random_state: bool, contexts: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if contexts is checkpoint.noop_context_fn:
+            contexts = partial(checkpoint.create_selective_checkpoint_contexts, [])
+
+        def numbered() -> Any:
+            forward, backward = contexts()
+            forward.ac_graph_id = next(numbers)
+            return forward, backward
+
+        with traceback.preserve_node_meta():
+            yield from before(run, keeps_random_state, numbered, *args, **kwargs)
+
+    module._checkpoint_without_reentrant_generator = marked
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = before
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

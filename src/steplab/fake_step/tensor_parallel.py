@@ -31,13 +31,10 @@ def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
     """
     what = f"layout tp={tp} for {label}"
     model: Any = next((m for m in module.modules() if hasattr(m, "base_model_prefix")), None)
-    of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not of_base:
+    if not getattr(getattr(model, "config", None), "base_model_tp_plan", None):
         kind = getattr(getattr(model, "config", None), "model_type", "this model")
         raise Unsupported(what, f"transformers has no tensor-parallel plan for {kind}", "use fsdp or dp")
-    plan = {f"{model.base_model_prefix}.{name}": style for name, style in of_base.items()}
-    of_head = getattr(type(model), "_tp_plan", None)
-    plan |= of_head if isinstance(of_head, dict) else {}
+    plan = model._tp_plan  # with the head, and in new versions the embedding
     text = model.config.get_text_config()
     for size in ("num_attention_heads", "num_key_value_heads"):
         _divided(getattr(text, size, None) or tp, tp, size)

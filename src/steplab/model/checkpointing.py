@@ -5,19 +5,21 @@ A checkpointed block keeps only its input; its backward pass reruns its forward 
 same bits. Without dropout, random state is not kept.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steplab.model.compiling import compiled_forward
 from steplab.model.transformer import BlockCaller, call_plainly
 from steplab.ops import rotary_heads
 from steplab.ops.attention.operators import REFERENCE, TRITON
-from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 
 _aten = torch.ops.aten
 _KEPT_BY_SELECTIVE = [
@@ -37,11 +39,24 @@ _KEPT_BY_SELECTIVE = [
 _KEPT_IF_COMPILED = [*_KEPT_BY_SELECTIVE, rotary_heads.OPERATOR.default]
 
 
-def kept_by_selective(*, is_compiled: bool) -> list[OpOverload]:
-    """Selective checkpointing keeps these operators' outputs. Compiled code includes queries, keys and values after
-    rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both.
+_LINEAR = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
+
+
+def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
+    """Contexts of a block's forward pass and of its recomputation. Compiled code also keeps queries, keys and values
+    after rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both.
     """
-    return _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
+    kept = _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
+    linear = Counter[bool]()
+
+    def policy(context: Any, operator: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
+        if checkpointing == "selective_2" and operator in _LINEAR:
+            linear[context.is_recompute] += 1
+            if linear[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
@@ -75,7 +90,7 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     """
     forward: Callable[..., Tensor] = block.forward
     recomputed = is_checkpointed(checkpointing, index)
-    outside = split and checkpointing != "selective"
+    outside = split and checkpointing not in SELECTIVE
     if recomputed and not outside:
         forward = _recomputed(forward, checkpointing, is_compiled=compile_mode != "off")
     if compile_mode != "off":
@@ -87,7 +102,7 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:
-    return checkpointing == "selective" or is_recomputed(checkpointing, index)
+    return checkpointing in SELECTIVE or is_recomputed(checkpointing, index)
 
 
 def _recomputed(forward: Callable[..., Tensor], checkpointing: str, *, is_compiled: bool) -> Callable[..., Tensor]:
@@ -101,7 +116,6 @@ def _recomputed(forward: Callable[..., Tensor], checkpointing: str, *, is_compil
 
 def _recompute(checkpointing: str, *, is_compiled: bool) -> Recompute:
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if checkpointing == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, kept_by_selective(is_compiled=is_compiled))
-        run_again = partial(run_again, context_fn=contexts)
+    if checkpointing in SELECTIVE:
+        run_again = partial(run_again, context_fn=partial(selective_contexts, checkpointing, is_compiled=is_compiled))
     return run_again

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from steplab.errors import Unsupported, UserError
+from steplab.model.checkpointing import selective_contexts
 from steplab.model.workload import Workload, num_parameters, random_tokens
 from steplab.ops.attention.peers import SDPA_BACKENDS
+from steplab.specs.checkpointing import SELECTIVE, differs_by_block
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
@@ -156,14 +158,18 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
     if spec.checkpointing == "none":
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"
-    if spec.checkpointing != "full":
+    if differs_by_block(spec.checkpointing):
         why = "steplab checkpoints every layer of a transformers model, or none"
-        raise Unsupported(what, why, "use --checkpointing full or none")
+        raise Unsupported(what, why, f"use --checkpointing none, full, {' or '.join(SELECTIVE)}")
     # the name since transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     backend = SDPA_BACKENDS.get(spec.attention.removeprefix("sdpa_"))
-    if backend is not None and spec.compile == "off":  # a compiler traces a layer once, and runs the same kernels again
+    if spec.checkpointing in SELECTIVE:
+        options["context_fn"] = partial(selective_contexts, spec.checkpointing, is_compiled=spec.compile != "off")
+    elif (
+        backend is not None and spec.compile == "off"
+    ):  # a compiler traces a layer once, and runs the same kernels again
         options["context_fn"] = lambda: (sdpa_kernel(backend), sdpa_kernel(backend))
     try:
         enable(options)

@@ -23,7 +23,7 @@ from steplab.plan.layout.prediction import predict_layout_memory
 from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention, with_attention_chosen
-from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.checkpointing import SELECTIVE, checkpointing_remark
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import find_hardware
 from steplab.specs.model import TransformerShape
@@ -252,7 +252,7 @@ def _kept_by_torch_2_11(spec: StepSpec) -> int:
     """
     shape = spec.model.shape
     is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")
-    if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", "selective"):
+    if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", *SELECTIVE):
         return 0
     element = 4 if spec.precision in ("fp32", "tf32") else 2
     return spec.tokens // spec.num_microbatches * (element * shape.d_model + 4 * shape.num_heads) // spec.layout.tp

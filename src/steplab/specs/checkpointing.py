@@ -5,6 +5,7 @@
     every_N    blocks 0, N, 2N, ... are recomputed, the others save theirs
     first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
     selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
+    selective_2  as selective, but every second linear layer of a block is recomputed too (torchtitan's policy)
     auto       the first of none, selective, first_K and full that fits the step's GPU; chosen by
                lab.checkpointing before anything is built or recorded, and by plan.layout.search on each layout
 
@@ -22,10 +23,12 @@ CHECKPOINTING = {
     "every_N": "every Nth block's, as every_2",
     "first_K": "the first K blocks', as first_12",
     "selective": "all except outputs of matmuls and fused attention",
+    "selective_2": "the same, and every second linear layer of a block, as in torchtitan",
     "auto": "the first of none, selective, first_K and full with a fitting predicted memory",
 }
 """The choices, and the activations that each recomputes; N is a whole number of at least 2, K of at least 1."""
 AUTO = "auto"
+SELECTIVE = ("selective", "selective_2")
 
 _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 
@@ -33,7 +36,7 @@ _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 def check_checkpointing(name: str) -> None:
     if name == "every_1":
         raise UserError("checkpointing 'every_1' would recompute every block; use full for that")
-    if name not in ("none", "full", "selective", AUTO) and not _NUMBERED.fullmatch(name):
+    if name not in ("none", "full", *SELECTIVE, AUTO) and not _NUMBERED.fullmatch(name):
         choices = ", ".join(CHECKPOINTING)
         raise UserError(
             f"checkpointing '{name}' is not known; choose one of {choices} (every_2, with N at least 2; first_12)"

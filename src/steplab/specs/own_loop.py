@@ -7,7 +7,7 @@ can be measured.
 
 from collections.abc import Iterable, Iterator
 
-from steplab.specs.checkpointing import num_first, period_of
+from steplab.specs.checkpointing import SELECTIVE, num_first, period_of
 from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_MASTERS
 
@@ -85,11 +85,10 @@ def _blocks(spec: StepSpec) -> Iterator[str]:
         first, period = num_first(spec.checkpointing), period_of(spec.checkpointing)
         some = f"[:{first}]" if first else f"[::{period}]" if period > 1 else ""
         options = "use_reentrant=False"
-        if spec.checkpointing == "selective":
+        if spec.checkpointing in SELECTIVE:
             options += ", context_fn=contexts"
-            yield f"""from steplab.model.checkpointing import kept_by_selective
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-contexts = partial(create_selective_checkpoint_contexts, kept_by_selective(is_compiled={spec.compile != "off"}))"""
+            yield f"""from steplab.model.checkpointing import selective_contexts
+contexts = partial(selective_contexts, "{spec.checkpointing}", is_compiled={spec.compile != "off"})"""
         yield f"""from functools import partial
 from torch.utils.checkpoint import checkpoint
 for block in model.blocks{some}:

@@ -12,7 +12,7 @@ from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP8, FP32, Count, Dtype
 from steplab.plan.dry_run.tensors import Slot, Tensor
 from steplab.plan.dry_run.transformer import HeadLoss, Parameters
-from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 from steplab.specs.step import StepSpec
 
 
@@ -106,7 +106,7 @@ class CompiledTransformer:
         return self._normed.take()
 
     def _is_checkpointed(self, index: int) -> bool:
-        return self._spec.checkpointing == "selective" or is_recomputed(self._spec.checkpointing, index)
+        return self._spec.checkpointing in SELECTIVE or is_recomputed(self._spec.checkpointing, index)
 
     def _made(self, kinds: list[_Kind]) -> list[Tensor]:
         m = self._machine
@@ -130,9 +130,13 @@ class CompiledTransformer:
             kept = [_Kind(sizes.stream, m.weight_dtype, "residual stream")]
             if self._fused:
                 kept.append(_Kind(sizes.stream, compute, "branch of the block before"))
-            if self._spec.checkpointing == "selective":
+            if self._spec.checkpointing in SELECTIVE:
+                others, of_keys = 3, 2
+                if self._spec.checkpointing == "selective_2":  # not attention's branch, nor keys and up made alone
+                    merged, others = sizes.shape.projections == "merged", 2
+                    of_keys, inner = (2, inner) if merged else (1, inner[:1])
                 kept += [
-                    *self._attended(sizes.keys, "outputs of the attention's matmuls", num_others=3),
+                    *self._attended(sizes.keys, "outputs of the attention's matmuls", others, of_keys),
                     _Kind(sizes.inner, compute, " and ".join(inner), len(inner)),
                     *([_Kind(sizes.scores, compute, "attention scores")] if in_memory else [self._row_sums()]),
                 ]
@@ -179,11 +183,11 @@ class CompiledTransformer:
             return [_Kind(sizes.stream, m.weight_dtype, what, 2)]
         return [_Kind(sizes.stream, m.weight_dtype, what), _Kind(sizes.stream, m.product_dtype, "attention's branch")]
 
-    def _attended(self, keys: Count, what: str, num_others: int) -> list[_Kind]:
+    def _attended(self, keys: Count, what: str, num_others: int, num_keys: int = 2) -> list[_Kind]:
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if keys is sizes.residual:
-            return [_Kind(keys, compute, what, 2 + num_others)]
-        return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", 2)]
+            return [_Kind(keys, compute, what, num_keys + num_others)]
+        return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", num_keys)]
 
     def _around_values(self, in_memory: bool) -> list[_Kind]:
         """Columns of a merged projection other than the values: a fused kernel keeps a view of the whole projection.

@@ -160,7 +160,7 @@ class Machine:
             self.ran(name, (*factors, *added), (made,), product=sizes)
             return made
 
-        return self.dear(multiply)
+        return self.dear(multiply, is_linear=name != "bmm")
 
     def start_products(self) -> None:
         """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
@@ -170,9 +170,9 @@ class Machine:
                 self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces"
             )
 
-    def dear(self, make: Callable[[], Tensor]) -> Tensor:
+    def dear(self, make: Callable[[], Tensor], *, is_linear: bool = False) -> Tensor:
         """The output of an operator that selective checkpointing does not run again."""
-        return make() if self._frame is None else self._frame.output(make)
+        return make() if self._frame is None else self._frame.output(make, is_linear=is_linear)
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -272,11 +272,11 @@ class Machine:
         self._weight_copies.clear()
         self._keep_since(started)
 
-    def checkpoint(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> Any:
+    def checkpoint(self, run: Callable[[Any], Any], x: Any, checkpointing: str) -> Any:
         """run(x) for one or several tensors; its nodes keep nothing and are recomputed in the backward pass."""
         if self.tape is None:
             return run(x)
-        self._frame = Frame(run, x, selective=selective)
+        self._frame = Frame(run, x, checkpointing)
         output = self._frame.run()
         self._frame = None
         return output

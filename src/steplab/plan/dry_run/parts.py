@@ -141,10 +141,18 @@ def _parts_of(
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
     """The parts of a micro-step with two blocks, `block 0` and `block 1`, that reports its events to a listener. Behind
-    a frozen embedding the first block keeps less than others, so the larger of the two represents all."""
+    a frozen embedding the first block keeps less than others, so the larger of the two represents all. Else the first
+    does, and only the head keeps the last one's output, if it keeps more."""
     found = _reading(run)
-    most = max(found.kept(_FIRST), found.kept(_LAST), key=lambda kept: kept.num_bytes)
-    return dataclasses.replace(_parts(found), kept_by_block=most)
+    parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
+    if parts.moment("backward", "embedding") is None:
+        return dataclasses.replace(parts, kept_by_block=max(first, last, key=lambda kept: kept.num_bytes))
+    more = Counter(last.holdings) - Counter(first.holdings)
+    moments = [
+        dataclasses.replace(each, own=bundle_of(Counter(each.own.holdings) + more)) if each.part == "head" else each
+        for each in parts.moments
+    ]
+    return dataclasses.replace(parts, moments=tuple(moments))
 
 
 def _parts(found: "_Reading") -> Parts:

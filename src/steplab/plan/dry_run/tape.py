@@ -10,14 +10,16 @@ Activation checkpointing in the dry run, as torch.utils.checkpoint does it witho
 In the forward pass a block's nodes keep nothing, and its frame keeps its input. The first backward of a node recomputes
 the block up to the last tensor that a node needs (early stop). Nodes take their tensors from the frame in order.
 Selective checkpointing also keeps the outputs of matmuls and of fused attention in the frame, instead of recomputing
-them.
+them; selective_2 those of every second linear layer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from steplab.plan.dry_run.sizes import Dtype
 from steplab.plan.dry_run.tensors import Slot, Tensor
+from steplab.specs.checkpointing import SELECTIVE
 
 
 class Engine(Protocol):
@@ -111,8 +113,9 @@ class Enough(Exception):
 
 
 class Frame:
-    def __init__(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> None:
-        self._run, self._x, self._selective = run, x, selective
+    def __init__(self, run: Callable[[Any], Any], x: Any, checkpointing: str) -> None:
+        self._run, self._x, self._checkpointing = run, x, checkpointing
+        self._num_linear = Counter[bool]()
         self._num_nodes = 0
         self._found: list[Kept | None] = []
         self._outputs: list[Tensor] = []
@@ -139,9 +142,11 @@ class Frame:
         assert kept is not None
         return kept
 
-    def output(self, make: Callable[[], Tensor]) -> Tensor:
+    def output(self, make: Callable[[], Tensor], *, is_linear: bool) -> Tensor:
         """The output of an operator that selective checkpointing keeps: made once."""
-        if not self._selective:
+        self._num_linear[self.recomputing] += is_linear
+        is_second = is_linear and self._num_linear[self.recomputing] % 2 == 0
+        if self._checkpointing not in SELECTIVE or (is_second and self._checkpointing == "selective_2"):
             return make()
         if self.recomputing:
             return self._outputs.pop(0)

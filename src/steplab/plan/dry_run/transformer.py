@@ -27,7 +27,7 @@ from steplab.plan.dry_run.operators import (
 )
 from steplab.plan.dry_run.sizes import FP32, Count, Sizes, together
 from steplab.plan.dry_run.tensors import Tensor
-from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 
 Named = dict[str, Parameter]
 """Weights and biases of a block by their names within it: query.weight."""
@@ -108,8 +108,8 @@ class Transformer:
         x = self._kind.entered(m, self._embedded())
         for index, block in enumerate(self._blocks):
             m.where = f"block {index}"
-            if self._checkpointing == "selective" or is_recomputed(self._checkpointing, index):
-                x = m.checkpoint(block.forward, x, selective=self._checkpointing == "selective")
+            if self._checkpointing in SELECTIVE or is_recomputed(self._checkpointing, index):
+                x = m.checkpoint(block.forward, x, self._checkpointing)
             else:
                 x = block.forward(x)
         m.where = "head and loss"

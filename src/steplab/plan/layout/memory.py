@@ -26,7 +26,7 @@ from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of, weight_b
 from steplab.plan.layout.weights import Weight, elements, trained
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
-from steplab.specs.checkpointing import differs_by_block, is_recomputed
+from steplab.specs.checkpointing import SELECTIVE, differs_by_block, is_recomputed
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
@@ -81,7 +81,7 @@ def peaks_by_rank(
 def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
     """The parts of a rank's microbatch, with blocks checkpointed as block `block` is."""
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
-    if checkpointing != "selective":
+    if checkpointing not in SELECTIVE:
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
     batch = spec.batch // spec.num_microbatches
     split = Split(spec.layout.tp, sharing.splits_tokens)

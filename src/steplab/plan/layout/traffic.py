@@ -11,7 +11,7 @@ from steplab.plan.layout.model import ForeignModel, SpreadModel
 from steplab.plan.layout.ranks import RankGroup
 from steplab.plan.layout.sharing import Sharing, weight_bytes
 from steplab.plan.layout.weights import Weight, trained
-from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 from steplab.specs.step import StepSpec
 
 _FP32_BYTES = 4
@@ -130,7 +130,7 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
     if spec.checkpoints_apply and spec.checkpointing != "none":
         again = (
             blocks
-            if spec.checkpointing == "selective"
+            if spec.checkpointing in SELECTIVE
             else sum(is_recomputed(spec.checkpointing, b) for b in rank.blocks)
         )
     gradients = spec.pass_name != "forward"
