@@ -468,6 +468,12 @@ class StepChoices:
         return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
 
     @property
+    def launcher(self) -> str:
+        """What launches the kernels of the passes: 'eager', 'compiled', or 'triton' for block operators, whose Python
+        takes longest."""
+        return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
+
+    @property
     def updates_in_backward(self) -> bool:
         """True if parameters are updated within the backward pass; across ranks they are updated after it."""
         return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
