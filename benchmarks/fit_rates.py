@@ -101,17 +101,18 @@ similar.
 """
 
 
-def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, elsewhere: float) -> GpuRates:
-    """Rates of a GPU from its records. `source` describes them; `elsewhere` is the spread for unfitted cases, from
-    other records.
+def fit_gpu(
+    records: Sequence[Record], timed: Sequence[Run], hardware: HardwareSpec, source: str, elsewhere: float
+) -> GpuRates:
+    """Rates of a GPU from its records. `timed`: its steps, held-out ones too, which tell the hosts' pace; `source`
+    describes the records; `elsewhere` is the spread for unfitted cases, from other records.
 
     Raises UserError for too few records.
     """
     times, runs = kernel_times(records, hardware), _runs(records)
     gpu = fit_kernels(times, hardware, source)
-    cells = phase_cells(runs, gpu)
-    paces = host_paces(cells)
-    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
+    paces = host_paces(phase_cells(_runs(timed), gpu))
+    ahead = fit_step(loaded(never_waited(phase_cells(runs, gpu), paces), gpu))
     step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
     rates = with_rates(gpu, host=fit_host(paces, runs), step=step).rates
     spread = _spread(records, times, hardware) | {"elsewhere": elsewhere}
@@ -338,15 +339,16 @@ def fit_rates(
 ) -> list[GpuRates]:
     """The committed table with one GPU refitted to `records`, from `records_to_fit`.
 
-    `held_out`: field values of steps left out for checking. `others`: steps; those on unfitted GPUs give the error of
-    borrowed rates, those of third-party models the rates of their kernels and their interval. Attention implementations
-    without records keep their rates.
+    `held_out`: field values of steps left out for checking. `others`: all steps; those on unfitted GPUs give the error
+    of borrowed rates, those of third-party models the rates of their kernels and their interval, all the hosts' pace.
+    Attention implementations without records keep their rates.
 
     Raises UserError for an unknown GPU, or too few records.
     """
     hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
-    rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
+    timed = [run for run in others if _name_of_gpu(run) == hardware.name]
+    rates = fit_gpu(records, timed, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
     held = {name: list(values) for name, values in held_out.items()}
     kept = before if before.name == hardware.name else rates
     shares = kept.streaming.shares | rates.streaming.shares
@@ -358,7 +360,7 @@ def fit_rates(
         until_utc=records[-1].created_utc,
         held_out=held,
     )
-    traced = [run for run in others if _is_traced(run) and _name_of_gpu(run) == hardware.name]
+    traced = [run for run in timed if _is_traced(run)]
     own_gpu = fit_fp8(gpu_with(hardware, own))
     host = fit_calls(traced, fit_traced(traced, _operators_of, own_gpu))
     own_gpu = with_rates(own_gpu, host=host)
@@ -533,6 +535,7 @@ def main(words: Sequence[str] | None = None) -> None:
         every = list(committed_records())
     records = records_to_fit(every, hardware, held_out, until_utc)
     stated = {name: tried.until_utc for name, tried in known.borrowers.items()} if known else {}
+    stated[hardware.name] = until_utc
     steps = [
         record
         for record in every

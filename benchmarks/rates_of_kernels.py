@@ -137,34 +137,32 @@ def fit_fp8(gpu: Gpu) -> Gpu:
     measured = json.loads(gzip.decompress((RESULTS / "fp8_products_h200_202611.json.gz").read_bytes()))
     if measured["device"] not in gpu.device_names:
         return gpu
-    times: dict[str, list[tuple[Any, float]]] = defaultdict(list)
+    times, streaming, products = list[ProductTime](), gpu.rates.streaming, gpu.rates.products
+    shares: dict[str, list[float]] = defaultdict(list)
     for row in measured["rows"]:
         sizes, _, what = row["name"].partition(" ")
         tokens, width, out = map(int, sizes.split("x"))
-        m, n, k = {"y": (tokens, out, width), "dx": (tokens, width, out)}.get(what.split()[-1], (out, width, tokens))
-        product = what in ("fp8 fast y", "fp8 exact dx", "fp8 exact dw")
-        times["products" if product else what].append(
-            (Product(m=m, n=n, k=k) if product else row["amount"], median(row["samples_s"]))
-        )
+        seconds = median(row["samples_s"])
+        if what in ("fp8 fast y", "fp8 exact dx", "fp8 exact dw"):  # as Fp8Linear runs
+            m, n, k = {"y": (tokens, out, width), "dx": (tokens, width, out)}.get(
+                what[-2:].strip(), (out, width, tokens)
+            )
+            times.append(ProductTime(Product(m=m, n=n, k=k), "fp8", seconds))
+        elif what in ("cast amax", "cast both"):
+            name = "fp8_amax" if what == "cast amax" else "fp8_cast_both"
+            shares[name].append(row["amount"] / (seconds - streaming.fixed_s) / gpu.bandwidth_bytes_per_s)
 
-    def at(share: float, name: str) -> Gpu:
-        if not name:
-            fp8 = msgspec.structs.replace(gpu.rates.products["bf16"], peak_share=share)
-            return with_rates(gpu, products=gpu.rates.products | {"fp8": fp8})
-        shares = gpu.rates.streaming.shares | {name: share}
-        return with_rates(gpu, streaming=msgspec.structs.replace(gpu.rates.streaming, shares=shares))
+    def at(share: float) -> Gpu:
+        fp8 = msgspec.structs.replace(products["bf16"], peak_share=share)
+        return with_rates(gpu, products=products | {"fp8": fp8})
 
-    def seconds(sizes: Any, name: str, trial: Gpu) -> float:
-        return streaming_s(name, sizes, trial) if name else product_s(sizes, "fp8", trial)
+    def error(params: Params) -> float:
+        trial = at(params["peak_share"])
+        return relative_error((product_s(time.product, "fp8", trial), time.seconds) for time in times)
 
-    for what, name in (("products", ""), ("cast amax", "fp8_amax"), ("cast both", "fp8_cast_both")):
-
-        def error(params: Params, what: str = what, name: str = name) -> float:
-            trial = at(params["share"], name)
-            return relative_error((seconds(sizes, name, trial), taken_s) for sizes, taken_s in times[what])
-
-        gpu = at(search(error, {"share": 0.7})["share"], name)
-    return gpu
+    fitted = streaming.shares | {name: median(found) for name, found in shares.items()}
+    found = at(search(error, {"peak_share": 0.7})["peak_share"])
+    return with_rates(found, streaming=msgspec.structs.replace(streaming, shares=fitted))
 
 
 # --- streaming operators ------------------------------------------------------------------------------------------
