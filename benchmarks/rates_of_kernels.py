@@ -211,10 +211,11 @@ def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | N
         params = fixed | params
         shares = np.array([params[name] for name in names])[:, None]
         moving_s = (at_full_bandwidth(params["cached_gain"], params["cached_bytes"]) / shares).sum(axis=0)
-        return float((weights * abs(np.log((counts * params["fixed_s"] + moving_s) / measured))).sum())
+        away = sum(abs(math.log(params[name] / start[name])) for name in _COMMON if name in start)
+        return float((weights * abs(np.log((counts * params["fixed_s"] + moving_s) / measured))).sum()) + STAY * away
 
-    start = _COMMON | dict.fromkeys(names, 0.7)
-    found = search(error, {name: value for name, value in start.items() if name not in fixed})
+    start = {name: v for name, v in (_COMMON | dict.fromkeys(names, 0.7)).items() if name not in fixed}
+    found = search(error, start)
     if known is not None:
         return msgspec.structs.replace(known, shares=known.shares | found)
     shares = {name: found[name] for name in names}
