@@ -349,16 +349,12 @@ def fit_rates(
     before = next((each for each in table if each.name == hardware.name), table[0])
     timed = [run for run in others if _name_of_gpu(run) == hardware.name]
     rates = fit_gpu(records, timed, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
-    held = {name: list(values) for name, values in held_out.items()}
-    kept = before if before.name == hardware.name else rates
-    shares = kept.streaming.shares | rates.streaming.shares
+    kept = before.attention if before.name == hardware.name else {}
     own = msgspec.structs.replace(
         rates,
-        products=kept.products | rates.products,
-        streaming=msgspec.structs.replace(rates.streaming, shares=shares),
-        attention=kept.attention | rates.attention,
+        attention=kept | rates.attention,
         until_utc=records[-1].created_utc,
-        held_out=held,
+        held_out={name: list(values) for name, values in held_out.items()},
     )
     traced = [run for run in timed if _is_traced(run)]
     own_gpu = fit_fp8(gpu_with(hardware, own))

@@ -407,7 +407,10 @@ _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
 
 # --- traced models ------------------------------------------------------------------------------------------------
 
-TRACED = re.compile(r"elementwise|sum|zeros|native_|added rows|.* (long|half)$")
+TRACED = re.compile(
+    r"elementwise|sum|zeros|native_|added rows|.* (long|half)$|(_local_scalar_dense|all|arange|cumsum|floor_divide)$|"
+    r"(histc|scatter|sort|topk)$"
+)
 """Rate names that only other libraries' models show."""
 MASKED = "sdpa_cudnn masked"
 
