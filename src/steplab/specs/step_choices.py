@@ -1,5 +1,4 @@
-"""The fields of a training step, each declared once, and their consequences. A field without an effect on a step is
-refused with a reason and a replacement: its `unused`."""
+"""The fields of a training step, each declared once. One without effect is refused with a replacement: its `unused`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -469,8 +468,7 @@ class StepChoices:
 
     @property
     def launcher(self) -> str:
-        """What launches the kernels of the passes: 'eager', 'compiled', or 'triton' for block operators, whose Python
-        takes longest."""
+        """Launches the passes' kernels: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
         return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
