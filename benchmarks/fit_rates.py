@@ -2,7 +2,6 @@
 
     python -m benchmarks.fit_rates > rates.toml                        (from the root of the checkout)
     python -m benchmarks.fit_rates --until 2026-12-01 > rates.toml
-    python -m benchmarks.fit_rates --leave-one-out                     (15 minutes)
 
 The first prints the committed table again, from records in tests/golden and benchmarks/results up to the table's date;
 the second includes newer ones. Inputs are profiles of eager and compiled steps in fp32 and bf16, attention benchmarks,
@@ -10,12 +9,11 @@ and steps.
 
 `--store` replaces the committed files, `--gpu` chooses the GPU. `--hold-out` leaves out steps, so that `steplab plan
 check` tests predictions against them: fields and values, as in "model=xl,medium context=128"; default: the table's. The
-whole table is printed, with that GPU refitted. `--leave-one-out` prints errors of each step's phases in fits without
-its records.
+whole table is printed, with that GPU refitted.
 
-Kernel rates come first (rates_of_kernels); those that only third-party models have need torch and transformers, which
-trace them. Overheads of steps are fitted to whole forward and backward passes with the
-host ahead, and the interval to errors at sizes outside the fit.
+Kernel rates come first (rates_of_kernels), fp8's from single layers. Overheads of steps are fitted to whole forward and
+backward passes with the host ahead, and the interval to errors at sizes outside the fit. Third-party models come last:
+torch and transformers trace them, the rates of kernels that only they have are fitted, then Python's time per call.
 """
 
 import argparse
@@ -38,6 +36,7 @@ from benchmarks.rates_of_kernels import (
     Params,
     ProductTime,
     fit_attention,
+    fit_fp8,
     fit_products,
     fit_streaming,
     fit_traced,
@@ -64,8 +63,8 @@ from steplab.costs.rates import (
 from steplab.errors import UserError
 from steplab.lab.predicting import operators_of as traced_operators
 from steplab.plan.dry_run.events import Operator
-from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
-from steplab.plan.kernel_time import on_tensor_cores
+from steplab.plan.host_pace import Machine, PhaseCell, host_paces, phase_cells, runs_that_waited, waited
+from steplab.plan.kernel_time import launches_of, on_tensor_cores, waiting
 from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun
@@ -94,23 +93,25 @@ _ALONE = StepRates(
     spread={"elsewhere": 1.0},
 )
 """A step without overhead."""
+_CALL_S = 1.5e-5
 _INTERVAL = 95
 """Per cent of phases at unseen sizes within the interval: above the nominal 90 %, because recorded sizes are
 similar.
 """
 
 
-def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, elsewhere: float) -> GpuRates:
-    """Rates of a GPU from its records. `source` describes them; `elsewhere` is the spread for unfitted cases, from
-    other records.
+def fit_gpu(
+    records: Sequence[Record], timed: Sequence[Run], hardware: HardwareSpec, source: str, elsewhere: float
+) -> GpuRates:
+    """Rates of a GPU from its records. `timed`: its steps, held-out ones too, which tell the hosts' pace; `source`
+    describes the records; `elsewhere` is the spread for unfitted cases, from other records.
 
     Raises UserError for too few records.
     """
     times, runs = kernel_times(records, hardware), _runs(records)
     gpu = fit_kernels(times, hardware, source)
-    cells = phase_cells(runs, gpu)
-    paces = host_paces(cells)
-    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
+    paces = host_paces(phase_cells(_runs(timed), gpu))
+    ahead = fit_step(loaded(never_waited(phase_cells(runs, gpu), paces), gpu))
     step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
     rates = with_rates(gpu, host=fit_host(paces, runs), step=step).rates
     spread = _spread(records, times, hardware) | {"elsewhere": elsewhere}
@@ -163,14 +164,7 @@ def _unfitted(name: str, source: str) -> GpuRates:
         products={},
         streaming=StreamingRates(fixed_s=2e-6, cached_gain=0.3, cached_bytes=3e7, shares={"default": 0.7}),
         attention={},
-        host=HostRates(
-            eager_s=0.0,
-            eager_slow_s=0.0,
-            compiled_s=0.0,
-            compiled_slow_s=0.0,
-            compile_blocks_s=0.0,
-            compile_layer_s=0.0,
-        ),
+        host=msgspec.convert(dict.fromkeys(HostRates.__struct_fields__, 0.0), HostRates),
         step=_ALONE,
     )
 
@@ -229,22 +223,18 @@ def loaded(cells: Sequence[PhaseCell], gpu: Gpu) -> list[LoadedCell]:
     ]
 
 
-def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> HostRates:
+def fit_host(paces: Mapping[Machine, float], runs: Sequence[Run]) -> HostRates:
     """The fastest and slowest measured hosts, and compile times."""
-    of = {compiled: sorted(s for (_, c), s in paces.items() if c == compiled) for compiled in (False, True)}
-    if not of[False] or not of[True]:
-        raise UserError("no record shows the host's speed; add steps of small models, eager and compiled")
+    found = dict[str, float]()
+    for launcher in ("eager", "compiled", "triton"):
+        own = [seconds for (_, other), seconds in paces.items() if other == launcher]
+        if not own:
+            raise UserError(f"no record shows the host's speed; add {launcher} steps of small models")
+        found |= {f"{launcher}_s": min(own), f"{launcher}_slow_s": max(own)}
     blocks_s, layers_s = compile_times(runs)
     if not blocks_s or not layers_s:
         raise UserError("no record shows compile times; add steps with --compile block and --compile default")
-    return HostRates(
-        eager_s=of[False][0],
-        eager_slow_s=of[False][-1],
-        compiled_s=of[True][0],
-        compiled_slow_s=of[True][-1],
-        compile_blocks_s=median(blocks_s),
-        compile_layer_s=median(layers_s),
-    )
+    return HostRates(compile_blocks_s=median(blocks_s), compile_layer_s=median(layers_s), **found)
 
 
 def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
@@ -263,7 +253,7 @@ def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     return list(longest[False].values()), list(longest[True].values())
 
 
-def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], float]) -> list[PhaseCell]:
+def never_waited(cells: Sequence[PhaseCell], paces: Mapping[Machine, float]) -> list[PhaseCell]:
     return [cell for cell in cells if not waited(cell, paces)]
 
 
@@ -330,29 +320,9 @@ def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpe
         for each in ahead:
             if _size(each.cell.run) == size:
                 error = abs(each.in_step_s(rates) / each.cell.measured_s - 1)
-                errors["compiled" if each.cell.machine[1] else "eager"].append(error)
+                spec = each.cell.run.spec
+                errors["eager" if spec and spec.compile == "off" else "compiled"].append(error)
     return {how: percentile(found, _INTERVAL) for how, found in errors.items()}
-
-
-def leave_one_out(records: Sequence[Record], hardware: HardwareSpec) -> list[float]:
-    """Errors of each step's phases, as shares of measured time, in fits without its records; attention rates stay."""
-    times, runs = kernel_times(records, hardware), _runs(records)
-    whole = fit_kernels(times, hardware, "")
-    cells = phase_cells(runs, whole)
-    ahead, errors = never_waited(cells, host_paces(cells)), list[float]()
-    profiled = {run.spec for run in runs if run.profile}
-    for spec in dict.fromkeys(cell.run.spec for cell in ahead):
-        gpu, seen = whole, ahead
-        if spec in profiled:  # its kernels were fitted too
-            others = [run for run in runs if run.spec != spec]
-            gpu = fit_kernels(times.of(others), hardware, "")
-            known = {(cell.run.id, cell.phase) for cell in ahead}
-            seen = [cell for cell in phase_cells(runs, gpu) if (cell.run.id, cell.phase) in known]
-        each = loaded(seen, gpu)
-        rates = fit_step([one for one in each if one.cell.run.spec != spec])
-        own = [one for one in each if one.cell.run.spec == spec]
-        errors += [abs(one.in_step_s(rates) / one.cell.measured_s - 1) for one in own]
-    return errors
 
 
 def _size(record: Record) -> str | None:
@@ -368,30 +338,29 @@ def fit_rates(
 ) -> list[GpuRates]:
     """The committed table with one GPU refitted to `records`, from `records_to_fit`.
 
-    `held_out`: field values of steps left out for checking. `others`: steps; those on unfitted GPUs give the error of
-    borrowed rates, those of third-party models the rates of their kernels and their interval. Attention implementations
-    without records keep their rates.
+    `held_out`: field values of steps left out for checking. `others`: all steps; those on unfitted GPUs give the error
+    of borrowed rates, those of third-party models the rates of their kernels and their interval, all the hosts' pace.
+    Attention implementations without records keep their rates.
 
     Raises UserError for an unknown GPU, or too few records.
     """
     hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
-    rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
-    held = {name: list(values) for name, values in held_out.items()}
-    kept = before if before.name == hardware.name else rates
-    shares = kept.streaming.shares | rates.streaming.shares
+    timed = [run for run in others if _name_of_gpu(run) == hardware.name]
+    rates = fit_gpu(records, timed, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
+    kept = before.attention if before.name == hardware.name else {}
     own = msgspec.structs.replace(
         rates,
-        products=kept.products | rates.products,
-        streaming=msgspec.structs.replace(rates.streaming, shares=shares),
-        attention=kept.attention | rates.attention,
+        attention=kept | rates.attention,
         until_utc=records[-1].created_utc,
-        held_out=held,
+        held_out={name: list(values) for name, values in held_out.items()},
     )
-    traced = [run for run in others if _is_traced(run) and _name_of_gpu(run) == hardware.name]
-    gpu_of_own = gpu_with(hardware, own)
-    step = msgspec.structs.replace(own.step, spread=own.step.spread | {"traced": _traced_spread(traced, gpu_of_own)})
-    new = msgspec.structs.replace(fit_traced(traced, _operators_of, gpu_of_own).rates, step=step)
+    traced = [run for run in timed if _is_traced(run)]
+    own_gpu = fit_fp8(gpu_with(hardware, own))
+    host = fit_calls(traced, fit_traced(traced, _operators_of, own_gpu))
+    own_gpu = with_rates(own_gpu, host=host)
+    step = msgspec.structs.replace(own.step, spread=own.step.spread | {"traced": _traced_spread(traced, own_gpu)})
+    new = msgspec.structs.replace(fit_traced(traced, _operators_of, own_gpu).rates, step=step)
     fitted = [new, *(each for each in table if each.name != hardware.name)]
     names = {rates.name for rates in fitted}
     tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)
@@ -407,6 +376,27 @@ def _is_traced(run: Run) -> bool:
 @cache
 def _operators_of(spec: StepSpec) -> Sequence[Operator]:
     return traced_operators(spec.as_predicted)
+
+
+def fit_calls(runs: Sequence[Run], gpu: Gpu) -> HostRates:
+    """Python's time per call, by eager steps of third-party models: phases in which the device waits are longer."""
+    steps = []
+    for run in runs:
+        if run.spec and run.spec.compile == "off" and run.median_s:
+            device_s = sum(
+                part.device_s for part in predict_step_time(run.spec, gpu, _operators_of(run.spec)).phases[:-1]
+            )
+            steps.append((launches_of(_operators_of(run.spec), gpu), device_s, run.median_s))
+
+    def error(params: Params) -> float:
+        host = msgspec.structs.replace(gpu.rates.host, **params)
+        idle = (sum(each.idle_s for each in waiting(launches, host).values()) for launches, _, _ in steps)
+        away = sum(abs(math.log(seconds / _CALL_S)) for seconds in params.values())
+        pairs = ((device_s + idle_s, step_s) for idle_s, (_, device_s, step_s) in zip(idle, steps, strict=True))
+        return relative_error(pairs) + STAY * away
+
+    found = search(error, {"forward_call_s": _CALL_S, "backward_call_s": _CALL_S})
+    return msgspec.structs.replace(gpu.rates.host, **found)
 
 
 def _traced_spread(runs: Sequence[Run], gpu: Gpu) -> float:
@@ -528,7 +518,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, help="store of the records (default: the files of the repository)")
     parser.add_argument("--hold-out", help="steps to leave out (default: the table's)")
     parser.add_argument("--until", help="UTC of the newest record (default: the table's)")
-    parser.add_argument("--leave-one-out", action="store_true", help="print errors of steps outside the fit")
     given = parser.parse_args(words)
     hardware = hardware_named(given.gpu)
     known = next((rates for rates in fitted_rates() if rates.name == hardware.name), None)
@@ -540,12 +529,8 @@ def main(words: Sequence[str] | None = None) -> None:
     else:
         every = list(committed_records())
     records = records_to_fit(every, hardware, held_out, until_utc)
-    if given.leave_one_out:
-        errors = leave_one_out(records, hardware)
-        middle, worst = percentile(errors, 50), max(errors)
-        print(f"{len(errors)} phases: median {middle:.1%}, p90 {percentile(errors, 90):.1%}, worst {worst:.1%}")
-        return
     stated = {name: tried.until_utc for name, tried in known.borrowers.items()} if known else {}
+    stated[hardware.name] = until_utc
     steps = [
         record
         for record in every

@@ -7,6 +7,8 @@ logarithms of positive figures, one coordinate at a time.
 
 import dataclasses
 import functools
+import gzip
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -14,8 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from statistics import median
+from typing import Any
 
 import msgspec
+import numpy as np
+from benchmarks.tables import RESULTS
 
 from steplab.costs.kernel_time import Product, attention_s, product_s, rated_attention, streaming_s
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
@@ -126,6 +131,40 @@ def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductR
     return msgspec.convert(search(error, start), ProductRates)
 
 
+def fit_fp8(gpu: Gpu) -> Gpu:
+    """The GPU with fp8's share of the peak, bf16's other figures, and its casts' shares of the bandwidth, by layers
+    alone (benchmarks.kernels fp8_products): few large ones show no more. Unchanged for another GPU than theirs."""
+    measured = json.loads(gzip.decompress((RESULTS / "fp8_products_h200_202611.json.gz").read_bytes()))
+    if measured["device"] not in gpu.device_names:
+        return gpu
+    times, streaming, products = list[ProductTime](), gpu.rates.streaming, gpu.rates.products
+    shares: dict[str, list[float]] = defaultdict(list)
+    for row in measured["rows"]:
+        sizes, _, what = row["name"].partition(" ")
+        tokens, width, out = map(int, sizes.split("x"))
+        seconds = median(row["samples_s"])
+        if what in ("fp8 fast y", "fp8 exact dx", "fp8 exact dw"):  # as Fp8Linear runs
+            m, n, k = {"y": (tokens, out, width), "dx": (tokens, width, out)}.get(
+                what[-2:].strip(), (out, width, tokens)
+            )
+            times.append(ProductTime(Product(m=m, n=n, k=k), "fp8", seconds))
+        elif what in ("cast amax", "cast both"):
+            name = "fp8_amax" if what == "cast amax" else "fp8_cast_both"
+            shares[name].append(row["amount"] / (seconds - streaming.fixed_s) / gpu.bandwidth_bytes_per_s)
+
+    def at(share: float) -> Gpu:
+        fp8 = msgspec.structs.replace(products["bf16"], peak_share=share)
+        return with_rates(gpu, products=products | {"fp8": fp8})
+
+    def error(params: Params) -> float:
+        trial = at(params["peak_share"])
+        return relative_error((product_s(time.product, "fp8", trial), time.seconds) for time in times)
+
+    fitted = streaming.shares | {name: median(found) for name, found in shares.items()}
+    found = at(search(error, {"peak_share": 0.7})["peak_share"])
+    return with_rates(found, streaming=msgspec.structs.replace(streaming, shares=fitted))
+
+
 # --- streaming operators ------------------------------------------------------------------------------------------
 
 
@@ -145,35 +184,41 @@ def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
 
 def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | None = None) -> StreamingRates:
     """Shares of the bandwidth by name, and common figures; with `known`, only its missing names."""
-    moved: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for index, each in enumerate(sums):
-        for (name, moved_bytes), number in each.kernels.items():
-            moved[name].append((index, moved_bytes, number))
+    names = sorted({name for each in sums for name, _ in each.kernels})
+    entries = [(index, *kernel, number) for index, each in enumerate(sums) for kernel, number in each.kernels.items()]
+    sizes = sorted({moved_bytes for _, _, moved_bytes, _ in entries})
+    of_name, of_size = ({each: number for number, each in enumerate(those)} for those in (names, sizes))
+    places = np.array([of_name[name] * len(sums) + index for index, name, _, _ in entries])
+    size_of = np.array([of_size[moved_bytes] for _, _, moved_bytes, _ in entries])
+    numbers = np.array([float(number) for *_, number in entries])
+    counts = np.bincount(places % len(sums), numbers, len(sums))
+    measured = np.array([each.seconds for each in sums])
+    weights = np.sqrt(measured) / np.sqrt(measured).sum()
 
-    @functools.lru_cache(maxsize=4 * len(moved))
-    def seconds_of(name: str, share: float, *common: float) -> list[tuple[int, float]]:
-        """Time of a name's kernels in each sum; cached, because a search changes one share at a time."""
-        rates = dict(zip(_COMMON, common, strict=True)) | {"shares": {name: share}}
-        trial = with_rates(gpu, streaming=msgspec.convert(rates, StreamingRates))
-        return [(index, number * streaming_s(name, each_bytes, trial)) for index, each_bytes, number in moved[name]]
+    @functools.lru_cache(maxsize=8)
+    def at_full_bandwidth(cached_gain: float, cached_bytes: float) -> Any:
+        """Seconds by name and sum at the stated bandwidth, without fixed times: in these a share is a factor."""
+        rates = StreamingRates(fixed_s=0.0, cached_gain=cached_gain, cached_bytes=cached_bytes, shares={"default": 1.0})
+        trial = with_rates(gpu, streaming=rates)
+        seconds = np.array([streaming_s("default", moved_bytes, trial) for moved_bytes in sizes])
+        return np.bincount(places, numbers * seconds[size_of], len(names) * len(sums)).reshape(len(names), -1)
 
     fixed = {} if known is None else {**{name: getattr(known, name) for name in _COMMON}, **known.shares}
 
     def error(params: Params) -> float:
-        if any(params[name] > _LARGEST_SHARE for name in moved if name in params):
+        if any(params[name] > _LARGEST_SHARE for name in names if name in params):
             return math.inf
         params = fixed | params
-        predicted = [0.0] * len(sums)
-        for name in moved:
-            for index, seconds in seconds_of(name, params[name], *(params[each] for each in _COMMON)):
-                predicted[index] += seconds
-        return relative_error((each_s, each.seconds) for each_s, each in zip(predicted, sums, strict=True))
+        shares = np.array([params[name] for name in names])[:, None]
+        moving_s = (at_full_bandwidth(params["cached_gain"], params["cached_bytes"]) / shares).sum(axis=0)
+        away = sum(abs(math.log(params[name] / start[name])) for name in _COMMON if name in start)
+        return float((weights * abs(np.log((counts * params["fixed_s"] + moving_s) / measured))).sum()) + STAY * away
 
-    start = _COMMON | dict.fromkeys(sorted(moved), 0.7)
-    found = search(error, {name: value for name, value in start.items() if name not in fixed})
+    start = {name: v for name, v in (_COMMON | dict.fromkeys(names, 0.7)).items() if name not in fixed}
+    found = search(error, start)
     if known is not None:
         return msgspec.structs.replace(known, shares=known.shares | found)
-    shares = {name: found[name] for name in sorted(moved)}
+    shares = {name: found[name] for name in names}
     shares["default"] = median(shares.values())
     return msgspec.convert({name: found[name] for name in _COMMON} | {"shares": shares}, StreamingRates)
 
@@ -362,7 +407,10 @@ _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
 
 # --- traced models ------------------------------------------------------------------------------------------------
 
-TRACED = re.compile(r"elementwise|sum|zeros|native_|added rows|.* (long|half)$")
+TRACED = re.compile(
+    r"elementwise|sum|zeros|native_|added rows|.* (long|half)$|(_local_scalar_dense|all|arange|cumsum|floor_divide)$|"
+    r"(histc|scatter|sort|topk)$"
+)
 """Rate names that only other libraries' models show."""
 MASKED = "sdpa_cudnn masked"
 

@@ -8,8 +8,27 @@ from statistics import median
 from typing import Any
 
 import pytest
-from benchmarks.fit_rates import as_toml, borrowers, committed_records, fit_step, loaded, records_to_fit, source_of
-from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error, search
+from benchmarks import fit_rates
+from benchmarks.fit_rates import (
+    as_toml,
+    borrowers,
+    committed_records,
+    fit_hidden_update,
+    fit_step,
+    loaded,
+    records_to_fit,
+    source_of,
+)
+from benchmarks.rates_of_kernels import (
+    ProductTime,
+    fit_fp8,
+    fit_products,
+    fit_streaming,
+    product_times,
+    relative_error,
+    search,
+    streaming_sums,
+)
 from tests.documents import chapter_says
 from tests.first import first
 from tests.stored_records import stored
@@ -37,6 +56,7 @@ from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import AFTER
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
@@ -258,6 +278,28 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
             "implementations",
             f"{len(runs)} steps of steplab's own Transformer by one process, and {len(fitted) - len(runs)} benchmarks",
         )
+
+
+def test_rates_by_bandwidth_and_of_fp8_are_those_that_the_fit_finds() -> None:
+    """The quick parts of `python -m benchmarks.fit_rates`."""
+    rates = H200.rates
+    records = records_to_fit(committed_records(), hardware_named(rates.name), rates.held_out, rates.until_utc)
+    runs = [run for run in records if isinstance(run, Run) and run.spec and run.spec.update == AFTER]
+    found = fit_streaming(streaming_sums(runs), H200)
+    assert found.fixed_s == pytest.approx(rates.streaming.fixed_s, rel=1e-3)
+    assert {name: rates.streaming.shares[name] for name in found.shares} == pytest.approx(found.shares, rel=1e-3)
+    in_fp8 = fit_fp8(H200).rates
+    assert in_fp8.products["fp8"].peak_share == pytest.approx(rates.products["fp8"].peak_share, rel=1e-3)
+    assert in_fp8.streaming.shares == pytest.approx(rates.streaming.shares, rel=1e-3)
+    assert fit_hidden_update(records) == pytest.approx(rates.step.hidden_update, rel=1e-3)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(3600)
+def test_the_fit_prints_the_committed_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the transformers that traced the third-party models."""
+    fit_rates.main([])
+    assert capsys.readouterr().out == as_toml(fitted_rates())
 
 
 def test_runs_that_differ_in_how_they_were_measured_are_predicted_once() -> None:

@@ -377,7 +377,7 @@ def test_a_gpu_without_a_fit_whose_steps_were_measured_has_the_interval_of_the_f
     for fields in ({"precision": "bf16"}, {"precision": "fp32", "compile": "block"}):
         here, there = (step_spread(resolve_step({"model": "xl"} | fields), gpu) for gpu in (H200, tried))
         assert there == here
-    assert "95 % of 17 steps measured on it are predicted within 4.1%" in " ".join(tried.sources)
+    assert "95 % of 19 steps measured on it are predicted within 4.4%" in " ".join(tried.sources)
     bf16, fp16 = (resolve_step({"precision": precision}) for precision in ("bf16", "fp16"))
     assert step_spread(fp16, tried) == step_spread(bf16, gpu_named("A100 SXM 80GB")) == 0.3
     worse = Borrower(steps=9, spread=0.12, until_utc="")

@@ -65,6 +65,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compiled_s: float
     """Python's seconds per kernel of a compiled step, on the quickest CPU."""
     compiled_slow_s: float
+    triton_s: float
+    """Python's seconds per kernel of a step with Triton's block operators, on the quickest CPU."""
+    triton_slow_s: float
     compile_blocks_s: float
     """Seconds to compile identical blocks, with an empty Inductor cache."""
     compile_layer_s: float
@@ -75,9 +78,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     backward_call_s: float = 0.0
     """The same for operators that autograd calls."""
 
-    def paces(self, *, compiled: bool) -> tuple[float, float]:
-        """Seconds of Python per kernel, on the quickest CPU and on the slowest."""
-        return (self.compiled_s, self.compiled_slow_s) if compiled else (self.eager_s, self.eager_slow_s)
+    def paces(self, launcher: str) -> tuple[float, float]:
+        """Seconds of Python per kernel, on the quickest CPU and on the slowest; `StepSpec.launcher`."""
+        return getattr(self, f"{launcher}_s"), getattr(self, f"{launcher}_slow_s")
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,9 +22,9 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """The GPU with the CPU's pace in a measured step; unchanged if the GPU never waited.
 
     The pace is seconds per kernel, the median over phases that waited: measured time over predicted number of kernels.
-    An eager step scales the pace of compiled ones by the same factor, until a compiled one is measured. Steps of
-    several processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that
-    cannot be predicted.
+    It scales those of launchers with more Python by the same factor, until such a step is measured. Steps of several
+    processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that cannot
+    be predicted.
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu
@@ -38,12 +38,11 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
             paces.append(median(samples.best_s) / kernels)
     if not paces:
         return gpu
-    host, pace = gpu.rates.host, median(paces)
-    compiled_s = pace
-    if run.spec.compile == "off":
-        compiled_s = host.compiled_s * pace / host.eager_s
-        host = msgspec.structs.replace(host, eager_s=pace, eager_slow_s=pace)
-    return with_rates(gpu, host=msgspec.structs.replace(host, compiled_s=compiled_s, compiled_slow_s=compiled_s))
+    host, order = gpu.rates.host, ("eager", "compiled", "triton")
+    factor = median(paces) / host.paces(run.spec.launcher)[0]
+    scaled = {name: factor * host.paces(name)[0] for name in order[order.index(run.spec.launcher) :]}
+    both = {f"{name}{which}_s": pace for name, pace in scaled.items() for which in ("", "_slow")}
+    return with_rates(gpu, host=msgspec.structs.replace(host, **both))
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:

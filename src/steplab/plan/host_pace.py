@@ -20,6 +20,9 @@ _WAITED = 1.4
 _AHEAD = 1.25
 """Kernel time over Python's time above which the GPU did not wait."""
 
+Machine = tuple[str, str]
+"""The uuid of its GPU ('' if not recorded), and `StepSpec.launcher`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseCell:
@@ -39,11 +42,9 @@ class PhaseCell:
         return sum(part.seconds for part in self.parts)
 
     @property
-    def machine(self) -> tuple[str, bool]:
-        """The machine, by its GPU's uuid ('' if not recorded), and True for a compiled model."""
+    def machine(self) -> Machine:
         device = self.run.environment.device if self.run.environment else None
-        compiled = self.run.spec is not None and self.run.spec.compile != "off"
-        return (device.uuid or "" if device else "", compiled)
+        return (device.uuid or "" if device else "", self.run.spec.launcher if self.run.spec else "")
 
 
 def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
@@ -66,16 +67,16 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
     return found
 
 
-def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
-    """Seconds of Python per kernel, by machine and compilation: the median of the phases that waited."""
-    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
+    """Seconds of Python per kernel, by machine: the median of the phases that waited."""
+    found: dict[Machine, list[float]] = defaultdict(list)
     for cell in cells:
         if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:
             found[cell.machine].append(cell.measured_s / cell.kernels)
     return {machine: median(paces) for machine, paces in found.items()}
 
 
-def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
+def waited(cell: PhaseCell, paces: Mapping[Machine, float]) -> bool:
     """True if the GPU may have waited for Python. Either Python was hardly ahead at the end of the phase, or the
     kernels take little longer than Python on that machine (the median machine if its pace is unknown).
     """
@@ -85,7 +86,7 @@ def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
         return True
     pace = paces.get(cell.machine)
     if pace is None:
-        usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
+        usual = [s for (_, launcher), s in paces.items() if launcher == cell.machine[1]]
         pace = median(usual) if usual else 0.0
     return cell.device_s <= _AHEAD * cell.kernels * pace
 

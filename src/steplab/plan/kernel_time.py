@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.operators import BACKWARD_FLOPS
-from steplab.costs.rates import Gpu
+from steplab.costs.rates import Gpu, HostRates
 from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.fusion import Kernel
 from steplab.records.step_time import TimePart
@@ -90,26 +90,43 @@ def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> 
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
         return ()
-    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
+    launches = launches_of(operators, gpu)
+    return tuple(waiting(launches, rates, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
 
 
-def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, Host]:
-    rates, known = gpu.rates.host, dict[object, float]()
+@dataclass(frozen=True, slots=True)
+class Launch:
+    phase: str
+    calls: int
+    device_s: float
+    is_awaited: bool
+    """True if Python reads its result."""
+
+
+def launches_of(operators: Sequence[Operator], gpu: Gpu) -> list[Launch]:
+    known, found = dict[object, float](), list[Launch]()
+    for op in operators:
+        if op.name == MADE_BY_HOST:
+            continue
+        sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
+        if sizes not in known:
+            known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
+        found.append(Launch(op.phase, op.calls, known[sizes], op.name == READS_A_VALUE))
+    return found
+
+
+def waiting(launches: Sequence[Launch], rates: HostRates, factor: float = 1.0) -> dict[str, Host]:
+    """Python's time by phase, on a CPU that takes `factor` of the measured one's, and the device's waiting."""
     device = host = 0.0
     host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in (1, 2):  # the second begins as far ahead as the first ends
-        for op in operators:
-            if op.name == MADE_BY_HOST:
-                continue
-            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
-            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
-            if sizes not in known:
-                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
-            host += calls_s
+        for launch in launches:
+            call_s = rates.forward_call_s if launch.phase == "forward" else rates.backward_call_s
+            host += factor * launch.calls * call_s
             if step == 2:
-                host_s[op.phase] += calls_s
-                idle_s[op.phase] += max(0.0, host - device)
-            device = max(device, host) + known[sizes]
-            if op.name == READS_A_VALUE:
+                host_s[launch.phase] += factor * launch.calls * call_s
+                idle_s[launch.phase] += max(0.0, host - device)
+            device = max(device, host) + launch.device_s
+            if launch.is_awaited:
                 host = device
     return {phase: Host(host_s[phase], idle_s[phase]) for phase in host_s}

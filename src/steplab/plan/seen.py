@@ -6,6 +6,7 @@ from steplab.costs.rates import GpuRates
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step_choices import FP8
 
 
 def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
@@ -25,5 +26,5 @@ def was_fitted(record: Record, rates: GpuRates) -> bool:
 
 
 def is_fitted_kind(spec: StepSpec) -> bool:
-    """True for fitted kinds of steps: steplab's own Transformer in one process."""
-    return spec.model.kind == "transformer" and spec.layout.world_size == 1
+    """True for fitted kinds of steps: steplab's own Transformer in one process; fp8 has rates of single layers."""
+    return spec.model.kind == "transformer" and spec.layout.world_size == 1 and spec.precision not in FP8

@@ -374,7 +374,7 @@ def _phase(
 
 def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
-    quick, slow = gpu.rates.host.paces(compiled=spec.compile != "off" and name != "optimizer")
+    quick, slow = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
         quick, slow = 0.0, 0.0  # launched at once
     host_s, slow_host_s = quick * kernels, slow * kernels
@@ -471,8 +471,6 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
     if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so Python's time does not count")
-    elif spec.block_ops == "triton":
-        notes.append("block operators: Python's time for each was not recorded and is assumed as any kernel's")
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
         share = (

@@ -1,5 +1,4 @@
-"""The fields of a training step, each declared once, and their consequences. A field without an effect on a step is
-refused with a reason and a replacement: its `unused`."""
+"""The fields of a training step, each declared once. One without effect is refused with a replacement: its `unused`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -454,6 +453,11 @@ class StepChoices:
     @property
     def replays_model(self) -> bool:
         return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
+
+    @property
+    def launcher(self) -> str:
+        """Launches the kernels: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
+        return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
     def updates_in_backward(self) -> bool:

@@ -154,7 +154,7 @@ class LayoutClock:
     def _host_s(self, spec: StepSpec, group: RankGroup, sharing: Sharing, work: Work, slow: bool) -> float:
         if self._head_start:
             return 0.0
-        paces = self.gpu.rates.host.paces(compiled=spec.compile != "off")
+        paces = self.gpu.rates.host.paces(spec.launcher)
         if spec.layout.tp > 1 and self._dtensor:
             paces = DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S
         each = paces[slow]
