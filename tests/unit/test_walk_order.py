@@ -130,7 +130,7 @@ def walk(
 
 @pytest.fixture(scope="module", autouse=True)
 def paces_of_triton_are_unknown() -> Iterator[None]:
-    """These walks find by measuring that Triton's block operators wait for Python; plans know it, and try graphs first."""
+    """These walks find by measuring that Triton's operators wait for Python; plans know it, and try graphs first."""
     known = HostRates.paces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostRates, "paces", lambda rates, name: known(rates, "compiled" if name == "triton" else name))

@@ -468,7 +468,7 @@ class StepChoices:
 
     @property
     def launcher(self) -> str:
-        """Launches the passes' kernels: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
+        """Launches the passes' kernels: 'eager', 'compiled', or 'triton' for block operators, the slowest."""
         return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
