@@ -141,7 +141,7 @@ def paces_of_triton_are_unknown() -> Iterator[None]:
 def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     """An H200 with a shared host: 20 us a kernel, 33 in compiled code."""
     store = tmp_path_factory.mktemp("slow") / "store.db"
-    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=215.0)
+    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=205.0)
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,10 @@ def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch
 def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device whose steps differ by 5 and 7 %, where no single part is visible."""
+    """On a device whose steps differ by 4 and 5 %, where no single part is visible."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
     fields = {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "attention": "flash_triton"}
-    for noise in (0.05, 0.07):
+    for noise in (0.04, 0.05):
         quick = {"eager_s": 11e-6, "compiled_s": 11e-6, "budget_s": 400.0, "noise": noise}
         advice = walk(tmp_path / f"{noise}.db", model="2.7b", steps=10, **quick, **fields)  # type: ignore[arg-type]
         rest = {"cuda_graph step", "update overlapped"}
