@@ -147,12 +147,20 @@ def parts_of_run(run: Callable[[Listener], None]) -> Parts:
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
     if parts.moment("backward", "embedding") is None:
         return dataclasses.replace(parts, kept_by_block=max(first, last, key=lambda kept: kept.num_bytes))
-    more = Counter(last.holdings) - Counter(first.holdings)
+    more = _unrounded(last) - _unrounded(first)
     moments = [
         dataclasses.replace(each, own=bundle_of(Counter(each.own.holdings) + more)) if each.part == "head" else each
         for each in parts.moments
     ]
     return dataclasses.replace(parts, moments=tuple(moments))
+
+
+def _unrounded(kept: Bundle) -> Counter[Held]:
+    """An equal tensor of another block may lie in a larger piece of memory."""
+    found = Counter[Held]()
+    for held, count in kept.holdings.items():
+        found[dataclasses.replace(held, rounding_bytes=0)] += count
+    return found
 
 
 def _parts(found: "_Reading") -> Parts:
