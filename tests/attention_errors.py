@@ -88,14 +88,7 @@ def _named(out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...]) -> Results:
 
 
 def least_errors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    exact: Results,
-    *,
-    causal: bool,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, exact: Results, *, causal: bool, scale: float | None = None
 ) -> dict[str, float]:
     """Errors below which no kernel without scores can go, by result.
 

@@ -15,15 +15,7 @@ from tests.runs import ENVIRONMENT, make_run
 from tests.sure import sure
 
 from steplab.records.environment import DeviceInfo, Environment
-from steplab.records.profile import (
-    Communication,
-    HostCallStats,
-    KernelStats,
-    OpStats,
-    PhaseTime,
-    Profile,
-    Timeline,
-)
+from steplab.records.profile import Communication, HostCallStats, KernelStats, OpStats, PhaseTime, Profile, Timeline
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.step import StepSpec

@@ -20,12 +20,7 @@ def sheet_of(rows: Sequence[Row]) -> Sheet:
 
 
 def run_text(
-    run: Run,
-    format: str = "table",
-    *,
-    references: Sequence[Run] = (),
-    width: int | None = None,
-    color: bool = False,
+    run: Run, format: str = "table", *, references: Sequence[Run] = (), width: int | None = None, color: bool = False
 ) -> str:
     (document,) = REPORT.documents([run], Context(references=references))
     return render(document, format, width=width, color=color)

@@ -74,10 +74,7 @@ CASES = {
     ),
     "profiles": Case(
         {f"{GOLDEN}/profile_h200_202611.jsonl.gz": "9b3945c92596 91f54198c489 45b451602da4 be9cccff8e9c 14b9142cddb9"},
-        (
-            "explain 45b451602da4",
-            "compare 14b9142cddb9 be9cccff8e9c --allow precision",
-        ),
+        ("explain 45b451602da4", "compare 14b9142cddb9 be9cccff8e9c --allow precision"),
         num_shown=1,
     ),
     "findings": Case(

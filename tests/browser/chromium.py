@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PROGRAM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))),
-    None,
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )
 _FLAGS = (
     "--headless",

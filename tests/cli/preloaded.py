@@ -96,13 +96,7 @@ class Preloaded:
             self._place.with_suffix(".lock").unlink()
 
     def start(
-        self,
-        module: str,
-        arguments: list[str],
-        *,
-        cwd: str,
-        environment: dict[str, str],
-        stdin: bytes | socket.socket,
+        self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes | socket.socket
     ) -> Started:
         """Start `python -m module` as a shell's foreground job: its own process group, open to Ctrl-C.
 

@@ -81,11 +81,7 @@ class Program:
         }
         self.environment = (
             inherited
-            | {
-                "HOME": str(home),
-                "XDG_DATA_HOME": str(home / "data"),
-                "STEPLAB_STORE": str(self.store),
-            }
+            | {"HOME": str(home), "XDG_DATA_HOME": str(home / "data"), "STEPLAB_STORE": str(self.store)}
             | OF_EVERY_COMMAND
         )
 

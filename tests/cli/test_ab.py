@@ -53,11 +53,7 @@ def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> Non
     ids=str,
 )
 def test_the_exit_code_is_that_of_compare(
-    steplab: Program,
-    decisions: tuple[Any, ...],
-    code: int,
-    threshold: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    steplab: Program, decisions: tuple[Any, ...], code: int, threshold: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = tuple(decision and ratio(0.020, 0.019, decision) for decision in decisions)
     runs = tuple(

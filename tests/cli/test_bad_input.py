@@ -157,15 +157,9 @@ def test_a_wrong_request_is_named_with_its_remedy(
         ("attention --gpu 'H200 SXM'", "--gpu needs --derive"),
         ("attention --derive --gpu abacus", "unknown hardware 'abacus'"),
         ("attention --derive --output page.html", "does not write html; choose one of table, json, csv"),
-        (
-            "attention --implementation plain --against sdpa",
-            "--against 'sdpa' is not among ... choose one of plain",
-        ),
+        ("attention --implementation plain --against sdpa", "--against 'sdpa' is not among ... choose one of plain"),
         ("attention --repeats 0", "the number of repeats must be at least 1"),
-        (
-            "precision --precision int4",
-            "precision 'int4' is not known; choose one of fp32, tf32 ... bf16_pure",
-        ),
+        ("precision --precision int4", "precision 'int4' is not known; choose one of fp32, tf32 ... bf16_pure"),
         ("precision --only weights", 'Invalid value "weights" for --only'),
         ("precision --format csv", "--format csv holds one table; set --only"),
         ("precision --model toy,tiny", "--model takes a single value here"),
@@ -354,8 +348,7 @@ def _foreign(store: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
 @pytest.mark.parametrize(
-    ("spoil", "word"),
-    [(_garbage, "not a steplab store"), (_newer, "newer"), (_foreign, "another program")],
+    ("spoil", "word"), [(_garbage, "not a steplab store"), (_newer, "newer"), (_foreign, "another program")]
 )
 def test_a_store_that_is_none_is_left_as_it_is(
     filled: Program, spoil: Callable[[Path], None], word: str, arguments: tuple[str, ...]

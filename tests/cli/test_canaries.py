@@ -123,10 +123,7 @@ def test_a_model_of_the_folders_is_found_after_pythons_modules(steplab: Program)
     ran = steplab.folder / "ran"
     for name in ("profile", "types", "triton_none"):
         steplab.write(f"{name}.py", f"open({str(ran)!r}, 'a')")
-    steplab.write(
-        "mine.py",
-        "import profile\nprofile.run\ndef build():\n    return lambda: sum(range(1000))\n",
-    )
+    steplab.write("mine.py", "import profile\nprofile.run\ndef build():\n    return lambda: sum(range(1000))\n")
     told = run(steplab, "-P", "-m", "steplab", "run", "--model", "mine:build", *tiny())
     assert told.startswith("0\n"), told
     assert not ran.exists()

@@ -42,10 +42,7 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
         assert row["time_s"] == max(median(times.alone_s) for times in cell.ranks) > 0
         assert cell.check is not None
         assert cell.check.num_elements > 0 == cell.check.num_wrong
-    assert {(fit.collective, fit.world_size) for fit in record.profile} == {
-        ("all_reduce", 2),
-        ("send_recv", 2),
-    }
+    assert {(fit.collective, fit.world_size) for fit in record.profile} == {("all_reduce", 2), ("send_recv", 2)}
     assert "[6/6] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
 
 

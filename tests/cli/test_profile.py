@@ -144,11 +144,7 @@ def test_without_a_place_for_the_trace_none_is_left(steplab: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        ("exploding", "ZeroDivisionError: out of luck"),
-        ("dying", "SIGKILL during profile"),
-    ],
+    ("factory", "words"), [("exploding", "ZeroDivisionError: out of luck"), ("dying", "SIGKILL during profile")]
 )
 def test_the_timing_outlives_the_profiled_steps(steplab: Program, factory: str, words: str) -> None:
     steplab.write("mine.py", MODELS)

@@ -15,10 +15,7 @@ FOR_A_SHELL = frozenset("|&;<>$`*?~\\")
 SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
 COMMAND_TIMEOUT_S = 240.0
 
-pytestmark = [
-    pytest.mark.skipif(not README.exists(), reason="there is no README.md yet"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.skipif(not README.exists(), reason="there is no README.md yet"), pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True, kw_only=True)

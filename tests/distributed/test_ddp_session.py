@@ -49,14 +49,7 @@ def study_of(*names: str, **fields: str) -> DdpStudy:
 def world_here() -> World:
     group = GroupCollectives()
     device = open_device("cpu")
-    return World(
-        rank=group.rank,
-        size=group.size,
-        host="here",
-        device=device,
-        backend="gloo",
-        collectives=group,
-    )
+    return World(rank=group.rank, size=group.size, host="here", device=device, backend="gloo", collectives=group)
 
 
 def weights(step: VariantStep) -> list[Tensor]:

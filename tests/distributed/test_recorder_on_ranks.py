@@ -19,12 +19,7 @@ SLOWER_S = 0.02
 def loop(folder: str, failing: bool) -> None:
     rank = dist.get_rank()
     with recorder(
-        "loop",
-        device="cpu",
-        tokens_per_step=64,
-        warmup=1,
-        profile=range(2, 3),
-        store=Path(folder) / f"{rank}.db",
+        "loop", device="cpu", tokens_per_step=64, warmup=1, profile=range(2, 3), store=Path(folder) / f"{rank}.db"
     ) as rec:
         for number in range(7 - rank):
             with rec.step():

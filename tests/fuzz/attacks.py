@@ -17,14 +17,7 @@ from unittest import mock
 from cyclopts import App
 from tests.fuzz import seeds
 from tests.fuzz.ending import End, run, run_apart
-from tests.fuzz.mutations import (
-    NUMBERS,
-    TEXTS,
-    flipped_bits,
-    mutate_database,
-    mutated_bytes,
-    mutated_value,
-)
+from tests.fuzz.mutations import NUMBERS, TEXTS, flipped_bits, mutate_database, mutated_bytes, mutated_value
 from tests.fuzz.players import Message, Player, conversations
 
 from steplab.cli.app import app

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reaso
 
 SCRIPT = Path(__file__).with_name("sanitize_attention.py")
 ROOT = SCRIPT.parents[2]
-HOPPER_KERNELS = [
-    ("triton_hopper_forward", "attention_forward"),
-    ("triton_hopper_backward", "attention_backward"),
-]
+HOPPER_KERNELS = [("triton_hopper_forward", "attention_forward"), ("triton_hopper_backward", "attention_backward")]
 
 
 @pytest.fixture(params=["portable", "hopper"])

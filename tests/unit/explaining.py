@@ -111,8 +111,7 @@ def _phase(name: str, ops: Sequence[OpStats], waiting_ms: float) -> PhaseTime:
 def timing(step_ms: float, **phases_ms: float) -> Timing:
     times = {"step": step_ms, **phases_ms}
     return Timing(
-        warmup=(),
-        back_to_back=tuple(PhaseSamples(phase=name, device_s=(ms * MS,) * 3) for name, ms in times.items()),
+        warmup=(), back_to_back=tuple(PhaseSamples(phase=name, device_s=(ms * MS,) * 3) for name, ms in times.items())
     )
 
 

@@ -254,10 +254,7 @@ def test_three_dimensions_are_a_batch_of_single_heads(implementation: str) -> No
     torch.testing.assert_close(out, expected)
 
 
-@given(
-    lead=st.lists(st.integers(1, 3), max_size=4).map(tuple),
-    order=st.permutations(range(6)),
-)
+@given(lead=st.lists(st.integers(1, 3), max_size=4).map(tuple), order=st.permutations(range(6)))
 def test_four_dimensions_are_a_view_that_holds_the_same(lead: tuple[int, ...], order: list[int]) -> None:
     shape = (*lead, 2, 3)
     strided = [d for d in order if d < len(shape)]

@@ -25,13 +25,7 @@ from steplab.records.failure import Failure
 from steplab.records.registry import summary_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_verdict, report_against
-from steplab.report.attention.figures import (
-    account_table,
-    default_peer,
-    mean_speeds,
-    speed_table,
-    time_ratio,
-)
+from steplab.report.attention.figures import account_table, default_peer, mean_speeds, speed_table, time_ratio
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet

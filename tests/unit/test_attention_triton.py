@@ -9,12 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tests.attention_errors import (
-    assert_at_most_twice_the_error_of_plain,
-    results_of,
-    results_of_plain,
-    rms,
-)
+from tests.attention_errors import assert_at_most_twice_the_error_of_plain, results_of, results_of_plain, rms
 from tests.first import first
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -137,10 +137,7 @@ def test_an_nvml_that_fails_in_mid_run_says_why_and_raises_nothing(
 def test_reasons_and_processes_that_make_no_sense_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     nonsense: Sequence[object] = [None, "many", Fault("GPU is lost"), -1.5]
     for value in nonsense:
-        answers = {
-            "nvmlDeviceGetCurrentClocksThrottleReasons": value,
-            "nvmlDeviceGetComputeRunningProcesses": value,
-        }
+        answers = {"nvmlDeviceGetCurrentClocksThrottleReasons": value, "nvmlDeviceGetComputeRunningProcesses": value}
         monkeypatch.setitem(__import__("sys").modules, "pynvml", fake_nvml(**answers))
         reading = nvml.read("GPU-1")
         assert isinstance(reading, nvml.Reading)

@@ -194,11 +194,7 @@ def test_a_walk_recomputes_where_the_step_runs_out_of_memory(
     monkeypatch.setattr(checkpointing, "visible_gpus", lambda: 1)
     monkeypatch.setattr(checkpointing, "visible_gpu", lambda number: VisibleGpu(name="H200", memory_bytes=usable))
     advice = advise(
-        fused,
-        keep_precision=True,
-        store=tmp_path / "store.db",
-        session=FakeSession(told),
-        profile=unprofiled,
+        fused, keep_precision=True, store=tmp_path / "store.db", session=FakeSession(told), profile=unprofiled
     )
     assert advice.best is not None
     assert advice.best.checkpointing != "none"

@@ -56,11 +56,7 @@ def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
 
 @pytest.mark.parametrize(
     ("run", "counts"),
-    [
-        (make_comm(), (48, 48, 0)),
-        (make_benchmark("peers"), (35, 29, 6)),
-        (make_ddp_run(broken=("flat",)), (14, 13, 1)),
-    ],
+    [(make_comm(), (48, 48, 0)), (make_benchmark("peers"), (35, 29, 6)), (make_ddp_run(broken=("flat",)), (14, 13, 1))],
     ids=["comm", "attention", "ddp"],
 )
 def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tuple[int, ...], tmp_path: Path) -> None:

@@ -145,8 +145,7 @@ def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> 
             STEADY,
             id=letter * 12,
             timing=Timing(
-                warmup=(),
-                back_to_back=(PhaseSamples(phase="step", device_s=tuple(factor * s for s in SAMPLES[:18])),),
+                warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=tuple(factor * s for s in SAMPLES[:18])),)
             ),
             turns=replace(turns, label=letter, turns=tuple(replace(t, place=t.place + shift) for t in turns.turns)),
         )

@@ -146,13 +146,7 @@ def test_the_gradients_of_the_reference_are_those_of_differences(
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_cross_entropy(
-            hidden,
-            weight,
-            case.targets,
-            bias,
-            reduction=reduction,
-            label_smoothing=0.1,
-            z_loss=0.1,
+            hidden, weight, case.targets, bias, reduction=reduction, label_smoothing=0.1, z_loss=0.1
         )
 
     assert torch.autograd.gradcheck(loss, inputs)

@@ -48,9 +48,7 @@ def test_the_bars_are_the_exposed_communication_sorted_and_the_best_stand_out(ru
 def test_the_slowest_rank_counts_in_the_step_and_in_the_step_without(run: DdpRun) -> None:
     cell = cell_of(run, "flat")
     slow = dataclasses.replace(
-        cell.ranks[1],
-        phases=_slower(cell.ranks[1].phases, 2.0),
-        baseline=_slower(cell.ranks[1].baseline, 2.0),
+        cell.ranks[1], phases=_slower(cell.ranks[1].phases, 2.0), baseline=_slower(cell.ranks[1].baseline, 2.0)
     )
     slowed = dataclasses.replace(cell, ranks=(cell.ranks[0], slow))
     own, without = median(slow.samples("step")), median(slow.samples("step", baseline=True))

@@ -101,14 +101,8 @@ def sized(*sizes_mb: str) -> tuple[Variant, ...]:
         (lambda: variants_of(("magic",), (1.0,)), "variant 'magic' is not known; choose some of none, naive"),
         (lambda: variants_of(("naive:3",), (1.0,)), "naive has no bucket size"),
         (lambda: variants_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
-        (
-            lambda: sized("1", "0"),
-            "a bucket size must be a positive number of MB, not 0",
-        ),
-        (
-            lambda: sized("inf"),
-            "a bucket size must be a positive number of MB, not inf",
-        ),
+        (lambda: sized("1", "0"), "a bucket size must be a positive number of MB, not 0"),
+        (lambda: sized("inf"), "a bucket size must be a positive number of MB, not inf"),
         (lambda: Variant(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
         (lambda: Variant(kind="flat", update="after"), "flat has no choice of update; .*: overlap, bucketed"),
         (lambda: Variant(kind="overlap", update="early"), "choose some of after, overlapped"),

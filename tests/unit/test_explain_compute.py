@@ -4,19 +4,7 @@ from typing import Any
 import pytest
 from tests.runs import ENVIRONMENT
 from tests.sure import sure
-from tests.unit.explaining import (
-    FP32,
-    MS,
-    STEPS,
-    TF32,
-    case,
-    foreign,
-    kernel_of,
-    op,
-    own,
-    profile,
-    timing,
-)
+from tests.unit.explaining import FP32, MS, STEPS, TF32, case, foreign, kernel_of, op, own, profile, timing
 
 from steplab.explain.casts import weight_casts
 from steplab.explain.fp8_casts import fp8_casts

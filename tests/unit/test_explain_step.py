@@ -424,9 +424,7 @@ def test_gathered_parameters_in_a_trace_are_not_told_to_change_their_buckets() -
 
 
 @pytest.mark.parametrize(
-    "communication",
-    [None, Communication(total_s=20 * MS, overlapped_s=19 * MS)],
-    ids=["none", "hidden"],
+    "communication", [None, Communication(total_s=20 * MS, overlapped_s=19 * MS)], ids=["none", "hidden"]
 )
 def test_hidden_communication_is_silent(communication: Communication | None) -> None:
     assert communication_exposed(case(foreign(profile([MODEL], communication=communication)))) is None

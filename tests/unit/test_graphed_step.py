@@ -113,12 +113,7 @@ def test_what_is_recorded_reads_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        lambda x, y: (x[:2], y[:2]),
-        lambda x, y: (x,),
-        lambda x, y: {"x_BC": x, "y_B": y},
-        lambda x, y: (x, 3),
-    ],
+    [lambda x, y: (x[:2], y[:2]), lambda x, y: (x,), lambda x, y: {"x_BC": x, "y_B": y}, lambda x, y: (x, 3)],
     ids=["shape", "length", "kind", "value"],
 )
 def test_a_batch_of_another_form_is_refused(other: Callable[[Tensor, Tensor], Any]) -> None:

@@ -346,10 +346,7 @@ GOOD = DOCUMENTS + GPU
 def test_a_good_catalogue_is_read() -> None:
     (spec,) = parse_catalogue(GOOD)
     found = sure(spec.peak_flops("bf16"))
-    assert (found.flops_per_s, found.source) == (
-        1e12,
-        "Vendor X1 data sheet, https://example.com; halved",
-    )
+    assert (found.flops_per_s, found.source) == (1e12, "Vendor X1 data sheet, https://example.com; halved")
 
 
 @pytest.mark.parametrize(

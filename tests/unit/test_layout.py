@@ -45,22 +45,14 @@ class Alone:
 
 def world_of(rank: int, size: int = 2) -> World:
     return World(
-        rank=rank,
-        size=size,
-        host="here",
-        device=open_device("cpu"),
-        backend="gloo",
-        collectives=Alone(rank, size),
+        rank=rank, size=size, host="here", device=open_device("cpu"), backend="gloo", collectives=Alone(rank, size)
     )
 
 
 def ranks_of(*columns: tuple[float, ...]) -> tuple[RankSamples, ...]:
     return tuple(
         RankSamples(
-            rank=rank,
-            host="node1",
-            device_name="a GPU",
-            back_to_back=(PhaseSamples(phase="step", device_s=column),),
+            rank=rank, host="node1", device_name="a GPU", back_to_back=(PhaseSamples(phase="step", device_s=column),)
         )
         for rank, column in enumerate(columns)
     )

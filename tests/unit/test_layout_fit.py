@@ -22,10 +22,7 @@ CONFIGURATION = f"hf:{Path(__file__).parents[2]}/examples/hf/llama-tiny.json"
             {"model": "small", "layout": "tp=8", "context": 512},
             "tp=8 does not divide the 12 heads; valid for tp: 1, 2, 4",
         ),
-        (
-            {"model": "small", "layout": "tp=4", "context": 510},
-            "context of 510 tokens; valid for tp: 1, 2",
-        ),
+        ({"model": "small", "layout": "tp=4", "context": 510}, "context of 510 tokens; valid for tp: 1, 2"),
         (
             {"model": "tiny", "layout": "tp=4", "model.num_kv_heads": 2},
             "tp=4 does not divide the 2 heads of keys and values; valid for tp: 1, 2",
@@ -70,10 +67,7 @@ def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> No
         ({"layout": "fsdp=2", "data_parallel": "naive"}, "data_parallel has no effect here: .* use --layout dp=2"),
         ({"layout": "dp=2,tp=2", "data_parallel": "flat"}, "FSDP2 averages the gradients of layout dp=2,tp=2"),
         ({"layout": "tp=2", "bucket_size_mb": 25}, "no data-parallel ranks .* use --layout dp=2"),
-        (
-            {"data_parallel": "bucketed"},
-            "one process .* leave it out, or start several: --layout dp=2",
-        ),
+        ({"data_parallel": "bucketed"}, "one process .* leave it out, or start several: --layout dp=2"),
         ({"layout": "dp=2", "data_parallel": "flat", "bucket_size_mb": "5"}, "use --data-parallel bucketed"),
         ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2.* --accumulation"),
         ({"pass": "forward", "accumulation": 1}, "accumulation .* no gradients to accumulate; .* --pass train"),

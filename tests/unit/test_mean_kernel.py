@@ -9,9 +9,7 @@ from steplab.parallel import peer_copies
 from steplab.parallel.peer_copies import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments, mean_kernel
 from steplab.parallel.peer_memory import Piece
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")]
 SIZES = [BLOCK + 904, BLOCK, 1, 2 * BLOCK, 17, BLOCK + 1, 3 * BLOCK, 3]
 
 

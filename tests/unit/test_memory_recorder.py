@@ -325,9 +325,7 @@ def test_the_saved_tensors_are_those_that_autograd_packs(watched: Watched, field
     assert len(found) > 20
 
 
-def test_the_saved_tensors_and_the_loss_are_all_that_is_left_of_the_forward_pass(
-    watched: Watched,
-) -> None:
+def test_the_saved_tensors_and_the_loss_are_all_that_is_left_of_the_forward_pass(watched: Watched) -> None:
     files = watched()
     position = files.end_of("forward")
     alive = {block.address: block for block in files.alive(position)}

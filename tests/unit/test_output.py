@@ -360,11 +360,7 @@ from steplab.cli.output import emit
 emit("after", FileOptions(output=Path("/dev/stdout")))
 """
     with notes.open("a") as file:
-        subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=file,
-            check=True,
-        )
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
     assert notes.read_text() == "before\nafter\n"
 
 

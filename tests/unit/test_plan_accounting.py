@@ -54,11 +54,7 @@ def test_every_figure_of_the_derivation_by_hand_agrees_to_three_digits() -> None
 
 def times(batch: float, fsdp: float, tp: float) -> tuple[float, float, float]:
     """Seconds of products, gathered weights and activations of an xxl block, by the book's formulas."""
-    return (
-        2 * 2 * batch * D * F / (fsdp * tp * C),
-        2 * 2 * D * F / (tp * W * MX),
-        2 * 2 * batch * D / (fsdp * W * MY),
-    )
+    return (2 * 2 * batch * D * F / (fsdp * tp * C), 2 * 2 * D * F / (tp * W * MX), 2 * 2 * batch * D / (fsdp * W * MY))
 
 
 def test_the_least_batch_is_the_first_that_hides_communication() -> None:

@@ -35,14 +35,7 @@ from tests.stored_records import stored
 
 from steplab.cli.app import main
 from steplab.costs.kernel_time import Product, product_s
-from steplab.costs.rates import (
-    AttentionRates,
-    ProductRates,
-    StepRates,
-    fitted_rates,
-    gpu_named,
-    with_rates,
-)
+from steplab.costs.rates import AttentionRates, ProductRates, StepRates, fitted_rates, gpu_named, with_rates
 from steplab.errors import UserError
 from steplab.lab.planning import check_plan, predicted
 from steplab.plan.check import Predicted, check_runs

@@ -196,13 +196,7 @@ def phase_outside(rec: Recorder) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("misuse", "said"),
-    [
-        (nested_steps, "inside another step"),
-        (phase_outside, "outside a step"),
-    ],
-)
+@pytest.mark.parametrize(("misuse", "said"), [(nested_steps, "inside another step"), (phase_outside, "outside a step")])
 def test_steps_and_phases_out_of_place_are_refused_with_the_fix(
     record: Record, misuse: Callable[[Recorder], Iterator[None]], said: str
 ) -> None:

@@ -279,10 +279,7 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
         ("tokens_per_step", {"tokens_per_s"}),
         (
             "spec",
-            {
-                *(field.column for field in FIELDS.values() if field.value(make_run().spec) is not None),
-                "processes",
-            },
+            {*(field.column for field in FIELDS.values() if field.value(make_run().spec) is not None), "processes"},
         ),
     ],
 )

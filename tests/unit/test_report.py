@@ -141,14 +141,7 @@ def test_the_run_view_shows_independently_computed_statistics() -> None:
     for figure in (np.median(values), values.mean(), values.std(ddof=1), *np.percentile(values, [25, 75])):
         assert units.format_time(float(figure)) in text
     assert units.format_percent(run.utilizations[0].value or 0) in text
-    for shown in (
-        "MFU (causal)",
-        "MFU (full)",
-        "HFU (as executed)",
-        "NVIDIA H200 data sheet",
-        "n = 10",
-        "21.0 s",
-    ):
+    for shown in ("MFU (causal)", "MFU (full)", "HFU (as executed)", "NVIDIA H200 data sheet", "n = 10", "21.0 s"):
         assert shown in text
 
 
@@ -370,9 +363,7 @@ def page_of(runs: list[Run]) -> str:
 
 
 @pytest.mark.parametrize(
-    "runs",
-    [[], [make_run()], [recorder_run()], [out_of_memory()], STUDY, MIXED],
-    ids=lambda runs: str(len(runs)),
+    "runs", [[], [make_run()], [recorder_run()], [out_of_memory()], STUDY, MIXED], ids=lambda runs: str(len(runs))
 )
 def test_any_set_of_runs_gives_a_page_that_needs_nothing_else(runs: list[Run]) -> None:
     page = page_of(runs)
@@ -407,11 +398,7 @@ def test_ids_on_the_page_are_unique_where_they_are_its_own() -> None:
 
 def test_the_page_says_what_was_not_measured() -> None:
     page = page_of(MIXED)
-    for text in (
-        "memory clock: NVML did not say",
-        "out of memory: asked 8.00 GiB",
-        "did not say how many FLOPs",
-    ):
+    for text in ("memory clock: NVML did not say", "out of memory: asked 8.00 GiB", "did not say how many FLOPs"):
         assert text in page
 
 

@@ -275,8 +275,7 @@ def test_a_gigantic_name_is_cut_quickly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("range", "part"),
-    [("blocks.*.attention.scores", "scores"), ("blocks.*", "blocks"), ("loss", "loss"), ("", "")],
+    ("range", "part"), [("blocks.*.attention.scores", "scores"), ("blocks.*", "blocks"), ("loss", "loss"), ("", "")]
 )
 def test_last_part_of_a_range(range: str, part: str) -> None:
     assert last_part(range) == part

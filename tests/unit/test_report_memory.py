@@ -8,13 +8,7 @@ import pytest
 from tests.rendering import assert_whole
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
-from tests.unit.memory_records import (
-    MIB,
-    cpu_run,
-    imported_snapshot,
-    prediction_of,
-    watched_run,
-)
+from tests.unit.memory_records import MIB, cpu_run, imported_snapshot, prediction_of, watched_run
 
 from steplab import units
 from steplab.errors import UserError
@@ -26,10 +20,7 @@ from steplab.report.kit.rendering import render
 from steplab.report.memory.document import memory_chapter, memory_document, watched_in_full
 from steplab.report.memory.figures import error_text, parts, whole
 from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_table, what_it_is
-from steplab.report.memory.words import (
-    residual_sentence,
-    saved_sentences,
-)
+from steplab.report.memory.words import residual_sentence, saved_sentences
 from steplab.report.page import render_page
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests.sure import sure
-from tests.unit.memory_records import (
-    MIB,
-    cpu_run,
-    imported_snapshot,
-    prediction_of,
-    watched_run,
-)
+from tests.unit.memory_records import MIB, cpu_run, imported_snapshot, prediction_of, watched_run
 
 from steplab import units
 from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryPhase, MemoryProfile, MemoryTimeline

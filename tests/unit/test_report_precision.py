@@ -12,9 +12,7 @@ from steplab.lab import precision as lab
 from steplab.lab.choosing import records_to_report
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import decode, encode
-from steplab.records.numerics import (
-    Numerics,
-)
+from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet

@@ -481,8 +481,7 @@ def test_a_list_of_steps_that_differ_in_any_field_tells_all_of_them_apart() -> N
 
 
 @pytest.mark.parametrize(
-    "field",
-    [f for f in FIELDS.values() if f.about.group != "processes" and f.key not in ("pass", "cuda_graph")],
+    "field", [f for f in FIELDS.values() if f.about.group != "processes" and f.key not in ("pass", "cuda_graph")]
 )
 def test_data_parallel_studies_of_different_steps_are_told_apart(field: StepField) -> None:
     made = make_ddp_run()

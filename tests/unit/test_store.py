@@ -350,10 +350,7 @@ def test_a_truncated_store_is_refused(path: Path, write: bool) -> None:
         import_lines(store, (encode(make_run(f"{number:012x}")) for number in range(200)))
     size = path.stat().st_size
     os.truncate(path, size // 2)
-    with (
-        pytest.raises(SteplabError, match=r"damaged.*recover") as error,
-        Store.open(path, write=write) as store,
-    ):
+    with pytest.raises(SteplabError, match=r"damaged.*recover") as error, Store.open(path, write=write) as store:
         list(store.iterate())
     one_line(error, path)
     assert path.stat().st_size == size // 2

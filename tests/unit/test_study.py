@@ -17,15 +17,7 @@ from steplab.specs.comm import COMM
 from steplab.specs.ddp import DDP, DdpStudy
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
 from steplab.specs.resolve import Grid, resolve_step
-from steplab.specs.study import (
-    BENCHMARKS,
-    STEP_PARTS,
-    STUDIES,
-    fitted,
-    load_study,
-    preset_names,
-    study_from_grids,
-)
+from steplab.specs.study import BENCHMARKS, STEP_PARTS, STUDIES, fitted, load_study, preset_names, study_from_grids
 from steplab.store.selection import part_key, study_fingerprint
 
 

@@ -30,8 +30,7 @@ def assert_reads_as(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(1234, "1234"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (0, "0")],
+    ("value", "text"), [(1234, "1234"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (0, "0")]
 )
 def test_three_digits_keeps_the_integer_part_and_three_significant_digits(value: float, text: str) -> None:
     assert units.three_digits(value) == text

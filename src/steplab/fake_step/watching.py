@@ -45,10 +45,7 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("zero_", "fill_", "scalar_tensor"), "fill"),
 }
 _NO_KERNEL = frozenset(
-    {
-        *("empty", "empty_like", "empty_strided", "empty_permuted"),
-        *("new_empty", "new_empty_strided", "lift_fresh"),
-    }
+    {*("empty", "empty_like", "empty_strided", "empty_permuted"), *("new_empty", "new_empty_strided", "lift_fresh")}
 )
 _RANDOM = (_aten.uniform_.default, _aten.normal_.default)
 """Operators that fill weights while a model is built, and change no tensor without content."""

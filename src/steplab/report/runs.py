@@ -20,9 +20,7 @@ from steplab.report.run.verdict import facts, facts_of_one, runs_verdict
 from steplab.units import counted
 
 
-def _of_cells(
-    make: Callable[[Sequence[RunCell]], Section],
-) -> Callable[[Sequence[Any], Context], Section]:
+def _of_cells(make: Callable[[Sequence[RunCell]], Section]) -> Callable[[Sequence[Any], Context], Section]:
     return lambda cells, context: make(cells)
 
 
@@ -88,9 +86,7 @@ _CHAPTERS = (
     ),
     Chapter(name="warm-up", make=_of_cells(chapters.warmup_chapter)),
     Chapter(
-        name="memory",
-        make=lambda cells, context: memory.memory_chapter(cells, context.predictions),
-        terms=memory.TERMS,
+        name="memory", make=lambda cells, context: memory.memory_chapter(cells, context.predictions), terms=memory.TERMS
     ),
     Chapter(name="planning", make=_planning),
     Chapter(name="attention of steps", make=_attention_of_steps),

@@ -309,14 +309,7 @@ def _options(spec: StepSpec, *, chosen: bool) -> str:
 
 
 def _reason(
-    verdict: FitVerdict,
-    spec: StepSpec,
-    group: RankGroup,
-    worst: RankPeak,
-    least: int,
-    usable: int,
-    *,
-    unknown: bool,
+    verdict: FitVerdict, spec: StepSpec, group: RankGroup, worst: RankPeak, least: int, usable: int, *, unknown: bool
 ) -> str:
     if verdict == "does not fit":
         sizes = Counter[str]()

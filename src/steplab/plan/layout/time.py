@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 from steplab.costs.data_parallel import peer_copy_memory_bytes
 from steplab.costs.rates import Gpu
-from steplab.plan.layout.compute import (
-    DTENSOR_KERNEL_S,
-    DTENSOR_KERNEL_SLOW_S,
-    HOOKS_S,
-    HOOKS_SLOW_S,
-    PartTimes,
-    Work,
-)
+from steplab.plan.layout.compute import DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S, HOOKS_S, HOOKS_SLOW_S, PartTimes, Work
 from steplab.plan.layout.links import Cluster, machine_of, message_s
 from steplab.plan.layout.memory import counted_parts, parts_of_rank
 from steplab.plan.layout.ranks import RankGroup, rank_groups

@@ -99,10 +99,7 @@ def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
 
     words = tuple(" · ".join(filter(None, said)) for said in shown.said)
     return replace(
-        shown,
-        columns=kept(shown.columns),
-        rows=tuple(map(kept, shown.rows)),
-        said=tuple(map(kept, shown.said)),
+        shown, columns=kept(shown.columns), rows=tuple(map(kept, shown.rows)), said=tuple(map(kept, shown.said))
     ), words
 
 

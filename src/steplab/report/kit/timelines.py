@@ -58,12 +58,7 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
     streams = tuple(names)
     row_px = 64 if len(streams) == 1 else 40 if len(streams) < 4 else 26
     frame = Frame(
-        start_ns=0,
-        end_ns=max(end_ns, until_ns),
-        streams=streams,
-        names=tuple(names.values()),
-        top=_TOP,
-        row_px=row_px,
+        start_ns=0, end_ns=max(end_ns, until_ns), streams=streams, names=tuple(names.values()), top=_TOP, row_px=row_px
     )
     body = [*_phases(timeline, frame), *axis(frame), *stream_names(frame)]
     drawn = short_enough(lambda column_px: _columns(timeline, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)

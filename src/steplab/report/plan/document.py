@@ -32,10 +32,7 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
         title="Predicted peak memory",
         subtitle=f"{describe(spec)}{parameter_words(prediction.model)}",
         verdict=Verdict(
-            sentences=(
-                *_fits(prediction.cards),
-                f"The peak{_of_rank(prediction)} is {peak}: {prediction.peak_where}.",
-            )
+            sentences=(*_fits(prediction.cards), f"The peak{_of_rank(prediction)} is {peak}: {prediction.peak_where}.")
         ),
         sections=tuple(_sections(spec, prediction)),
         data=prediction_rows(prediction),
@@ -85,10 +82,7 @@ def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]
     yield Section.notes(prediction.notes)
 
 
-_SIZE = (
-    Column(key="total_bytes", header="size"),
-    Column(key="total_bytes", header="bytes", quantity=NUMBER, rank=1),
-)
+_SIZE = (Column(key="total_bytes", header="size"), Column(key="total_bytes", header="bytes", quantity=NUMBER, rank=1))
 
 
 def _ranks(prediction: MemoryPrediction) -> Table:

@@ -1,12 +1,7 @@
 from collections.abc import Iterator
 
 from steplab.records.numerics import Audit, Numerics, OperationAudit
-from steplab.report.precision.figures import (
-    SMALLEST_EXPONENT,
-    SMALLEST_NORMAL_EXPONENT,
-    short,
-    shorts,
-)
+from steplab.report.precision.figures import SMALLEST_EXPONENT, SMALLEST_NORMAL_EXPONENT, short, shorts
 from steplab.report.run.one_run import precision_words
 from steplab.specs.step import AUTOCAST, describe
 from steplab.specs.step_choices import WITH_MASTERS

@@ -4,15 +4,7 @@ from steplab import units
 from steplab.records.profile import ATTENTION_PARTS, Profile
 from steplab.records.run import Run
 from steplab.report.profile.attention import part_of, work_of
-from steplab.report.profile.figures import (
-    TOLERANCE,
-    Span,
-    TopKernel,
-    passes,
-    shown_categories,
-    top_kernels,
-    whole,
-)
+from steplab.report.profile.figures import TOLERANCE, Span, TopKernel, passes, shown_categories, top_kernels, whole
 from steplab.report.profile.roofline import find_roofs
 
 PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."

@@ -53,19 +53,13 @@ TERMS = (
         "forward pass alone costs a third. For a model of one's own, counted: three times the products that torch "
         "counts in its forward pass. For a loop, given: its recorder's FLOPs.",
     ),
-    (
-        "HFU",
-        "The same share for the FLOPs that the implementation executes, with recomputation and masked attention.",
-    ),
+    ("HFU", "The same share for the FLOPs that the implementation executes, with recomputation and masked attention."),
     (
         "peak memory",
         "Most bytes in live tensors (allocated), and most bytes that the allocator held from the device (reserved), "
         "during one step, including earlier tensors.",
     ),
-    (
-        "compile time",
-        "Time of the first, compiling step minus a later step's. No step time includes it.",
-    ),
+    ("compile time", "Time of the first, compiling step minus a later step's. No step time includes it."),
 )
 
 _MANY = 4  # runs; more are listed separately
