@@ -315,7 +315,7 @@ def test_what_was_measured_is_told_before_profiling_begins(tmp_path: Path) -> No
     ("factory", "words"),
     [
         (exploding_when_profiled, "ZeroDivisionError: the model's own mistake"),
-        (allocating_when_profiled, "asked for"),
+        (allocating_when_profiled, "4.00 EiB more were requested"),
         (refusing_when_profiled, "this step is not supported"),
     ],
 )

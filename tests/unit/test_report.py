@@ -29,7 +29,7 @@ from steplab.report.run import charts, curves
 from steplab.report.run.cells import arrange, cells_of, varying
 from steplab.report.run.effects import effect_bars
 from steplab.report.run.one_run import phase_names, steady_words, warmup_means
-from steplab.report.run.verdict import facts, runs_verdict
+from steplab.report.run.verdict import runs_verdict
 
 HOSTILE = r"<script>alert(1)</script> | \input{x} $&%_~^ {{ 7*7 }} \x1b[31m" + "\x1b[31m"
 STUDY = grid({"model": ["small", "medium"], "context": [128, 256], "precision": ["fp32", "bf16"]})
@@ -307,15 +307,13 @@ def answer(runs: list[Run]) -> str:
     return " ".join(runs_verdict(cells_of(runs)).sentences)
 
 
-def test_the_answer_names_the_range_of_gains_and_the_summary_the_largest() -> None:
+def test_the_answer_names_the_range_of_gains() -> None:
     medians = {run.id: run_row(run)["step_time_s"] for run in STUDY}
     times = [time for time in medians.values() if isinstance(time, float)]
     ratios = [times[i] / times[i + 1] for i in range(0, len(times), 2)]  # fp32, bf16, fp32, ...
     told = answer(STUDY)
     assert f"bf16 instead of fp32 is faster in all 4 pairs of otherwise equal runs: {min(ratios):.2f}× at " in told
     assert f" to {max(ratios):.2f}× at " in told
-    (largest,) = [fact for fact in facts(cells_of(STUDY)) if "instead of" in fact.text]
-    assert largest.figure == f"{max(ratios):.2f}×"
 
 
 def test_a_gain_among_restless_timings_says_so() -> None:
@@ -331,7 +329,6 @@ def test_a_gain_among_restless_timings_says_so() -> None:
 def test_a_gain_that_could_be_chance_is_said_to_be() -> None:
     run = make_run({"precision": "fp32"})
     same = replace(run, id="other", spec=replace(sure(run.spec), precision="bf16"))
-    assert not [fact for fact in facts(cells_of([run, same])) if "instead of" in fact.text]
     (bar,) = sure(effect_bars(cells_of([run, same]))).bars
     assert (bar.label, bar.figure) == ("bf16 instead of fp32", "no difference")
 

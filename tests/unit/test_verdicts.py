@@ -188,7 +188,7 @@ def test_too_few_samples_have_a_range_and_no_interval() -> None:
 def test_a_disturbed_measurement_is_repeated_by_the_command_that_made_it(command: str) -> None:
     measured = make_run(environment=replace(ENVIRONMENT, load_average=40.0))
     one = replace(measured, profile=profiled_run().profile if command == "profile" else None)
-    (repeat,) = (text for text in answer([one]).cautions if text.startswith("To repeat it"))
+    (repeat,) = (text for text in answer([one]).cautions if text.startswith("Repeat it"))
     assert f": steplab {command} --model " in repeat
 
 
