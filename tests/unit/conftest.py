@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from steplab.costs.rates import HostRates
+
 
 @pytest.fixture
 def torch_settings_put_back() -> Iterator[None]:
@@ -31,12 +33,27 @@ def _predictions() -> dict[str, Callable[..., Any]]:
     return {name: _kept(getattr(outlook, name)) for name in ("predict_memory", "predict_step_time")}
 
 
+_PACES = HostRates.paces
+
+
+def _without_triton(rates: HostRates, launcher: str) -> tuple[float, float]:
+    return _PACES(rates, "compiled" if launcher == "triton" else launcher)
+
+
+@pytest.fixture(scope="module")
+def paces_of_triton_are_unknown() -> Iterator[None]:
+    """For walks that find by measuring that Triton's operators wait for Python; plans know it, and try graphs first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostRates, "paces", _without_triton)
+        yield
+
+
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     found: dict[str, Any] = {}
 
     @wraps(function)
     def asked(*args: Any, **kwargs: Any) -> Any:
-        key = repr((args, kwargs))
+        key = repr((HostRates.paces, args, kwargs))
         if key not in found:
             found[key] = function(*args, **kwargs)
         return found[key]

@@ -37,7 +37,7 @@ from steplab.specs.step import FIELDS, StepSpec
 from steplab.store.database import Store
 from steplab.units import format_time
 
-pytestmark = pytest.mark.usefixtures("predicted_once")
+pytestmark = pytest.mark.usefixtures("predicted_once", "paces_of_triton_are_unknown")
 
 FACTORS = {"bf16": 0.4, "tf32": 0.6, "auto": 0.8, "block": 0.85, "default": 0.8, "fused": 0.97, "adamw_triton": 1.02}
 """Factors on step time; missing choices have no effect."""

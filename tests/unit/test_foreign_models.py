@@ -403,7 +403,13 @@ def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("mode", "checkpointing"), [("block", "full"), ("block", "selective_2"), ("default", "none"), ("default", "full")]
+    ("mode", "checkpointing"),
+    [
+        ("block", "full"),
+        ("default", "none"),
+        pytest.param("block", "selective_2", marks=pytest.mark.release),
+        pytest.param("default", "full", marks=pytest.mark.release),
+    ],
 )
 def test_a_compiled_block_keeps_what_torch_keeps_of_it(mode: str, checkpointing: str) -> None:
     """The difference between three blocks and two, so that the head, cast differently on other devices, cancels."""

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import random
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.sure import sure
 from tests.unit.taking import FakeSession
 
 from steplab.comparison.turns import chained
-from steplab.costs.rates import HostRates, gpu_named
+from steplab.costs.rates import gpu_named
 from steplab.lab import outlook
 from steplab.lab.advising import advise
 from steplab.measurement.processes.turns import Side
@@ -35,7 +34,7 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
-pytestmark = pytest.mark.usefixtures("predicted_once")
+pytestmark = pytest.mark.usefixtures("predicted_once", "paces_of_triton_are_unknown")
 
 H200 = gpu_named("H200 SXM")
 START_S, TURNS_S = 10.0, 10.0
@@ -126,15 +125,6 @@ def walk(
     session = of(eager_s, compiled_s, noise)
     spec = resolve_step({"context": 512, "precision": "bf16", "steps": 30, **fields})
     return advise(spec, store=store, session=session, budget_s=budget_s, clock=lambda: session.now_s)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paces_of_triton_are_unknown() -> Iterator[None]:
-    """These walks find by measuring that Triton's operators wait for Python; plans know it, and try graphs first."""
-    known = HostRates.paces
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostRates, "paces", lambda rates, name: known(rates, "compiled" if name == "triton" else name))
-        yield
 
 
 @pytest.fixture(scope="module")
