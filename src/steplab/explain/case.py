@@ -89,9 +89,8 @@ class Case:
         return self.spec.model.kind in ("transformer", "hf") and (model is None or model.is_causal)
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
-        """A warning if Python might not keep up with a step that is shorter by `saves_s`; '' if it will. If the GPU
-        hardly waits, Python's time does not show its speed: with a full queue Python launches only as fast as the GPU
-        works."""
+        """A warning if Python might not keep up with a step that is shorter by `saves_s`; else ''. Also '' if the
+        GPU hardly waits: with a full queue Python launches only as fast as the GPU works, so its time is no limit."""
         host = [p.host_s for p in profile.phases if p.host_s is not None]
         waited_s = sum(p.host_bound_s for p in profile.phases)
         if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:

@@ -126,10 +126,10 @@ def read_ranks(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> tuple[Profile, TracedRanks]:
-    """The profile of the first rank of a folder of traces, and all ranks.
+    """Read a folder of traces, one per rank: the first rank's profile, and a summary of all ranks.
 
-    Files are read in parallel, one process each. Raises UserError for a folder without a trace, and for a file that is
-    none.
+    Files are read in parallel, one process each. Raises UserError for a folder without a trace, and for a file
+    without one.
     """
     from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
 

@@ -151,10 +151,10 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    Each side and start has a record. `starts`: restarts of the sides, because two processes of one step differ by more
-    than turns within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the smallest difference
-    that matters, as a share. `timeout_s` limits each side's warm-up and each turn. Raises UserError if a step cannot be
-    measured, or differs from the others in steps or device.
+    Each side and start has a record. `starts`: how often each side is started anew, because two processes of one step
+    differ by more than turns of one process; None: `STARTS`, or one if a start takes over a minute.
+    `threshold` is the smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each
+    turn. Raises UserError if a step cannot be measured, or differs from the others in steps or device.
     """
     refuse_torchrun("alternate")
     if against and sides:

@@ -16,8 +16,8 @@ from .triton_places import NUM_PROGRAMS
 
 
 def plain_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """s / sqrt(mean(s^2) + eps) * weight over the last dimension for s = x + branch, and s: the reference, as the
-    formula reads (Zhang and Sennrich 2019)."""
+    """The reference: (s / sqrt(mean(s^2) + eps) * weight, s) with s = x + branch, over the last dimension (Zhang and
+    Sennrich 2019)."""
     total = x + branch
     return total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight, total
 

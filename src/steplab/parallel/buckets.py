@@ -27,8 +27,8 @@ def aligned(tensor: Tensor) -> int:
 
 
 class Bucket(Protocol):
-    """Gradients that are sent together. Call `launch`, then `wait` for the averages. They are the parameters'
-    gradients, so they may be changed until the next launch.
+    """Gradients that are sent together: `launch` starts averaging, `wait` returns the averages. These are the
+    parameters' gradients, and may be changed until the next launch.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Compare two or more steps by measuring them alternately on one device, A B B A.
 
-Options outside quotes apply to every side; each quoted text holds what differs. A single quoted side is compared with
-the step without it. --against compares with the code of another revision.
+Options outside quotes apply to every side; each quoted text holds one side's own. With one quoted text, its step is
+compared with the step without it. --against compares with the code of another revision.
 
 For example: steplab ab --model small '--attention plain' '--attention sdpa'
 

@@ -27,8 +27,8 @@ _BUFFER_BYTES = MIB
 
 
 def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
-    """`on_progress` gets bytes read and the file's size. Raises UserError, on one line, for an unreadable file, another
-    content, or an import.
+    """`on_progress` gets bytes read and the file's size. Raises UserError if the file cannot be read, is no
+    memory snapshot, or its pickle imports anything.
     """
     try:
         size_bytes = path.stat().st_size

@@ -1,7 +1,7 @@
 """Divides a step's device time into phases, and each phase's into busy time, waiting and categories.
 
-A phase lasts from the previous one's last kernel to its own, as CUDA events between phases measure. Work of another
-phase that runs in it counts in it.
+A phase lasts from the end of the previous phase's last kernel to the end of its own last kernel, as CUDA events between
+phases would measure. Kernels of other phases in that interval count in it.
 """
 
 from collections.abc import Iterator

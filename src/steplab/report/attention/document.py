@@ -143,7 +143,7 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
         first, *further = decided
         yield (
             f"{_called(first.column)} is {_with_error(first)} as fast as {_called(peer)} in {PASS_WORDS[name]}"
-            + "".join(f", {_called(one.column)} {_with_error(one)}" for one in further)
+            + "".join(f"; {_called(one.column)} {_with_error(one)}" for one in further)
             + f": {_over(decided)}."
         )
     for one in undecided[: max(_MOST_TOLD - len(decided), 1)]:

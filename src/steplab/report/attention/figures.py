@@ -216,7 +216,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
             ),
         ),
         rows=tuple(rows),
-        caption=f"Speed relative to {peer}: geometric mean and minimum over the shapes that both ran.",
+        caption=f"Speed relative to {peer} over the shapes that both ran: geometric means, and minima (min).",
     )
 
 

@@ -112,9 +112,8 @@ class Drawn:
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
-    """In at most `width` characters: with the columns that fit, or one field per line.
-
-    Folding columns that do not fit become words below their row.
+    """The table in at most `width` characters: the columns that fit or, if none do, one field per line. If several
+    columns fold and one does not fit, all of them become words below their row.
     """
     chosen = _fitting(shown, width)
     below = ("",) * len(shown.rows)

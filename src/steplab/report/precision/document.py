@@ -49,8 +49,8 @@ def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use
 def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     if names := _summing(audit):
         yield (
-            f"{listed(names)} add up many terms. torch's fused kernels add in fp32, whatever their inputs. Composed of "
-            f"{low} operations, {_SIGNIFICANT[low]}: keep them in fp32{_done(numerics, audit)}."
+            f"{listed(names)} add up many terms. torch's fused kernels add in fp32, whatever their inputs. If you "
+            f"compose them of {low} operations, {_SIGNIFICANT[low]}: keep them in fp32{_done(numerics, audit)}."
         )
 
 

@@ -257,11 +257,11 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))
     if timing.first_step_s is not None:
         compiling = timing.first_step_s - summary.median
-        told = "extra time of the step that compiles, before warm-up; not in the step time"
+        told = "time of the first step beyond the median, before warm-up; not in the step time"
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
-        pairs.append(("host clock", f"{show(per_step)} per step: the same loop from end to end, as a check"))
+        pairs.append(("host clock", f"{show(per_step)} per step: the whole loop by its steps, as a check"))
     if energy := timing.energy:
         tokens = (
             f", {units.three_digits(run.tokens_per_step / energy.per_step_j)} tokens/J" if run.tokens_per_step else ""
@@ -298,7 +298,9 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
             Column(key="share", quantity=SHARE),
             Column(key="lead_s", header="host ahead", note="host ahead: GPU work left once Python launched the phase."),
             Column(
-                key="device_s", header="alone, device", note="alone: run separately, by the GPU's and the CPU's clock."
+                key="device_s",
+                header="alone, device",
+                note="alone: each phase by itself, by the GPU's and the CPU's clock.",
             ),
             Column(key="host_s", header="alone, host"),
         ),
