@@ -437,7 +437,7 @@ class _Facts:
             came = f" from {_tokens(here)}" if math.isfinite(here) else ""
             answer = (
                 f"The largest gain is from {least.what} ({least.how.partition(':')[0]}): it lowers "
-                f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens; the others may be added to it."
+                f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens; the others lower it as well."
             )
         return Question(
             title="What else lowers the batch a device without losing throughput?",
