@@ -100,7 +100,8 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_layout",
         f"rank {100 * mean(every):.0f} % of {len(every)} pairs",
-        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}; {sum(few)} of these are right",
+        f"{len(of_vtrain)} pairs are of 26 layouts on 64 A100s; {len(few)} are of one job on 384, "
+        f"and {sum(few)} of the {len(few)} are ranked right",
     )
 
 

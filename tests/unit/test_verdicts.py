@@ -174,7 +174,7 @@ def test_an_impossible_mfu_is_a_warning_and_no_answer() -> None:
     for told in (answer(runs), answer(runs[:1])):
         assert "%" not in " ".join(told.sentences).replace("95 %", "")
         assert any(caution.startswith(f"Warning: {why}") for caution in told.cautions)
-    assert "MFU at most" not in render_page(runs, title="t")
+    assert "MFU, the highest" not in render_page(runs, title="t")
 
 
 def test_too_few_samples_have_a_range_and_no_interval() -> None:

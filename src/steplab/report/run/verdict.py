@@ -237,11 +237,11 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
     rates = [(c.run.tokens_per_step / c.run.median_s, c) for c in cells if c.run.tokens_per_step and c.run.median_s]
     if rates:
         rate, cell = max(rates, key=lambda one: one[0])
-        yield Fact(figure=units.format_rate(rate, ""), text=f"tokens/s at most ({_short(cell, fields)})")
+        yield Fact(figure=units.format_rate(rate, ""), text=f"tokens/s, the highest ({_short(cell, fields)})")
     used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
     if used:
         best_used, cell = max(used, key=lambda one: one[0].value or 0.0)
-        text = f"MFU at most, of a dense {best_used.dtype} peak ({_short(cell, fields)})"
+        text = f"MFU, the highest, of a dense {best_used.dtype} peak ({_short(cell, fields)})"
         yield Fact(figure=units.format_share(best_used.value or 0.0), text=text)
     peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if peaks:
