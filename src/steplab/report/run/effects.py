@@ -126,15 +126,14 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 def effect_words(effect: Effect) -> list[str]:
     """A choice's gains over pairs; its losses and unsettled pairs."""
-    gains, _, losses = _pays(effect).partition("; ")
-    told = [f"{gains}.", losses[0].upper() + losses[1:]] if losses else [gains]
+    told = _pays(effect)
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
         told[-1] += f" {where} step time did not settle."
     return told
 
 
-def _pays(effect: Effect) -> str:
+def _pays(effect: Effect) -> list[str]:
     others = varying([pair.before for pair in effect.pairs])
     least, most = effect.pairs[0], effect.pairs[-1]
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
@@ -142,29 +141,31 @@ def _pays(effect: Effect) -> str:
         verb = VERBS.get(most.decision) or speed_words(most.ratio)
         times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
         why = " Starts of one step differ as much there." if most.decision in ("undecided", "not higher") else ""
-        return f"{effect.choice}: {verb} at {label(most.before, others)} ({times}).{why}"
+        return [f"{effect.choice}: {verb} at {label(most.before, others)} ({times}).{why}"]
     pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
     ends = f"{times_words(least.ratio)} at {label(least.before, others)}"
     ends += f" to {times_words(most.ratio)} at {label(most.before, others)}"
     if faster == count:
-        return f"{effect.choice} is faster in {pairs_words} of otherwise equal runs: {ends}."
+        return [f"{effect.choice} is faster in {pairs_words} of otherwise equal runs: {ends}."]
     if slower == count:
-        return f"{effect.choice} does not pay: it is slower in {pairs_words} of otherwise equal runs, {ends}."
+        return [f"{effect.choice} does not pay: it is slower in {pairs_words} of otherwise equal runs, {ends}."]
     same = sum(pair.decision == "same" for pair in effect.pairs)
     if not faster and not slower and not same:
-        return f"{effect.choice}: undecided in {pairs_words} of otherwise equal runs."
+        return [f"{effect.choice}: undecided in {pairs_words} of otherwise equal runs."]
     told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
     if faster:
         most = effect.faster[-1]
         told += f", up to {times_words(most.ratio)} at {label(most.before, others)}"
+    rest = []
     if slower:
         least = effect.slower[0]
-        told += f"; it does not pay in {slower}: {times_words(least.ratio)} at {label(least.before, others)}"
+        rest.append(f"it does not pay in {slower}: {times_words(least.ratio)} at {label(least.before, others)}")
     if same:
-        told += f"; {same} {'does' if same == 1 else 'do'} not differ"
+        rest.append(f"{same} {'does' if same == 1 else 'do'} not differ")
     if undecided := count - faster - slower - same:
-        told += f"; {undecided} {'is' if undecided == 1 else 'are'} undecided"
-    return f"{told}."
+        rest.append(f"{undecided} {'is' if undecided == 1 else 'are'} undecided")
+    others_told = "; ".join(rest)
+    return [f"{told}.", f"{others_told[0].upper()}{others_told[1:]}."]
 
 
 def times_words(ratio: float) -> str:
