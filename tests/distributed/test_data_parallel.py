@@ -165,6 +165,12 @@ def what_it_does_not_serve_is_refused_by_name() -> None:
         model.finish_gradient_synchronization()
         with pytest.raises(UserError, match="cannot be copied or pickled: copy its `module`"):
             copy.deepcopy(model)
+        with pytest.raises(Unsupported):
+            _trained(model, torch.tensor([1, 2]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del model
+        assert not caught  # the error is told: a drop under way is no second thing
 
 
 def _trained(model: DataParallel, batch: Tensor) -> None:

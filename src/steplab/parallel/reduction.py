@@ -21,7 +21,8 @@ import warnings
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
@@ -182,7 +183,8 @@ class GradientReducer:
         finalize(self, register_optimizer_step_pre_hook(checks).remove)
 
     def __del__(self) -> None:
-        if getattr(self, "_next", 0) and not sys.is_finalizing():  # missing if construction failed
+        under_way = getattr(self, "_next", 0)  # missing if construction failed
+        if under_way and not self._has_failed and not sys.is_finalizing():
             warnings.warn(
                 "a DataParallel was dropped with gradients under way: ranks may wait for each other forever; call "
                 "finish_gradient_synchronization() on all ranks before",
@@ -209,8 +211,9 @@ class GradientReducer:
             self._order.append(index)
             if self._expected[index]:
                 self._missing[self._bucket_of[index]] -= 1
-            while self._next < len(self._buckets) and self._missing[self._next] == 0:
-                self._launch_next()
+            with self._told_by_its_error():
+                while self._next < len(self._buckets) and self._missing[self._next] == 0:
+                    self._launch_next()
 
     def check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise UserError if unaveraged gradients would update parameters."""
@@ -241,24 +244,35 @@ class GradientReducer:
         """Average every gradient; a collective call. Yields parameters of each part once they have averages; later
         parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes.
         """
-        while self._next < len(self._buckets):
-            self._launch_next()
-            if self._strategy.one_at_a_time:
-                self._buckets[self._next - 1].wait()
-        late = [parameter.grad is not None for parameter in self._parameters]
-        present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
-        on_any, late_on_any = self.agreement.exchange(present, late, self._order)
-        self._launch_again(late_on_any)
+        with self._told_by_its_error():
+            while self._next < len(self._buckets):
+                self._launch_next()
+                if self._strategy.one_at_a_time:
+                    self._buckets[self._next - 1].wait()
+            late = [parameter.grad is not None for parameter in self._parameters]
+            present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
+            on_any, late_on_any = self.agreement.exchange(present, late, self._order)
+            self._launch_again(late_on_any)
         sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
         arriving = deque(runs_of(sizes, sum(sizes) / parts))
         try:
             while arriving:
                 yield self._arrived(arriving.popleft(), on_any)
         finally:  # the rest as well, if the caller stops early
-            for places in arriving:
-                self._arrived(places, on_any)
+            with self._told_by_its_error():
+                for places in arriving:
+                    self._arrived(places, on_any)
             self._expected = present
             self._begin()
+
+    @contextmanager
+    def _told_by_its_error(self) -> Iterator[None]:
+        """Whoever sees the error needs no warning when this reducer is dropped."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _arrived(self, places: Sequence[int], present: Sequence[bool]) -> list[nn.Parameter]:
         found: list[nn.Parameter] = []
@@ -272,7 +286,7 @@ class GradientReducer:
         return found
 
     def _begin(self) -> None:
-        self._next = 0
+        self._next, self._has_failed = 0, False
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
         self._order: list[int] = []
