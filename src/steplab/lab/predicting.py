@@ -73,9 +73,13 @@ def _folder() -> Path:
 
 
 def _key(spec: StepSpec, what: str) -> str:
-    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "steplab")]
-    facts = (msgspec.json.encode(spec.as_predicted), what, *versions, _sources())
+    facts = (msgspec.json.encode(spec.as_predicted), what, *_versions(), _sources())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    return tuple(map(importlib.metadata.version, ("torch", "transformers", "steplab")))
 
 
 @functools.cache

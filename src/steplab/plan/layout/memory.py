@@ -72,9 +72,8 @@ def memory_by_rank(
 
 
 def peaks_by_rank(
-    spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int, model: SpreadModel | None = None
+    spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int, sharing: Sharing
 ) -> list[RankPeak]:
-    sharing = sharing_of(spec, model=model)
     return [_Rank(spec, group, sharing, workspace_bytes).peak() for group in groups]
 
 
@@ -115,7 +114,6 @@ class _Rank:
         self._block = model.weights("block", tp)
         self._num_blocks = len(group.blocks)
         self._has_masters = spec.precision in WITH_MASTERS
-        self._num_bytes: int | None = None
         self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
         self._always = [*self._state(), (self._others(workspace_bytes), 1)]
 
@@ -159,8 +157,8 @@ class _Rank:
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
-        unit = sharing.gathered_bytes * self._padded(self._block)
-        return 2 * max(unit, sharing.weight_bytes * self._padded(self._embedding)) + self._trained_bytes()
+        unit = sharing.gathered_bytes * self._padded["block"]
+        return 2 * max(unit, sharing.weight_bytes * self._padded["embedding"]) + self._trained_bytes
 
     # --- moments ------------------------------------------------------------------------------------------
 
@@ -251,26 +249,31 @@ class _Rank:
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 
     def _parameter_bytes(self) -> int:
-        if self._sharing.owned:
-            return self._sharing.owned.parameters_bytes
-        return self._local_bytes()
+        return self._sharing.owned.parameters_bytes if self._sharing.owned else self._of_all(self._bytes_of)
 
     def _gradient_bytes(self) -> int:
         buckets = self._sharing.buckets
         if buckets and buckets.shared_bytes:
             return buckets.shared_bytes
-        return buckets.buffered_bytes if buckets and self._sharing.owned else self._trained_bytes()
-
-    def _local_bytes(self) -> int:
-        if self._num_bytes is None:
-            self._num_bytes = self._of_all(self._bytes_of)
-        return self._num_bytes
+        return buckets.buffered_bytes if buckets and self._sharing.owned else self._trained_bytes
 
     def _gradient_bytes_of(self, weights: Sequence[Weight]) -> int:
         return self._bytes_of([weight for weight in weights if weight.trained])
 
+    @functools.cached_property
     def _trained_bytes(self) -> int:
         return self._of_all(self._gradient_bytes_of)
+
+    @functools.cached_property
+    def _trained(self) -> int:
+        return self._of_all(trained)
+
+    @functools.cached_property
+    def _padded(self) -> dict[PartName, int]:
+        """Elements of each part in transit, over all ranks of fsdp."""
+        parts: dict[PartName, Sequence[Weight]]
+        parts = {"embedding": self._embedding, "block": self._block, "head": self._head}
+        return {part: sum(each.padded(self._sharing.fsdp) for each in weights) for part, weights in parts.items()}
 
     def _of_all(self, measure: Callable[[Sequence[Weight]], int]) -> int:
         return measure(self._embedding) + self._num_blocks * measure(self._block) + measure(self._head)
@@ -278,7 +281,7 @@ class _Rank:
     def _optimizer_bytes(self) -> int:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
             return 0
-        moments, number = 2 * self._trained_bytes(), self._num_weights()
+        moments, number = 2 * self._trained_bytes, self._num_weights()
         if self._sharing.owned:
             moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
         if self._has_masters:
@@ -353,7 +356,7 @@ class _Rank:
     def _of_optimizer(self) -> Holdings:
         width = self._sharing.weight_bytes
         if self._spec.optimizer == "adamw_foreach":
-            return self._share("temporaries", self._trained_bytes(), "roots of the second moments")
+            return self._share("temporaries", self._trained_bytes, "roots of the second moments")
         if self._spec.optimizer == "adamw_loop":
             return self._share("temporaries", 2 * width * max(map(self._local, self._weights())), "root, denominator")
         return []
@@ -364,7 +367,7 @@ class _Rank:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
-        whole = self._of_all(trained)
+        whole = self._trained
         if not whole:
             return []
         later = self._after(stage, part, block, trained) if phase == "backward" else 0
@@ -380,7 +383,7 @@ class _Rank:
             ]
         width = sharing.weight_bytes
         if buckets is None:
-            all_bytes = self._trained_bytes()
+            all_bytes = self._trained_bytes
             later_bytes = self._after(stage, part, block, self._gradient_bytes_of) if phase == "backward" else 0
             there_bytes = all_bytes if self._adds_up else later_bytes
             rounding = round(self._rounding(with_state=False) * there_bytes / all_bytes)
@@ -407,8 +410,8 @@ class _Rank:
         sharing = self._sharing
         if not sharing.gathers:
             return []
-        unit, width = self._padded(self._block), sharing.gathered_bytes
-        of_head, of_embedding = width * self._padded(self._head), sharing.weight_bytes * self._padded(self._embedding)
+        unit, width = self._padded["block"], sharing.gathered_bytes
+        of_head, of_embedding = width * self._padded["head"], sharing.weight_bytes * self._padded["embedding"]
         if not sharing.model.is_own:  # torch's root unit has both, from beginning to end
             of_head, of_embedding = of_head + of_embedding, 0
         if not sharing.reshard:
@@ -429,9 +432,6 @@ class _Rank:
             *self._share("communication", message, _ON_THEIR_WAY),
             *self._share("communication", sent, "gradients on their way"),
         ]
-
-    def _padded(self, weights: Sequence[Weight]) -> int:
-        return sum(weight.padded(self._sharing.fsdp) for weight in weights)
 
 
 _SHARDS, _ON_THEIR_WAY = "shards of gradients", "weights on their way"

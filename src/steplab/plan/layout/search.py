@@ -228,17 +228,15 @@ class _Search:
         layout = spec.layout
         model = self._job.model
         groups = _telling(rank_groups(spec, model.num_layers if model else None))
-        peaks = peaks_by_rank(spec, groups, self._workspace_bytes, model)
+        sharing = sharing_of(spec, model=model)
+        peaks = peaks_by_rank(spec, groups, self._workspace_bytes, sharing)
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
         worst = peaks[place]
         outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
         least = worst.num_bytes + outside
         safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
         verdict = fit_of(self._hardware, "estimate", least, safe).verdict
-        if verdict == "does not fit" and not timed:
-            time = None
-        else:
-            time = self._clock.time(spec, sharing=sharing_of(spec, model=model))
+        time = self._clock.time(spec, sharing=sharing) if timed or verdict != "does not fit" else None
         return LayoutCandidate(
             layout=str(layout),
             options=_options(spec, chosen=self._job.spec.checkpointing == AUTO),

@@ -66,14 +66,11 @@ def sharing_of(
     size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
     peers = variant is not None and variant.transport == "peer_copy"
     owned, buckets = None, None
-    blocks = model.weights("block", 1) * model.num_layers
-    every = (*model.weights("embedding", 1), *blocks, *model.weights("head", 1))
-    elements = tuple(weight.elements for weight in every if weight.trained)
     if kind == "sharded":
-        owned = owned_of(elements, size_mb or 0.0, width, layout.dp, by_peer_copies=peers)
+        owned = owned_of(_elements(model), size_mb or 0.0, width, layout.dp, by_peer_copies=peers)
         buckets = owned.buckets
     elif kind not in ("none", "fsdp2"):
-        buckets = buckets_of(elements, kind, size_mb or 0.0, width, peers=layout.dp if peers else 0)
+        buckets = buckets_of(_elements(model), kind, size_mb or 0.0, width, peers=layout.dp if peers else 0)
     return Sharing(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
@@ -87,3 +84,9 @@ def sharing_of(
         buckets=buckets,
         owned=owned,
     )
+
+
+def _elements(model: SpreadModel) -> tuple[int, ...]:
+    blocks = model.weights("block", 1) * model.num_layers
+    every = (*model.weights("embedding", 1), *blocks, *model.weights("head", 1))
+    return tuple(weight.elements for weight in every if weight.trained)
