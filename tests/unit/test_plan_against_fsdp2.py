@@ -186,12 +186,21 @@ def test_every_moment_of_fsdp_is_that_of_fully_shard(
         assert size == pytest.approx(real[moment], rel=0.06 if at_first_block else 0.03), moment
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("llama", "bf16"), ("qwen3", "bf16_pure"), ("mixtral", "bf16_pure")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("mixtral", "bf16_pure"),
+        ("phi3", "bf16"),
+        ("olmo2", "bf16_pure"),
+        pytest.param("llama", "bf16", marks=pytest.mark.release),
+        pytest.param("qwen3", "bf16_pure", marks=pytest.mark.release),
+    ],
+)
 def test_the_peak_of_tp_is_that_of_the_dtensors_of_transformers(
     kind: str, precision: str, monkeypatch: pytest.MonkeyPatch, tp_mesh: DeviceMesh
 ) -> None:
     """Without the optimizer, whose kernels take no mixture of plain tensors and DTensors."""
-    config = EXPERTS | {"model_type": kind, "num_key_value_heads": RANKS}
+    config = EXPERTS | {"model_type": kind, "num_key_value_heads": RANKS, "pad_token_id": None}
     fields: dict[str, object] = {"batch": 4, "context": 128, "layout": f"tp={RANKS}", "pass": "forward_backward"}
     spec = of_config(config, attention="sdpa", precision=precision, **fields)
     assert max(planned(spec).values()) == pytest.approx(max(seen(spec, monkeypatch, tp_mesh).values()), rel=1e-3)

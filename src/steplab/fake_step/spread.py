@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
-from steplab.fake_step.tensor_parallel import GATHERED, SUMS
+from steplab.fake_step.tensor_parallel import GATHERED, SLICED, SUMS
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import facts_of
 from steplab.model.compiling import repeated_blocks
@@ -111,7 +111,12 @@ def _over_ranks(modules: Iterable[nn.Module], tp: int) -> OverRanks:
     every: Iterable[Any] = modules
     styled = [(each.tp_style, each) for each in every if getattr(each, "tp_style", None)]
     forward, backward = (sum(SUMS.get(style, (0, 0))[place] for style, _ in styled) for place in (0, 1))
-    return OverRanks(forward, backward, sum(tp * each.weight.shape[0] for style, each in styled if style in GATHERED))
+    return OverRanks(
+        forward=forward,
+        backward=backward,
+        gathered_forward=tuple(tp * each.weight.shape[0] for style, each in styled if style in GATHERED),
+        gathered_backward=tuple(tp * each.weight.shape[-1] for style, each in styled if style in SLICED),
+    )
 
 
 def _weight(name: str, parameter: nn.Parameter) -> Weight:

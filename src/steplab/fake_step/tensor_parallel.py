@@ -15,13 +15,15 @@ from steplab.errors import Unsupported, UserError
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", "packed_colwise")
 """Styles that split the outputs: the first of a matrix's two dimensions."""
-_BY_COLUMNS = ("rowwise", "packed_rowwise")
+SLICED = ("rowwise_split_input", "rowwise_rep")
+"""Styles of modules that every rank has the whole input of; it takes its slice, and backward gathers the gradient."""
+_BY_COLUMNS = ("rowwise", "packed_rowwise", *SLICED)
 GATHERED = ("colwise_gather_output", "colwise_rep")
 """Styles of modules that every rank has the whole output of."""
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
 SUMS = {"rowwise": (1, 0), "embedding_rowwise": (1, 0), "moe_tp_experts": (1, 1)}
 """Style of a module -> all-reduces of its tokens in the forward and in the backward pass."""
-SUMS |= dict.fromkeys(("colwise", *GATHERED), (0, 1))
+SUMS |= dict.fromkeys(("colwise", *GATHERED), (0, 1)) | dict.fromkeys(SLICED, (1, 0))
 
 
 def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
@@ -39,6 +41,7 @@ def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
     for size in ("num_attention_heads", "num_key_value_heads"):
         _divided(getattr(text, size, None) or tp, tp, size)
     gathered: Any = _Gathered.apply
+    sliced: Any = _Sliced.apply
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, inner in model.named_modules():
         style = plan.get(_general(name))
@@ -55,6 +58,8 @@ def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
         inner.tp_style = style
         if style in GATHERED:
             inner.register_forward_hook(lambda _, __, made: gathered(made, tp))
+        elif style in SLICED:
+            inner.register_forward_pre_hook(lambda _, given: (sliced(given[0], tp), *given[1:]))
 
 
 def _general(name: str) -> str:
@@ -85,3 +90,14 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient[..., : ctx.width].contiguous(), None
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, tp: int) -> Tensor:
+        ctx.shape = whole.shape
+        return whole[..., : whole.shape[-1] // tp].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(ctx.shape), None

@@ -140,17 +140,24 @@ def _parts_of(
 
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
-    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that reports its events to a listener. Behind
-    a frozen embedding the first block keeps less than others, so the larger of the two represents all. Else the first
-    does, and only the head keeps the last one's output, if it keeps more."""
+    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that reports its events to a listener.
+
+    Behind a frozen embedding the first block keeps less than others, so the larger of the two represents all. Else the
+    first does. The last one's output is kept only if the head needs it: the head's moments count the difference."""
     found = _reading(run)
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
     if parts.moment("backward", "embedding") is None:
         return dataclasses.replace(parts, kept_by_block=max(first, last, key=lambda kept: kept.num_bytes))
-    more = _unrounded(last) - _unrounded(first)
+    more = _unrounded(last)
+    more.subtract(_unrounded(first))
+
+    def with_more(own: Bundle) -> Bundle:
+        held = Counter(own.holdings)
+        held.update({one: count for one, count in more.items() if count})
+        return bundle_of(held)
+
     moments = [
-        dataclasses.replace(each, own=bundle_of(Counter(each.own.holdings) + more)) if each.part == "head" else each
-        for each in parts.moments
+        dataclasses.replace(each, own=with_more(each.own)) if each.part == "head" else each for each in parts.moments
     ]
     return dataclasses.replace(parts, moments=tuple(moments))
 

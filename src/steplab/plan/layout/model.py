@@ -59,15 +59,17 @@ class OwnModel:
         return self.shape.d_model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OverRanks:
     """Messages of tensor parallelism by transformers' plan, in one pass over a part of a model."""
 
     forward: int
     """All-reduces of the residual stream."""
     backward: int
-    gathered_width: int
-    """Elements of a token that are gathered forward, such as logits."""
+    gathered_forward: tuple[int, ...]
+    """Elements of a token in each all-gather of an output, such as logits."""
+    gathered_backward: tuple[int, ...]
+    """Elements of a token in each all-gather of a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

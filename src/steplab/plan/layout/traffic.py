@@ -143,18 +143,24 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
                 count=number * calls, group=group, beside=False,
             )  # fmt: skip
 
+    def gathered(carries: str, phase: str, widths: Sequence[int], number: int) -> Iterator[Traffic]:
+        for width in widths if number else ():
+            yield Traffic(
+                axis="tp", collective="all_gather", carries=carries, phase=phase,
+                message_bytes=tokens // calls * width * product, count=number * calls, group=group, beside=False,
+            )  # fmt: skip
+
     if isinstance(sharing.model, ForeignModel):
         spread = sharing.model.spread_over(spec.layout.tp)
-        one, other, logits = spread.of_block, spread.of_ends, spread.of_ends.gathered_width
+        one, other = spread.of_block, spread.of_ends
         yield from sent("all_reduce", "forward", product, blocks * one.forward + ends[0] * other.forward)
-        if logits and ends[1]:
-            yield Traffic(
-                axis="tp", collective="all_gather", carries="logits", phase="forward",
-                message_bytes=tokens // calls * logits * product, count=calls, group=group, beside=False,
-            )  # fmt: skip
+        yield from gathered("logits", "forward", other.gathered_forward, int(ends[1]))
+        yield from gathered("activations", "forward", one.gathered_forward, blocks)
         if gradients:
             yield from sent("all_reduce", "backward", stream, blocks * one.backward + ends[1] * other.backward)
             yield from sent("all_reduce", "backward", product, again * one.forward)
+            yield from gathered("activations", "backward", one.gathered_forward, again)
+            yield from gathered("gradients of activations", "backward", one.gathered_backward, blocks)
         return
     # Forward gathers the norms' outputs and scatters the last products' sums; backward is the reverse.
     yield from sent("all_gather", "forward", stream, 2 * blocks + ends[1])
