@@ -307,6 +307,21 @@ def test_tp_of_a_configuration_has_local_shapes_and_the_all_reduces_of_its_plan(
         plan_memory(of_config(GPT2, layout="tp=2"))
 
 
+def test_merged_products_of_phi_gather_their_outputs_and_slice_their_inputs() -> None:
+    phi = LLAMA | {"model_type": "phi3", "pad_token_id": None}
+    (planned,) = plan_steps([of_config(phi, attention="sdpa", precision="bf16", layout="tp=2")])
+    traffic = sure(sure(planned.layout).candidates[0].time).traffic
+    sent = [(each.phase, each.messages, each.total_bytes) for each in traffic if each.collective == "all_gather"]
+    bf16_tokens, blocks, key_width = 2 * 64 * 2, 2, 32
+    forward = [500, blocks * (64 + 2 * key_width), blocks * 2 * 128]  # logits; queries, keys, values; gate and up
+    backward = [blocks * 64, blocks * 128]  # gradients of the inputs of attention's output and of down
+    assert sent == [
+        ("forward", 1, bf16_tokens * forward[0]),
+        *(("forward", blocks, bf16_tokens * width) for width in forward[1:]),
+        *(("backward", blocks, bf16_tokens * width) for width in backward),
+    ]
+
+
 @pytest.mark.parametrize("config", first(1, [mixtral(4), LLAMA, QWEN2]), ids=lambda config: config["model_type"])
 def test_every_answer_has_the_parameters_that_transformers_counts(config: dict[str, Any]) -> None:
     built = build_workload(of_config(config), CPU)
