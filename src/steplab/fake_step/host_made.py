@@ -1,4 +1,5 @@
-"""Tensors that a model makes without naming a device: on a GPU the CPU makes them, and copies them in each step."""
+"""Finds tensors that a model makes without naming a device: in each step the CPU makes them, and copies them to the
+GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,10 @@ _FACTORIES = frozenset(
 
 
 class HostMade(TorchFunctionMode):
-    """Reports each such tensor of several elements while it is entered. A single element is mostly a constant, which
-    kernels take as an argument."""
+    """Reports each such tensor of several elements while it is entered.
+
+    A single element is mostly a constant, which kernels take as an argument.
+    """
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         super().__init__()
