@@ -1,7 +1,6 @@
-"""Makes torch treat fake CPU tensors as on CUDA.
+"""Makes torch treat fake CPU tensors as on CUDA, because a build without CUDA cannot fake CUDA tensors.
 
-A build of torch without CUDA cannot fake CUDA tensors, so the step runs on CPU tensors. This file substitutes CUDA's
-autocast rules. It also substitutes fused kernels for functions that a CPU composes of operators.
+This file substitutes CUDA's autocast rules, and fused kernels for functions that a CPU composes of operators.
 """
 
 import warnings
@@ -80,7 +79,7 @@ def _overload(name: str) -> Any:
 
 
 def _cast_first(op: Any, cast: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run the operator on cast inputs, without autocast; if the caller names a format, without casts."""
+    """Run the operator without autocast, on cast inputs; on the original ones if the caller names a format."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_KEY):
         if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             return op(*args, **kwargs)
@@ -111,7 +110,7 @@ _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """RMSNorm with its own backward pass, as on CUDA; a CPU composes it of operators."""
+    """RMSNorm as one operator with its own backward pass, as on CUDA; a CPU composes it of others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:

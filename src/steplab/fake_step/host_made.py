@@ -1,5 +1,4 @@
-"""Finds tensors that a model makes without naming a device: in each step the CPU makes them, and copies them to the
-GPU."""
+"""Finds tensors that a model makes without naming a device: the CPU makes them and copies them in each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ _FACTORIES = frozenset(
 
 
 class HostMade(TorchFunctionMode):
-    """Reports each such tensor of several elements while it is entered.
+    """Reports each tensor of several elements that is made without naming a device, while it is entered.
 
     A single element is mostly a constant, which kernels take as an argument.
     """

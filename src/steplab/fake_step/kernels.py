@@ -103,7 +103,7 @@ class Fused:
     name: str
     scores: Product
     flops: float
-    """Counts only scores that a causal mask leaves."""
+    """FLOPs of the scores that a causal mask leaves."""
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:

@@ -66,7 +66,7 @@ def known_of(spec: StepSpec, of: int | None) -> Known:
 def with_blocks(
     spec: StepSpec, listen: Listener, *, blocks: int, of: int | None, compiled: bool = False, with_state: bool = False
 ) -> AbstractContextManager[Callable[[], None]]:
-    """`fake_step` with only the model's first `blocks` blocks; of: as in `Spread.layers_in_config`."""
+    """`fake_step` with only the model's first `blocks` blocks; of: number of layers in its configuration."""
     cut, less = partial(_cut, number=blocks), _built_less(spec, blocks, of)
     return fake_step(less, Count(0, ""), listen, cut=cut, compiled=compiled, with_state=with_state)
 

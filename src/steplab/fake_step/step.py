@@ -54,11 +54,11 @@ def fake_step(
         workspace: bytes of a cuBLAS handle.
         listen: receives every event.
         cut: removes blocks once the step is built.
-        compiled: follow the memory of compiled code, by the spec's `compile`; its operators are not reported.
+        compiled: run as the spec's `compile`, without the operators of compiled code.
         with_state: create the optimizer's state before the first run.
 
     The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
-    added up and put into other tensors.
+    added up and put into tensors.
 
     Raises UserError as `build_workload` does, and Unsupported for control flow that depends on these values, or
     operators of unknown cost.
@@ -110,7 +110,7 @@ def fake_step(
         if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):
             why = "a tensor of it has a size below zero or beyond 64 bits"
             raise Unsupported(doing, why, "give other sizes") from error
-        if place:  # user code may do things that tensors without content do not support
+        if place:  # user code may do things that fake tensors do not support
             why = f"{where}it fails on tensors without content ({type(error).__name__}: {_said(error)})"
             raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         raise

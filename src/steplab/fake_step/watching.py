@@ -72,7 +72,7 @@ class Watcher(TorchDispatchMode):
         fused_optimizer: bool,
         updates_in_backward: bool,
     ) -> None:
-        """Start with nothing reported until the watcher is entered.
+        """Reports nothing until it is entered.
 
         Args:
             doing: the action named in the error about an unknown operator.
@@ -107,7 +107,7 @@ class Watcher(TorchDispatchMode):
             self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
-        """Note whether operators run before these blocks, in one, as in 'block 3', or behind them."""
+        """Note where operators run: before these blocks, in 'block 3', or behind them."""
         blocks = list(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
@@ -199,10 +199,9 @@ class Watcher(TorchDispatchMode):
         return self._begins[at - 1][1] if at else ""
 
     def _is_added_in_place(self, args: tuple[Any, ...], accumulates: bool) -> bool:
-        """True if autograd adds a gradient to an existing one in place.
+        """True if autograd without a dispatch mode would add this gradient to an existing one in place.
 
-        Under a dispatch mode it does not. Otherwise it does if the memory is dense and no view of another tensor's
-        (torch/csrc/autograd/input_buffer.cpp).
+        It does so if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp).
         """
         if accumulates:
             return True
@@ -233,7 +232,7 @@ class Watcher(TorchDispatchMode):
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
         if name == READS_A_VALUE:
-            writes = reads  # to the CPU, four bytes or so
+            writes = reads  # copied to the CPU, some four bytes
         if writes and name not in _NO_KERNEL and self._phase != "build":
             if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
@@ -360,7 +359,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _read(name: str, reads: list[Tensor], writes: list[Tensor]) -> tuple[list[Tensor], int]:
-    """(tensors that are read whole, bytes read of the others)"""
+    """(tensors that are read whole, bytes read of a tensor in part)"""
     if _PLAIN_NAMES.get(name) == "fill":
         return [], 0
     if name in _NOT_READ:
@@ -422,7 +421,7 @@ def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
 
 _WIDEST_OF_CUDNN = 128
 _GROUPS_IN_FP32 = "torch's grouped products in fp32"
-"""In fp32 torch reads the groups' sizes, and multiplies one after the other (GroupedMMUtils.h)."""
+"""Source of a read: in fp32, torch reads the groups' sizes and multiplies group by group (GroupedMMUtils.h)."""
 _LONGEST_ROW = 48 * 1024
 """Longest row, in bytes, that softmax keeps in a block's shared memory (SoftMax.cu: can_use_smem)."""
 _COPIES = frozenset({"slice_backward", "select_backward"})

@@ -2,7 +2,7 @@
 
 The formulas follow "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are counted in
 tokens, and the forward pass represents both passes. Communication costs bytes over bandwidth, without latency. Times
-leave out attention's scores, norms, embeddings and the output head; memory counts all parameters.
+leave out attention's scores, norms, embeddings and the head; memory counts all parameters.
 """
 
 import math
@@ -33,7 +33,7 @@ class Device:
     memory_bytes: float
     """Stated capacity, with GB = 1e9."""
     flops_per_s: float
-    """Peak of bf16 matrix products."""
+    """Peak of bf16 matmuls."""
     axis_bytes_per_s: float
     """Bytes received per second along one axis of the network."""
     own_links: bool
@@ -76,7 +76,7 @@ class Line:
 
 
 def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
-    """Return the figures of a known card; the arguments replace its own.
+    """Figures of a known card, replaced by those that are given.
 
     `axis_bytes_per_s` is one direction of one link. On a torus each axis has its own links. A GPU's axes share one
     link, because a switch limits it to the rate it can receive. Raises UserError for a card without a stated bf16 peak.
@@ -105,7 +105,6 @@ def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device
     """Derive all figures for training a model on a mesh, each with its formula and source.
 
     Args:
-        model: the model's name.
         tokens: batch for which saved activations are counted.
         device: the kind of device in `mesh`.
         counted: the card whose memory capacity the fp32 training state is divided by.
@@ -115,10 +114,10 @@ def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device
 
 
 def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
-    """Return the mesh of a layout of fsdp and tp.
+    """Mesh of a layout with axes fsdp and tp.
 
-    axes: number of network axes that each of them uses; None: on a torus two for fsdp and one for tp. Raises UserError
-    for other axes of a layout, for fsdp=1, which gathers no weights, and for several network axes of a GPU.
+    axes: number of network axes for fsdp and for tp; None: two and one on a torus. Raises UserError for other axes of a
+    layout, for fsdp=1, which gathers no weights, and for several network axes of a GPU.
     """
     for layout in (sizes, axes or sizes):
         if layout.world_size != layout.fsdp * layout.tp:
@@ -222,10 +221,8 @@ class _Facts:
         )
 
     def _saved(self) -> tuple[Line, Line]:
-        """Return the bytes saved for backward, per token and for the batch, in bf16.
-
-        The inputs of matmuls and of fused attention count once each.
-        """
+        """Bytes saved for backward, per token and for the batch: inputs of matmuls and of fused attention, once each,
+        in bf16."""
         per_block: Formula = self.D + self.F
         if self.sizes.key_width:
             per_block = 4 * self.D + 2 * symbol("K", self.sizes.key_width) + self.F

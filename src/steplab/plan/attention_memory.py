@@ -20,7 +20,7 @@ _LONGEST = 2**24
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
-    """Return the place of plain attention's peak memory and the tensors alive there, inputs included.
+    """Phase of plain attention's peak memory, and the tensors alive then, inputs included.
 
     Library workspaces and CUDA's own memory are not counted.
     """
@@ -60,7 +60,7 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """Return the account of the smallest of these shapes that does not fit in `memory_bytes`.
+    """Account of the smallest of these attentions that does not fit in `memory_bytes`.
 
     If all fit, their sequences are doubled until one does not. Raises UserError if sequences of up to 2^24 positions
     fit.
@@ -98,7 +98,7 @@ def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> Atten
 def account_of_failure(
     cells: Sequence[AttentionCell], memory_bytes: int, memory_source: str
 ) -> AttentionAccount | None:
-    """Return the account of the smallest eager plain attention that ran out of memory; None if none did."""
+    """Account of the smallest eager plain attention that ran out of memory, if any."""
     tried = [cell for cell in cells if cell.spec.implementation == "plain" and cell.spec.compile == "off"]
     failed = [(cell, cell.failure) for cell in tried if cell.failure and cell.failure.kind == "out_of_memory"]
     if not failed:

@@ -1,7 +1,7 @@
 """Judges whether a predicted step fits a GPU.
 
-A step needs more than its tensors' peak: memory that CUDA takes outside torch's allocator, and memory that the
-allocator caches. Both figures are from records of an H200 (docs/memory_formulas.md).
+A step needs more than its tensors' peak: CUDA's memory outside torch's allocator, and memory that the allocator caches.
+Both figures are from records of an H200 (docs/memory_formulas.md).
 """
 
 from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
@@ -11,7 +11,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
 OUTSIDE_BYTES = 784 * MIB
-"""Memory outside torch's allocator: the CUDA context, kernel code and libraries' own allocations.
+"""The CUDA context, kernel code and libraries' own allocations, all outside torch's allocator.
 
 Recorded steps took up to 762.9 MiB, with cuDNN attention 778.8 MiB.
 """
@@ -22,12 +22,9 @@ Measured on four H200s as device memory in use minus reserved memory, OUTSIDE_BY
 communicator, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/results/layout_h200_202611.md).
 """
 RESERVED_MARGIN = 0.10
-"""Margin added to the dry run's reserved memory.
-
-Recorded steps reserved up to 8.9 % more than the dry run, at most 3.3 % in all except five.
-"""
+"""Margin over the dry run's reserved memory: up to 8.9 % in recorded steps, at most 3.3 % in all except five."""
 BLOCKS_MARGIN = 0.16
-"""The same margin for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
+"""RESERVED_MARGIN for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
 """
 LEAST_USABLE = 0.96
 """Usable share of the stated GiB on a card without a recorded figure.
@@ -42,12 +39,12 @@ def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
 
 
 def least_device_bytes(peak_bytes: int) -> int:
-    """Return the memory that a GPU must have if the allocator neither caches nor fragments."""
+    """Memory that a GPU must have if the allocator neither caches nor fragments."""
     return peak_bytes + OUTSIDE_BYTES
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """Return the memory that a GPU needs to run the step safely: reserved memory, a margin, and CUDA's own.
+    """Memory with which a GPU safely runs the step: reserved memory, a margin, and CUDA's own.
 
     It is cautious, because the allocator frees its cache before it fails. by_compiled_block: `reserved_bytes` is a sum
     over blocks compiled one by one, as in every compiled layout.
@@ -57,9 +54,9 @@ def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_c
 
 
 def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """Return a verdict for each known card that has a kernel for the step's attention, largest usable memory first.
+    """Verdicts on each known card that has a kernel for the step's attention, largest usable memory first.
 
-    safe_bytes: as from `safe_device_bytes`; None: unknown, so no card gets the verdict 'fits'.
+    safe_bytes: from `safe_device_bytes`; None: unknown, so no card gets the verdict 'fits'.
     """
     able = (card for card in catalogue() if why_attention_cannot(spec, card.platform) is None)
     fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in able)

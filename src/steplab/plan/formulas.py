@@ -82,7 +82,7 @@ class Formula:
         return _written(float(self.value**exponent), _POWER, write)
 
     def held(self, binding: int, form: int, *, among_factors: bool = True) -> str:
-        """Return the text as an operand: in brackets if its precedence is below `binding`.
+        """Text as an operand: in brackets if its precedence is below `binding`.
 
         In plain text, a quotient among factors gets brackets too.
         """
@@ -97,7 +97,7 @@ def _written(value: float, binding: int, write: Callable[[int], str], *, is_quot
 
 
 def symbol(name: str, figure: float) -> Formula:
-    """Return a named quantity with its value; an underscore in the name begins a subscript: M_X."""
+    """A named quantity with its value; an underscore in the name begins a subscript: M_X."""
     head, _, below = name.replace("α", r"\alpha").partition("_")
     if len(below) > 1:
         below = rf"\mathrm{{{below}}}"

@@ -1,10 +1,10 @@
 """Derives the kernels of a compiled step from the operators of the eager one.
 
-torch.compile keeps matmuls and fused attention. It fuses the bandwidth-bound operators between them if one feeds the
-other, if both read the same tensor, or if one is the other's only reader. A read of a value by Python (`.item()`) ends
-the compiled graph. Inductor pads half-precision matmuls with rows that are no multiple of 16 bytes; the kernels that
-make their operands write the padding. Backward reads tensors that exist anyway. It recomputes others from the inputs of
-the kernel that made them, as torch's min-cut partitioner does.
+torch.compile keeps matmuls and fused attention. It fuses the bandwidth-bound operators between them in three cases: one
+feeds the other, both read the same tensor, or one is the other's only reader. `.item()` ends the compiled graph.
+Inductor pads half-precision matmuls with rows that are no multiple of 16 bytes; the kernels that make their operands
+write the padding. Backward reads tensors that exist anyway, and recomputes others from the inputs of the kernel that
+made them, as torch's min-cut partitioner does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,9 +65,9 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """Return the kernels of a compiled step in order.
+    """Kernels of a compiled step, in order.
 
-    blocks_alone: each block is compiled alone, so no kernel spans two. Operators outside of blocks stay eager.
+    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
     """
     fuser = _Fuser(blocks_alone)
     for op in operators:
@@ -140,7 +140,7 @@ class _Fuser:
                     self._made[cast_of].casts.append(version)
 
     def _unit(self, op: Operator) -> str | None:
-        """Return the name of the compiled graph that contains the operator; None: it stays eager."""
+        """Name of the compiled graph that contains the operator; None: it stays eager."""
         if op.phase == "optimizer":
             return None
         if not self._blocks_alone:
@@ -169,9 +169,9 @@ class _Fuser:
             readers.append(group)
 
     def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
-        """Return the fused kernel that the operator joins; if it reads several, they are merged.
+        """Fused kernel that the operator joins: one that makes or reads its inputs, with no matmul between.
 
-        Only kernels without a matmul in between can be joined.
+        Several such kernels are merged.
         """
         found: list[_Group] = []
         for version in read:
@@ -242,9 +242,9 @@ class _Fuser:
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
 
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
-        """Return the tensors in memory that a fused kernel reads to obtain this version.
+        """Tensors in memory from which a fused kernel obtains this version.
 
-        Results of an earlier pass that were not written are recomputed from the inputs of the kernel that made them.
+        Results of an earlier pass that are not in memory are recomputed from the inputs of the kernel that made them.
         """
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:
@@ -285,5 +285,5 @@ def _covered_bytes(spans: Spans) -> int:
 
 
 def _pass(op: Operator) -> str:
-    """Return the phase; recomputation is a separate pass, because it makes tensors that forward did not keep."""
+    """Recomputation is a separate pass, because it makes tensors that forward did not keep."""
     return f"{op.phase} again" if op.recomputed else op.phase

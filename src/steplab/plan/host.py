@@ -19,7 +19,7 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 
 
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
-    """Return the GPU with the CPU's pace in a measured step; unchanged if the GPU never waited for Python.
+    """The GPU's rates with the CPU's pace in a measured step; unchanged if the GPU never waited for Python.
 
     The pace is measured seconds over the predicted number of kernels, as the median over phases in which the GPU
     waited. Launchers with more Python per kernel, such as torch.compile, are scaled by the same factor. Steps of
@@ -46,9 +46,9 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:
-    """Return the seconds that torch.compile takes with an empty cache, for one block or the whole model.
+    """Seconds that torch.compile takes with an empty cache, for one block or the whole model.
 
-    It is 0 for an eager step, and if the number of blocks is unknown.
+    It is 0 for an eager step, or if the number of blocks is unknown.
     """
     shape = spec.model.shape
     if spec.compile == "off" or shape is None:

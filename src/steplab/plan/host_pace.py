@@ -69,7 +69,7 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
 
 
 def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
-    """Return Python's seconds per kernel on each machine: the median over phases in which the GPU waited."""
+    """Python's seconds per kernel on each machine: the median over phases in which the GPU waited."""
     found: dict[Machine, list[float]] = defaultdict(list)
     for cell in cells:
         if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:

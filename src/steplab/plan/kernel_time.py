@@ -29,7 +29,7 @@ _ONE_PASS |= {"add_rms_norm": "fused reduction", "cross_entropy_softmax": "fused
 
 
 def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> float:
-    """Return the seconds from a kernel's start to the next one's, in a step where Python is ahead of the GPU.
+    """Seconds from a kernel's start to the next one's, in a step where Python is ahead of the GPU.
 
     replayed: True if a CUDA graph launches the kernels.
     """
@@ -89,10 +89,10 @@ class Host:
 
 
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
-    """Return Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
+    """Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
 
-    It is empty if the CPU's time per operator is unknown, and for a step that is compiled or not traced. Where the
-    model reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the GPU.
+    Empty if the CPU's time per operator is unknown, and for a step that is compiled or not traced. Where the model
+    reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the GPU.
     """
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
@@ -123,7 +123,7 @@ def launches_of(operators: Sequence[Operator], gpu: Gpu) -> list[Launch]:
 
 
 def waiting(launches: Sequence[Launch], rates: HostRates, factor: float = 1.0) -> dict[str, Host]:
-    """Return Python's time and the GPU's idle time by phase.
+    """Python's time and the GPU's idle time by phase.
 
     factor: the CPU's time per operator, relative to the CPU of `rates`.
     """

@@ -56,8 +56,8 @@ def predict_memory(
         open_step: traces a step of any model (fake_step) instead of the dry run.
         model: the traced model, prepared for its layout.
 
-    With CUDA graphs or for a planning-only size the result is a lower bound, and its `kind` says so. A layout's
-    prediction is for the ranks that need most, with all others listed.
+    With CUDA graphs or for a planning-only size the result is a lower bound, as `kind` states. A layout's prediction is
+    for the ranks that need most, with all others listed.
 
     Raises Unsupported for a step off CUDA, and for any model but steplab's own without a trace.
     """
@@ -192,7 +192,7 @@ def _terms(peak: Peak) -> tuple[Term, ...]:
 
 
 def _named(piece: Piece) -> str:
-    """Return the tensor's name in the list: optimizer state is listed by size, gradients without their format."""
+    """Optimizer state is listed by size alone, gradients without their format."""
     if piece.category == "optimizer_state":
         return piece.what.partition(" of ")[0]
     return piece.what.partition(", in ")[0] if piece.category == "gradients" else piece.what
@@ -247,9 +247,9 @@ def _last_phase(spec: StepSpec) -> str:
 
 
 def _kept_by_torch_2_11(spec: StepSpec) -> int:
-    """Return the bytes of attention's output and log-sum-exp rows in a compiled block that is recomputed.
+    """Bytes of attention's output and log-sum-exp rows, which torch 2.11 keeps of a recomputed compiled block.
 
-    torch 2.11 keeps them. It is 0 unless attention is a steplab operator.
+    It is 0 unless attention is a steplab operator.
     """
     shape = spec.model.shape
     is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")

@@ -2,8 +2,8 @@
 
 A dry run lists the step's operators (plan.dry_run). plan.fusion merges them into kernels as torch.compile would, and
 plan.kernel_time gives each kernel's time. The times are summed, because kernels on one stream do not overlap. Where
-Python launches more slowly than the GPU computes, the step takes Python's time. CPUs differ by a factor of two, so a
-quick and a slow CPU are both predicted.
+Python launches too slowly, the step takes Python's time. CPUs differ by a factor of two, so a quick and a slow one are
+both predicted.
 """
 
 import dataclasses
@@ -36,15 +36,14 @@ _PHASES = ("forward", "backward", "optimizer")
 def predict_step_time(
     spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None, facts: ModelFacts | None = None
 ) -> StepTimePrediction:
-    """Predict the time of a step of `spec` in one process on `gpu`, by phase and by kind of kernel, with a 90 %
-    interval.
+    """Predict the time of one step in one process on `gpu`, by phase and kind of kernel, with a 90 % interval.
 
     Args:
         operators: of the eager step of any model, from a trace (fake_step); None: a dry run of steplab's Transformer.
         facts: sizes of the traced model.
 
-    Raises Unsupported for a model of unknown operators, for several processes, off CUDA, and for a number format
-    without a stated peak on this GPU.
+    Raises Unsupported for unknown operators, several processes, other devices than CUDA, or a number format without a
+    stated peak on this GPU.
     """
     asked = spec
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
@@ -83,10 +82,7 @@ def predict_step_time(
 
 
 def hidden_update(spec: StepSpec, gpu: Gpu) -> float:
-    """Return the share (0 to 1) of the optimizer's time that overlaps with the backward pass.
-
-    It is 0 for optimizers without a record of their overlap.
-    """
+    """Share (0 to 1) of the optimizer's time that overlaps with the backward pass; 0 without a record of it."""
     return gpu.rates.step.hidden_update if spec.optimizer == "adamw_triton" else 0.0
 
 
@@ -114,7 +110,7 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
-    """Return the fractions of the eager step's kernels and times that remain under torch.compile.
+    """Fractions of the eager step's kernels and times that remain under torch.compile.
 
     Arguments and errors are those of `predict_step_time`.
     """
@@ -154,7 +150,6 @@ def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
 def _utilizations(
     spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float, facts: ModelFacts | None
 ) -> tuple[Utilization, ...]:
-    """Return MFU by every convention of counting FLOPs, and HFU from the executed kernels' FLOPs."""
     executed = sum(part.flops for part in parts if part.kind != "streaming")
     used = model_utilizations(spec, gpu, step_s, facts)
     return (*used, _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
@@ -163,10 +158,9 @@ def _utilizations(
 def model_utilizations(
     spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
 ) -> tuple[Utilization, ...]:
-    """Return the MFU of a step of `step_s` seconds by every convention of counting FLOPs.
+    """MFU of a step of `step_s` seconds by every convention of counting FLOPs, over all GPUs of the layout.
 
-    The peak is that of all GPUs of the layout. The result is empty if the model's sizes are unknown. facts: sizes of a
-    traced model; None: those of steplab's own.
+    Empty if the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own.
     """
     if facts is None and spec.model.shape is not None:
         facts = own_facts(spec.model.shape)
@@ -221,7 +215,7 @@ def _throttling_of(parts: Sequence[TimePart], gpu: Gpu) -> float:
 
 
 def throttling(reached: float, rates: StepRates) -> float:
-    """Return the factor (1 or more) by which the power limit lengthens matmuls.
+    """Factor (1 or more) by which the power limit lengthens matmuls.
 
     reached: share of the tensor cores' peak, averaged over the step.
     """
@@ -229,9 +223,10 @@ def throttling(reached: float, rates: StepRates) -> float:
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """Return GPU time by phase, kind and operator, at the full clock, longest first within a phase.
+    """GPU time by phase, kind and operator, at the full clock, longest first within a phase.
 
-    Blocks are alike, and so are micro-steps from the second on: a few are run dry, and the others are extrapolated.
+    A few blocks and micro-steps are run dry. The others are extrapolated, because blocks are alike, and so are
+    micro-steps from the second on.
     """
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
@@ -244,12 +239,12 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
-    """Return the step with attention `auto` replaced by the implementation for this GPU."""
+    """The step with attention `auto` replaced by the implementation for this GPU."""
     return with_attention_chosen(spec, spec.model.shape, gpu.device_names)[0]
 
 
 _FEWEST_MICRO_STEPS = 2
-"""The first micro-step allocates the gradients, the second adds to them, and later ones repeat the second."""
+"""The first micro-step allocates the gradients, and each later one adds to them."""
 
 
 def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
@@ -338,10 +333,10 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """True if the operator casts a weight's gradient to fp32, which blocks of Triton operators do not do.
+    """True if the operator casts a weight's gradient to fp32.
 
-    They compute that gradient in fp32 (model/gradient_products). read: numbers of all allocations that forward and
-    backward read.
+    Blocks of Triton operators compute that gradient in fp32 (model/gradient_products), without a cast. read: numbers of
+    all allocations that forward and backward read.
     """
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
@@ -401,7 +396,7 @@ def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
     quick, slow = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
-        quick, slow = 0.0, 0.0  # launched at once
+        quick, slow = 0.0, 0.0  # a CUDA graph launches them at once
     host_s, slow_host_s = quick * kernels, slow * kernels
     seconds = max(device_s, host_s)
     return PhaseTimes(
@@ -417,13 +412,12 @@ def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu
 
 
 def _bound(parts: list[TimePart]) -> Bound:
-    """Return 'compute' if matmuls and fused attention take most of the time, else 'memory'."""
     compute = sum(part.seconds for part in parts if part.kind != "streaming")
     return "compute" if compute > sum(part.seconds for part in parts) / 2 else "memory"
 
 
 def step_spread(spec: StepSpec, gpu: Gpu) -> float:
-    """Return half the width of the 90 % interval of a step's time, as a share of that time."""
+    """Half the width of the 90 % interval of a step's time, as a share of that time."""
     known = gpu.rates.step.spread
     own = known["eager" if spec.compile == "off" else "compiled"]
     own = max(own, known.get("traced", own)) if spec.model.shape is None else own
@@ -458,7 +452,7 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
 
 
 def _at(name: str, operators: Sequence[Operator]) -> str:
-    """Return the source lines of operators of this name, as in ', at model.py:12'; '' if unknown."""
+    """Source lines of operators of this name, as in ', at model.py:12'; '' if unknown."""
     places = _places(name, operators)
     return f", at {listed(places)}" if places else ""
 

@@ -118,7 +118,7 @@ class Ledger:
         self._at_start: list[Piece] = []
         self._log: list[tuple[Piece, bool]] = []
         self._began: list[tuple[int, str]] = []
-        """(length of the log at its beginning, phase)"""
+        """(length of `_log` when the phase began, phase)"""
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, ""
 
     def listen(self, event: Event) -> None:

@@ -1,8 +1,8 @@
 """Describes attention's operators: splitting and merging heads, the rotary embedding, and each implementation.
 
 The scores are [B, h, T, T]; every other tensor is at most as large as the residual stream. A fused kernel saves its
-inputs, its output and one number a row. The table of ops.attention.implementations lists its backward workspace and the
-layout of its tensors.
+inputs, its output and the log-sum-exp of each row of scores. The table of ops.attention.implementations lists its
+backward workspace and the layout of its tensors.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,10 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
-    """Apply the rotary embedding by halves, in fp32; saves only the table. Learned positions need no rotation."""
+    """Apply the rotary embedding to the halves of each head, in fp32; saves only the table.
+
+    Learned positions need no rotation.
+    """
     if m.sizes.shape.learned_positions:
         return x
     first, second = _halves(m, x)
@@ -86,7 +89,7 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _times_table(m: Machine, part: Tensor) -> Tensor:
-    """Multiply a half by cosines or sines, in fp32 whatever its format; its gradient is fp32 too."""
+    """Multiply half of each head by cosines or sines, in fp32 whatever its format; so is its gradient."""
     table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
     part_count = part.count
 

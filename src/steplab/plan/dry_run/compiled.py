@@ -97,7 +97,7 @@ class CompiledTransformer:
         return head_loss(m, x, self.parameters.head)
 
     def _gradient_of_head(self, loss: Tensor) -> Tensor:
-        """A loss in chunks has already computed it in the forward pass."""
+        """The gradient of the head's input; a loss in chunks has computed it in forward already."""
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
@@ -135,7 +135,7 @@ class CompiledTransformer:
                 kept.append(_Kind(sizes.stream, compute, "branch of the block before"))
             if self._spec.checkpointing in SELECTIVE:
                 others, of_keys = 3, 2
-                if self._spec.checkpointing == "selective_2":  # not attention's branch, nor keys and up made alone
+                if self._spec.checkpointing == "selective_2":  # neither attention's branch, nor separate keys and up
                     merged, others = sizes.shape.projections == "merged", 2
                     of_keys, inner = (2, inner) if merged else (1, inner[:1])
                 kept += [
@@ -179,9 +179,9 @@ class CompiledTransformer:
         ]
 
     def _of_streams(self) -> list[_Kind]:
-        """Tensors saved for both norms: their inputs.
+        """Saved inputs of both norms.
 
-        A block compiled alone saves attention's branch instead of the second, and adds again.
+        A block compiled alone saves attention's branch instead of the second, and adds it again.
         """
         m, sizes, what = self._machine, self._machine.sizes, "residual stream, normalised"
         if self._spec.compile != "block" or self._fused:
@@ -195,7 +195,7 @@ class CompiledTransformer:
         return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", num_keys)]
 
     def _around_values(self, in_memory: bool) -> list[_Kind]:
-        """Queries and keys before rotation: they are saved with the values, a view of the merged projection."""
+        """Queries and keys before rotation, saved because the values are a view of the same merged projection."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions or self._fused:
             return []

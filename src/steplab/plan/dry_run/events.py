@@ -1,6 +1,6 @@
 """Events of a dry run, from which memory, FLOPs and bytes are counted.
 
-They are structs, because a large model's step has some hundred thousand and frozen dataclasses are several times
+They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are several times
 slower.
 """
 
@@ -18,14 +18,14 @@ READS_A_VALUE = "_local_scalar_dense"
 """Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""Event, not operator, of a tensor that the model makes without naming a device.
+"""Name of an event, not an operator: the model makes a tensor without naming a device.
 
 Its copy to the GPU takes unpredicted time.
 """
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
-"""Rate of fused attention whose kernel torch chooses by the GPU."""
+"""`Operator.rate` of fused attention whose kernel torch chooses by the GPU."""
 
 
 class Began(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +75,7 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     dropout: bool = False
     """True for fused attention with dropout."""
     rate: str = ""
-    """Name of the kernel's rate, by its traced access pattern; '': the operator's name."""
+    """Access pattern by which the kernel's measured bandwidth is looked up; '': by the operator's name."""
     calls: int = 1
     """Number of operators that Python and torch called for it, including preceding views."""
 
@@ -93,9 +93,9 @@ _REPEATED = "block 1"
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks(Sequence[Operator]):
-    """Operators of a step with many equal blocks, in order, extrapolated from two (`few`) and three (`more`).
+    """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
 
-    A repeated block has no allocation numbers, so fusion reads `few` and `more`.
+    Which allocations a repeated block reads is unknown, so fusion reads `few` and `more`.
     """
 
     few: tuple[Operator, ...]

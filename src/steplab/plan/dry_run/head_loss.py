@@ -42,7 +42,7 @@ def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled:
 
 
 def _scales(m: Machine) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Factors of the gradients in the forward and backward pass: fp16 cannot hold the gradients of a mean."""
+    """Factors that forward and backward multiply the gradients by; fp16 cannot hold the gradients of a mean."""
     one = m.run("fill", (), m.sizes.one, FP32, "one")
     count = _num_targets(m)
     count = m.run("clamp", (count,), m.sizes.one, INT64, "number of targets, at least 1")

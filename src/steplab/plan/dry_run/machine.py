@@ -24,7 +24,6 @@ class Parameter:
     """A weight, allocated in fp32, and its gradient."""
 
     def __init__(self, machine: "Machine", name: str, count: Count, num_uses: int = 1) -> None:
-        """num_uses: number of operators of a forward pass that read it."""
         self.name = name
         self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
@@ -55,8 +54,8 @@ class Gathering:
     """True if FSDP2 gathers all weights but the embedding's in the matmuls' format, so that autocast makes no copies.
     """
     fused_norms: bool = True
-    """True if norms of an fp32 stream with such weights run as one kernel: from torch 2.12 on, autocast casts the
-    weights.
+    """True if norms of an fp32 stream with low-precision weights run as one kernel: from torch 2.12 on, autocast casts
+    them.
 
     Earlier torch composes norms of operators, which also save the normalised stream in fp32.
     """
@@ -202,7 +201,6 @@ class Machine:
         Args:
             fused_flops: FLOPs, for fused attention only.
             also_read_bytes: bytes of tensors that are not among `reads`.
-            strided: as in Operator.
         """
         if not self._tells_operators:
             return

@@ -2,9 +2,9 @@
 
 A function holds its arguments until it returns, as torch's do; a backward function so holds its gradient.
 
-Under tensor parallelism, tokens are gathered before the first matmuls, and sums scattered after the last. DTensor does
-both (torch/distributed/tensor/_collective_utils.py). A received all-gather is ordered by rank and is copied into the
-order of the tokens; a reduce-scatter is copied into the order of the ranks before it is sent.
+Under tensor parallelism, tokens are gathered before the first matmuls, and sums scattered after the last. DTensor
+copies an all-gather, ordered by rank, into the order of the tokens (torch/distributed/tensor/_collective_utils.py). It
+copies a reduce-scatter into the order of the ranks before it is sent.
 """
 
 from steplab.costs.kernel_time import Product
@@ -83,7 +83,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
         of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
+        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
         return gradient_x, gradient_w
 
     node = m.node((x.slot, w.slot), (x, w), backward)
@@ -95,7 +95,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 def fp8_linear(
     m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None, known: tuple[bool, bool]
 ) -> Tensor:
-    """ops/fp8/linear: each operand is cast by rows and by columns. Saves x and W by columns, in fp8.
+    """As ops/fp8/linear: each operand is cast by rows and by columns. Saves x and W by columns, in fp8.
 
     known: True for x and for the output's gradient if their largest magnitudes are known before the cast.
     """
@@ -122,7 +122,7 @@ def fp8_linear(
 
 
 def _in_fp8(m: Machine, x: Tensor, *, amax_known: bool) -> tuple[Tensor, Tensor]:
-    """The second fill is the following matmul's, which clears its workspace."""
+    """The second fill is the next matmul's, which clears its workspace."""
     for _ in range(2):
         largest = m.run("fill", (), m.sizes.one, FP32, f"largest magnitude of {x.what}")
     if not amax_known:
@@ -169,7 +169,7 @@ def _linear_with_bias(
         of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {names[0]}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
+        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
         return m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {names[1]}"), gradient_x, gradient_w
 
     node = m.node((b.slot, x.slot, w.slot), (x, w), backward)
@@ -179,7 +179,7 @@ def _linear_with_bias(
 
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
-    """torch's fused RMSNorm: saves its input and one number a row.
+    """torch's fused RMSNorm: saves its input and one number a token.
 
     From torch 2.12 on, autocast runs it in fp32. The residual stream and the weight are fp32 under autocast, so it
     needs no casts.
@@ -227,7 +227,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
-    """torch's LayerNorm: saves its input and two numbers a row. Under autocast all of it is fp32, without casts."""
+    """torch's LayerNorm: saves its input and two numbers a token. Under autocast all of it is fp32, without casts."""
     like, named = (x.count, x.dtype), x.what
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)

@@ -60,7 +60,7 @@ class Optimizer:
             parameter.slot.gradient = None
 
     def _make_state(self, parameter: Parameter) -> None:
-        """Allocate both moments in the updated tensor's format; a single kernel also keeps the step number on the GPU."""
+        """Allocate both moments in the updated tensor's format, for a single kernel also the step number on the GPU."""
         updated = parameter.master or parameter.tensor
         m, like = self._machine, (updated.count, updated.dtype)
         if self._name in ("adamw_fused", "adamw_triton"):

@@ -66,14 +66,14 @@ class Moment:
     where: str
     """The allocation that reached the peak, in words."""
     own: Bundle
-    """Tensors alive then, except those of other parts; with gradients of the part's weights."""
+    """Tensors alive at the peak, with gradients of the part's weights, without tensors that earlier parts saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
     moments: tuple[Moment, ...]
     kept_by_block: Bundle
-    """Tensors that a block saves from its forward to its backward pass."""
+    """Tensors that a block saves for its backward pass."""
     held_by_block: Bundle
     """Tensors of a block while later parts run forward, with autocast copies that are freed after the forward pass."""
     kept_by_embedding: Bundle
@@ -87,11 +87,11 @@ class Parts:
 
 
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-    """Run a micro-step of `batch` sequences dry, and return its parts.
+    """Memory and operators of each part of a micro-step of `batch` sequences.
 
     recomputed: checkpointing of each block: none, full or selective. split, gathering: as in `run_dry`. The spec's
     layout, batch, checkpointing and micro-steps are ignored. (With several micro-steps, a loss in chunks multiplies its
-    gradients once more.) Compilation applies to blocks one by one; the rest is eager.
+    gradients once more.) Blocks are compiled one by one; the rest is eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
@@ -140,7 +140,7 @@ def _parts_of(
 
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
-    """Parts of a micro-step with two blocks, `block 0` and `block 1`.
+    """Memory and operators of each part of a micro-step with two blocks, `block 0` and `block 1`.
 
     run: reports the micro-step's events to a listener. Behind a frozen embedding the first block saves less, so the
     larger block represents all. Otherwise the first does; tensors that only the last block saves count with the head.
@@ -158,7 +158,7 @@ def parts_of_run(run: Callable[[Listener], None]) -> Parts:
 
 
 def _unrounded(kept: Bundle) -> Counter[Held]:
-    """Drop the rounding, because an equal tensor of another block may lie in a larger allocation."""
+    """Without rounding, because an equal tensor of another block may lie in a larger allocation."""
     found = Counter[Held]()
     for held, count in kept.holdings.items():
         found[dataclasses.replace(held, rounding_bytes=0)] += count

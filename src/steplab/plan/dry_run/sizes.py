@@ -63,7 +63,7 @@ WHOLE = Split()
 
 
 class Sizes:
-    """Number of elements of each tensor in a step of the plain Transformer."""
+    """Element counts of all tensors in a step of the plain Transformer."""
 
     def __init__(self, shape: TransformerShape, batch: int, context: int, split: Split = WHOLE) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
@@ -78,7 +78,7 @@ class Sizes:
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
         self.split_tokens = split.tokens and tp > 1
-        """True under sequence parallelism: several ranks, each with part of the tokens between the matmuls."""
+        """True under sequence parallelism: each of several ranks has 1/n of the tokens between the matmuls."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
         self.stream = self.residual if self.split_tokens else self.gathered

@@ -31,16 +31,13 @@ OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable
 
 @contextmanager
 def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """Build a dry step of the plain Transformer that reports memory only, and yield the function that runs it.
-
-    It has the fewest micro-steps that make a difference.
-    """
+    """Build a step of the plain Transformer that reports memory only, and yield the function that runs it."""
     spec = dataclasses.replace(spec, accumulation=min(spec.accumulation, _MICRO_STEPS))
     yield _Step(spec, workspace, listen, tells_operators=False).run
 
 
 def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_step) -> Ledger:
-    """Run a step until its memory repeats, and return its ledger; workspace: bytes of a cuBLAS handle."""
+    """Ledger of a step's allocations, once they repeat from step to step; workspace: bytes of a cuBLAS handle."""
     ledger = Ledger()
     with open_step(spec, workspace, ledger.listen) as run:
         run()  # makes the optimizer's state

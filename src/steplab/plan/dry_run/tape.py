@@ -8,8 +8,7 @@ added to the gradient of an earlier pass.
 Activation checkpointing works as torch.utils.checkpoint does without reentrant autograd. In the forward pass a block's
 nodes save nothing, and its frame keeps its input. The first backward of a node recomputes the block up to the last
 tensor that a node needs (early stop). Nodes take their tensors from the frame in order. Selective checkpointing saves
-the outputs of matmuls and of fused attention in the frame, instead of recomputing them; selective_2 leaves out every
-second linear layer.
+the outputs of matmuls and of fused attention in the frame; selective_2 leaves out every second linear layer.
 """
 
 from collections import Counter

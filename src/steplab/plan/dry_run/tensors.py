@@ -27,7 +27,6 @@ class Storage:
     __slots__ = ("_free", "number", "piece")
 
     def __init__(self, piece: Piece, number: int, free: Callable[[Piece], None]) -> None:
-        """number: the machine's number of this allocation."""
         self.piece, self.number, self._free = piece, number, free
 
     def __del__(self) -> None:

@@ -1,6 +1,6 @@
 """Repeats model/transformer.py line by line in the dry run's operators.
 
-It also repeats model/fused_block.py, with ops/rms_norm, rotary_heads and swiglu.
+So it does model/fused_block.py, with ops/rms_norm, rotary_heads and swiglu.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -160,7 +160,6 @@ class Block:
 
     @staticmethod
     def entered(m: Machine, x: Tensor) -> Any:
-        """The residual stream in the form that the first block takes."""
         return x
 
     @staticmethod
@@ -244,7 +243,7 @@ class FusedBlock(Block):
 def add_rms_norm(
     m: Machine, x: Tensor, branch: Tensor, weight: Parameter, what: str, *, reads_sum: bool = True
 ) -> Stream:
-    """The norm of the sum, and the sum. Saves the sum and one number a row.
+    """The norm of x + branch, and the sum. Saves the sum and one number a token.
 
     reads_sum: True if anything reads the sum, which then has a gradient too.
     """

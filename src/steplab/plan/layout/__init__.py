@@ -1,4 +1,1 @@
-"""Predicts steps spread over ranks: each rank's memory, transfers and time, and the choice of a layout.
-
-measurement.step.distribute sets up the same ranks.
-"""
+"""Predicts steps spread over ranks: each rank's memory, transfers and time, and the choice of a layout."""

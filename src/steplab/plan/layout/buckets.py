@@ -1,8 +1,8 @@
 """Groups the gradients of data-parallel ranks into buckets, and counts their memory.
 
 steplab's buckets follow parallel.sizes: a gradient alone in its bucket is sent from its own memory; others are copied
-into a buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) copies every gradient into a buffer. It closes the
-first bucket at 1 MiB and each other at the bucket size.
+into a buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) copies all into buffers. It closes the first bucket
+at 1 MiB and each other at the bucket size.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Buckets:
 def buckets_of(
     elements: tuple[int, ...], kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0
 ) -> Buckets:
-    """Return the gradient buckets of a kind of data parallelism (specs.ddp.Kind); owned.py has `sharded`.
+    """Gradient buckets and their memory in a kind of data parallelism (specs.ddp.Kind), but for `sharded` (owned.py).
 
     Args:
         elements: of each weight that has a gradient, in the order of the model.
@@ -73,7 +73,7 @@ def buckets_of(
 
 
 def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
-    """Return buckets sent by peer copies; gradients stay in their own memory until others have landed."""
+    """Buckets sent by peer copies; gradients stay in their own memory until others have landed."""
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),

@@ -14,7 +14,7 @@ from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streamin
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Python's time per kernel if DTensor splits the tensors, compiled or not, on a quick and on a slow CPU.
 
-It determines all layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz: between 100 and 150 microseconds
+All layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds
 per kernel.
 """
 

@@ -22,7 +22,7 @@ REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "s
 It is 1 / beta of the communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s.
 """
 CALL_S = 10.8e-6
-"""Latency (alpha) with two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter."""
+"""Latency (alpha) of two ranks: the median of all-reduce, all-gather and reduce-scatter in the same profile."""
 NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 """Seconds of each further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
 
@@ -48,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Ranks that communicate: `size` of them, each `stride` ranks after the one before."""
+    """Ranks that communicate: `size` of them, `stride` apart."""
 
     size: int
     stride: int
@@ -71,7 +71,7 @@ def machine_of(
     *,
     network_stated_bytes_per_s: float | None = None,
 ) -> Cluster:
-    """Return a cluster of nodes with these GPUs.
+    """Cluster of nodes with these GPUs.
 
     Args:
         links: bus bandwidths in bytes per second, by `node` or `network`, that replace NCCL's share of the stated ones.
@@ -111,7 +111,7 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """Return the cluster with the bandwidths and latencies of a stored communication profile within a node.
+    """Cluster with the bandwidths and latencies of a stored communication profile within a node.
 
     Each collective uses its fit over all world sizes, or else over most ranks.
     """
@@ -132,7 +132,7 @@ def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Clus
 
 
 def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
-    """Return the bytes per second that a rank can send on the wire; None: the network is unknown."""
+    """Bytes per second that a rank can send on the wire; None: the network between nodes is unknown."""
     within = machine.node_bytes_per_s[collective]
     ranks = group.ranks_in_node(machine.gpus_per_node)
     if ranks == group.size:
@@ -143,7 +143,7 @@ def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
 
 
 def call_s(machine: Cluster, collective: str, group: Group) -> float:
-    """Return alpha: the seconds that a collective takes whatever its size."""
+    """alpha: seconds that a collective takes whatever its size."""
     ranks = group.ranks_in_node(machine.gpus_per_node)
     nodes = math.ceil(group.size / ranks)
     steps, turns = (1, 1) if collective == "send_recv" else (group.size - 1, 2 if collective == "all_reduce" else 1)
@@ -155,7 +155,7 @@ def call_s(machine: Cluster, collective: str, group: Group) -> float:
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Return the seconds of one transfer without concurrent work; None: the network is unknown."""
+    """Seconds of one transfer without concurrent work; None: the network between nodes is unknown."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

@@ -1,7 +1,7 @@
 """Predicts the peak memory of each rank of a layout, as a sum over the parts of its step.
 
-While a rank runs one block, it holds that block's tensors, the activations that earlier blocks saved for each
-microbatch in flight, its share of weights, gradients and optimizer state, weights gathered from other ranks, and
+A rank that runs one block holds that block's tensors, and for each microbatch in flight the activations of earlier
+blocks. It also holds its share of weights, gradients and optimizer state, weights gathered from other ranks, and
 communication buffers.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
@@ -35,7 +35,7 @@ from steplab.specs.step_choices import WITH_MASTERS
 _BATCHES = 2
 _FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_ROUNDED = 8
-"""Number of blocks whose weights are allocated one by one to find the rounding; more blocks add in proportion."""
+"""Number of blocks allocated one by one to find the rounding of their weights, which grows in proportion beyond."""
 
 CACHED_SHARE = 0.04
 """Excess of reserved over allocated memory (gaps and cache), as a share of allocated memory.
@@ -66,7 +66,7 @@ def memory_by_rank(
     sequence_parallel: bool = True,
     model: SpreadModel | None = None,
 ) -> tuple[RankMemory, ...]:
-    """Return the peak memory of each group of ranks, in pipeline order; model: None: steplab's own."""
+    """Peak memory of each group of ranks, in pipeline order; model: None: steplab's own Transformer."""
     sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel, model=model)
     groups = rank_groups(spec, sharing.model.num_layers)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in groups)
@@ -79,7 +79,7 @@ def peaks_by_rank(
 
 
 def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
-    """Return the memory and operators of one microbatch on a rank, with blocks checkpointed as block `block` is."""
+    """Memory and operators of one microbatch on a rank, with blocks checkpointed as block `block` is."""
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
     if checkpointing not in SELECTIVE:
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
@@ -153,7 +153,7 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """Return the memory reserved by FSDP2's own streams, which the compute stream cannot reuse.
+        """Memory reserved for FSDP2's own streams, which the compute stream cannot use.
 
         It is two all-gathers of weights, and the shards of all gradients.
         """
@@ -174,11 +174,10 @@ class _Rank:
             yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
 
     def _scenes(self) -> list[tuple[bool, int]]:
-        """Return pairs for `_passes`: (True if gradients are added to an earlier microbatch's, microbatches less in
+        """Cases for `_passes`: (True if an earlier microbatch's gradients exist, number of microbatches no longer in
         flight).
 
-        If all microbatches may be in flight at once, the peak has either these gradients or the last microbatch, not
-        both.
+        Where all microbatches may be in flight at once, no gradients exist yet; once they do, one microbatch has ended.
         """
         if not self._gradients or (self._spec.micro_steps == 1 and self._microbatches == 1):
             return [(False, 0)]
@@ -330,7 +329,7 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """Return the bytes that the allocator's rounding adds to the weights, or to their gradients.
+        """Bytes that the allocator's rounding adds to the weights, or to their gradients.
 
         with_state: also to the optimizer's tensors.
         """
@@ -463,7 +462,7 @@ def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
 
 @functools.lru_cache(maxsize=4096)
 def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -> int:
-    """Return the bytes that the allocator's rounding adds to tensors of these sizes, grouped by weight.
+    """Bytes that the allocator's rounding adds to tensors of these sizes, grouped by weight.
 
     The first tensors of all weights are allocated before the others.
     """

@@ -110,10 +110,7 @@ class ForeignModel:
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks, and reports its events."""
     split: Callable[[int], Spread]
-    """Takes the number of tp ranks, and returns the model with one rank's shard of each weight.
-
-    Raises Unsupported for a model without a plan for it.
-    """
+    """The model with one of tp ranks' shard of each weight. Raises Unsupported for a model without a plan for tp."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
     _spread: dict[int, Spread | SteplabError] = field(default_factory=dict)
@@ -127,7 +124,7 @@ class ForeignModel:
         return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
     def spread_over(self, tp: int) -> Spread:
-        """Return the model with one tp rank's weights; raises SteplabError as `split` does."""
+        """The model with one tp rank's weights; raises SteplabError as `split` does."""
         if tp not in self._spread:
             try:
                 self._spread[tp] = self.split(tp) if tp > 1 else self.spread
@@ -169,7 +166,7 @@ class ForeignModel:
         return self.spread.embedding[0].row_elements
 
     def refuse_unplanned(self, spec: StepSpec) -> None:
-        """Raise Unsupported or UserError for a pipeline that cannot be cut between blocks, and for tp without a plan."""
+        """Raise Unsupported or UserError for a pipeline that cannot be cut between blocks, or tp without a plan."""
         layout, spread = spec.layout, self.spread_over(spec.layout.tp)
         if layout.pp == 1:
             return

@@ -1,5 +1,5 @@
-"""Counts the memory of `sharded` data parallelism: each weight has an owner, the only rank with its averaged gradient
-and optimizer state.
+"""Counts the memory of `sharded` data parallelism: each weight's owner alone has its averaged gradient and its
+optimizer state.
 
 Owners are assigned by gradient bucket (parallel.sizes). With collectives, a bucket of gradients or of parameters is a
 buffer with a slot for each owner. With peer copies, a rank has memory for its averages, for the gradients that others
@@ -28,7 +28,7 @@ class Owned:
 def owned_of(
     elements: tuple[int, ...], bucket_mb: float, element_bytes: int, ranks: int, *, by_peer_copies: bool
 ) -> Owned:
-    """Return rank 0's memory under `sharded`, with buckets of `bucket_mb` for gradients and for parameters.
+    """Rank 0's memory under `sharded`, with buckets of `bucket_mb` for gradients and for parameters.
 
     elements: of each weight, in the order of the model.
     """

@@ -50,7 +50,7 @@ class RankGroup:
 
 
 def rank_groups(spec: StepSpec, num_layers: int | None = None) -> tuple[RankGroup, ...]:
-    """Return the groups of ranks of the step's layout, in pipeline order.
+    """Groups of ranks of the step's layout, in pipeline order.
 
     num_layers: of a model that is not steplab's own.
     """
@@ -82,10 +82,10 @@ def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -
 
 
 def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Return the peak number of microbatches in flight in each stage of one rank, by torch's schedules.
+    """Peak number of microbatches in flight in each stage of one rank, in torch's schedules.
 
-    gpipe: all. 1f1b: one for each stage from this one to the last; then a backward pass precedes each forward pass.
-    interleaved: as many as ScheduleInterleaved1F1B's warm-up starts, counted by stage at the rank's total peak.
+    gpipe: all. 1f1b: one for each stage from this one to the last; then each backward pass precedes a forward pass.
+    interleaved: those of ScheduleInterleaved1F1B's warm-up, counted by stage at the rank's total peak.
     """
     if schedule == "gpipe":
         return (microbatches,)

@@ -1,4 +1,4 @@
-"""Predicts the step time of every layout of a job on a number of GPUs, or the reason that it does not fit.
+"""Predicts the step time of every layout of a job on a number of GPUs, or why it does not fit.
 
 A job is a step and a global batch in sequences. Each layout uses the largest micro-batch that fits, and further
 micro-steps for the rest. A pipeline uses the fastest micro-batch and schedule that fit. Checkpointing `auto` is each
@@ -36,7 +36,7 @@ from steplab.units import format_bytes, format_rate
 
 MOST_GPUS = 1 << 16
 _CHECKPOINTING = ("none", "selective", "full")
-"""Candidates for checkpointing `auto`; `full` is finally reduced to the fewest blocks that make the layout fit."""
+"""Candidates for checkpointing `auto`; `full` is finally reduced to the fewest blocks that must be recomputed."""
 _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
@@ -226,7 +226,7 @@ class _Search:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
 
     def judged(self, spec: StepSpec, *, timed: bool = False) -> LayoutCandidate:
-        """Predict a layout's memory and time, and whether it fits.
+        """Predict a layout's memory and time.
 
         timed: predict the time even if it does not fit.
         """
@@ -287,9 +287,9 @@ def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
 
 
 def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
-    """Return the groups among which is the one that needs most memory.
+    """Groups that may need most memory: the first, the last, and the first with each number of blocks.
 
-    These are the first, the last, and the first with each number of blocks, which has most microbatches in flight.
+    Among groups of equal blocks, the first has most microbatches in flight.
     """
     chosen = {0: groups[0], len(groups) - 1: groups[-1]}
     seen: set[tuple[int, ...]] = set()

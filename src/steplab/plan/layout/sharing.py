@@ -1,4 +1,4 @@
-"""How the ranks of a step share weights, gradients and the optimizer's state."""
+"""How ranks share weights, gradients and the optimizer's state."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Sharing:
     weight_bytes: int
     gathered_bytes: int
     splits_tokens: bool
-    """True if tensor parallelism also splits the tokens (sequence parallelism), as steplab's own model does."""
+    """True if tensor parallelism also splits the tokens (sequence parallelism), as in steplab's own model."""
     model: SpreadModel
     gathering: Gathering | None
     buckets: Buckets | None

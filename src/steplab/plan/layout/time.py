@@ -2,8 +2,8 @@
 
 Computation follows plan.time. Transfers without concurrent computation take their own time. Others are hidden as long
 as the computation lasts, but slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth. A
-pipeline of m microbatches takes (m - 1) times its slowest rank's time per microbatch, plus once every rank's (Narayanan
-et al. 2021, section 2.2). Interleaved stages shorten the bubble.
+pipeline of m microbatches takes (m - 1) times its slowest rank's time per microbatch, plus once every rank's.
+Interleaved stages shorten the bubble (Narayanan et al. 2021, section 2.2).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ CONTENTION = {"buckets": 0.52, "fsdp2": 0.76, "peer_copy_to_owners": 0.164}
 Medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs.
 """
 PEER_COPY_CONTENTION = 0.68
-"""The same for peer copies of buckets, per second that their bytes take at the GPU's memory bandwidth.
+"""Seconds that computation loses per second that peer copies of buckets take at the GPU's memory bandwidth.
 
 The median over the backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs.
 """
@@ -42,11 +42,11 @@ COMMUNICATION_SPREAD = 0.3
 All except three records are within.
 """
 UNMEASURED_SPREAD = 0.5
-"""The same for transfers across a network, which no record measures."""
+"""COMMUNICATION_SPREAD across a network, which no record measures."""
 
 
 def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
-    """Return the seconds of a step on its layout, in known nodes of this GPU; None: the network is unknown.
+    """Seconds of a step on its layout, on the known nodes of this GPU; None: their network is unknown.
 
     Raises Unsupported for an unpredictable step.
     """
@@ -109,7 +109,7 @@ class LayoutClock:
     def _turns(
         self, spec: StepSpec, group: RankGroup, sharing: Sharing, peer_copy: bool
     ) -> "tuple[_Turn, _Turn] | None":
-        """Return the times of a rank's step, with a quick and with a slow CPU; None: the network is unknown."""
+        """Times of a rank's step, with a quick and with a slow CPU; None: the network between nodes is unknown."""
         messages = traffic_of(spec, group, sharing)
         alone = [self._alone(each) for each in messages]
         known = [(each, one) for each, one in zip(messages, alone, strict=True) if one is not None]
@@ -177,7 +177,8 @@ class LayoutClock:
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
 
     def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
-        """Return the seconds to copy gradients into buckets, or FSDP2's weights and gradients out of and into buffers."""
+        """Seconds to copy gradients into buckets, or FSDP2's weights out of all-gathers and gradients into
+        reduce-scatters."""
         if sharing.buckets is not None:
             return self._times.copy_s(sharing.buckets.copied_bytes)
         return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")

@@ -42,7 +42,7 @@ class Traffic:
 
 
 def groups_of(spec: StepSpec) -> dict[str, Group]:
-    """Return the ranks that communicate along each axis; tp is innermost (parallel.layout)."""
+    """Ranks that communicate along each axis; tp is innermost (parallel.layout)."""
     layout, stride, found = spec.layout, 1, {}
     for axis in ("tp", "fsdp", "dp", "pp"):
         size = getattr(layout, axis)
@@ -199,7 +199,7 @@ def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traff
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
-    """Return the number of elements that a rank's optimizer updates, before sharding over fsdp."""
+    """Number of elements that a rank's optimizer updates, before sharding over fsdp."""
     tp = spec.layout.tp
     found = trained(model.weights("block", tp)) * len(rank.blocks)
     found += trained(model.weights("embedding", tp)) if rank.stages[0].first else 0

@@ -28,17 +28,17 @@ class Weight:
         return not any(word in self.name for word in ("norm", "embedding", "positions"))
 
     def shard(self, ranks: int) -> int:
-        """Return the elements of the first rank's shard, the largest, because rows are not split."""
+        """Elements of the first rank's shard, the largest, because rows are not split."""
         return math.ceil(self.rows / ranks) * self.row_elements
 
     def padded(self, ranks: int) -> int:
-        """Return the elements that a gather of all shards transfers, each padded to the largest."""
+        """Elements in transit when all shards travel, each padded to the largest."""
         return self.shard(ranks) * ranks
 
 
 @functools.lru_cache(maxsize=1024)
 def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
-    """Return one rank's weights of the embedding, of one block or of the head, in the order of the model.
+    """One rank's weights of the embedding, of one block or of the head, in the order of the model.
 
     Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout).
     """
