@@ -24,7 +24,7 @@ def check_runs(
 ) -> list[TimeCheck]:
     """Compare every timed run on a GPU with its prediction.
 
-    predict: takes a step and a GPU's name; if it raises UserError, the check holds the reason. on_progress: gets the
+    predict: takes a step and a GPU's name; if it raises UserError, the check records the reason. on_progress: gets the
     number of checked runs and of all.
     """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]

@@ -36,7 +36,7 @@ WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
 """Workspace of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default on Hopper, and on any other card."""
 
 _MOST_LAYERS = 200
-"""A dry run of this many blocks takes a second or two."""
+"""Most blocks that are run dry, which takes a second or two."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 

@@ -110,10 +110,8 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
-    """Fractions of the eager step's kernels and times that remain under torch.compile.
-
-    Arguments and errors are those of `predict_step_time`.
-    """
+    """Fractions of the eager step's kernels and times that torch.compile leaves. Arguments and errors: as
+    `predict_step_time`."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
@@ -158,10 +156,8 @@ def _utilizations(
 def model_utilizations(
     spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
 ) -> tuple[Utilization, ...]:
-    """MFU of a step of `step_s` seconds by every convention of counting FLOPs, over all GPUs of the layout.
-
-    Empty if the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own.
-    """
+    """MFU of a step of `step_s` seconds, by every convention of counting FLOPs, over all GPUs of the layout. Empty if
+    the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own."""
     if facts is None and spec.model.shape is not None:
         facts = own_facts(spec.model.shape)
     flops = dict[str, float]()
@@ -198,10 +194,8 @@ def _utilization(
 
 
 def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
-    """Lengthen the times of tensor-core kernels to the clock that the GPU's power limit leaves.
-
-    Power grows with the step's share of the tensor cores' peak; beyond a threshold, the clock falls.
-    """
+    """Lengthen tensor-core kernels to the clock that the GPU's power limit leaves. Power grows with the step's share of
+    the tensor cores' peak; beyond a threshold, the clock falls."""
     slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
@@ -215,19 +209,13 @@ def _throttling_of(parts: Sequence[TimePart], gpu: Gpu) -> float:
 
 
 def throttling(reached: float, rates: StepRates) -> float:
-    """Factor (1 or more) by which the power limit lengthens matmuls.
-
-    reached: share of the tensor cores' peak, averaged over the step.
-    """
+    """Factor (1 or more) on the time of matmuls, if the step reaches this share of the tensor cores' peak."""
     return 1 + rates.throttle * max(0.0, reached - rates.throttle_from)
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """GPU time by phase, kind and operator, at the full clock, longest first within a phase.
-
-    A few blocks and micro-steps are run dry. The others are extrapolated, because blocks are alike, and so are
-    micro-steps from the second on.
-    """
+    """GPU time by phase, kind and operator, at the full clock, longest first within a phase. A few blocks and
+    micro-steps are run dry; the others are extrapolated, because each adds the same."""
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
@@ -262,10 +250,8 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """Sum the kernels of a step in which only the first `num_first` blocks are checkpointed.
-
-    Each further block, checkpointed or not, adds the same time as the one before.
-    """
+    """Sum the kernels of a step with its first `num_first` blocks checkpointed. Each further block of either sort adds
+    the same."""
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
@@ -333,11 +319,8 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """True if the operator casts a weight's gradient to fp32.
-
-    Blocks of Triton operators compute that gradient in fp32 (model/gradient_products), without a cast. read: numbers of
-    all allocations that forward and backward read.
-    """
+    """True if it casts a weight's gradient to fp32. Blocks of Triton operators compute that gradient in fp32
+    (model/gradient_products). read: numbers of all allocations that forward and backward read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
 

@@ -18,7 +18,7 @@ READS_A_VALUE = "_local_scalar_dense"
 """Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""Name of an event, not an operator: the model makes a tensor without naming a device.
+"""Name of an event that is no operator: the model makes a tensor without naming a device.
 
 Its copy to the GPU takes unpredicted time.
 """
@@ -95,7 +95,7 @@ _REPEATED = "block 1"
 class RepeatedBlocks(Sequence[Operator]):
     """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
 
-    Which allocations a repeated block reads is unknown, so fusion reads `few` and `more`.
+    The allocations that a repeated block reads are unknown, so fusion reads `few` and `more`.
     """
 
     few: tuple[Operator, ...]

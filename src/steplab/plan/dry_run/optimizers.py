@@ -110,7 +110,7 @@ class Optimizer:
         self._adamw("_foreach_", *_tensors(parameters), first, second, tuple(roots), tuple(roots))
 
     def _loop(self) -> None:
-        """The last parameter's denominator is alive while the next root is made."""
+        """Each parameter's AdamW denominator is still alive while the next one's root is computed."""
         m, denominator = self._machine, None
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
             like = (parameter.tensor.count, parameter.tensor.dtype)

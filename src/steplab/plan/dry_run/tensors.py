@@ -67,8 +67,8 @@ class Slot:
         self.dtype, self.is_leaf = dtype, is_leaf
         self.gradient: Tensor | None = None
         self.num_uses = self.num_to_come = num_uses
-        """For a parameter: operators of a forward pass that read it (two if the head is tied to the embedding), and
-        gradients still to come in the current backward pass."""
+        """For a parameter: number of operators of a forward pass that read it, and of gradients still to come in the
+        current backward pass. A head tied to the embedding makes it two."""
         self.of_pass = Slot(dtype) if num_uses > 1 else None
 
     def take(self) -> Tensor:

@@ -143,7 +143,7 @@ def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
 
 
 def call_s(machine: Cluster, collective: str, group: Group) -> float:
-    """alpha: seconds that a collective takes whatever its size."""
+    """Latency (alpha) of a collective in seconds, whatever its size."""
     ranks = group.ranks_in_node(machine.gpus_per_node)
     nodes = math.ceil(group.size / ranks)
     steps, turns = (1, 1) if collective == "send_recv" else (group.size - 1, 2 if collective == "all_reduce" else 1)

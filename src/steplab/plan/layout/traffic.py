@@ -25,7 +25,7 @@ class Traffic:
     collective: str
     carries: str
     phase: str
-    """forward, backward, after backward, or optimizer."""
+    """'forward', 'backward', 'after backward' or 'optimizer'."""
     message_bytes: int
     count: int
     """Number of these transfers in a step of one rank."""
