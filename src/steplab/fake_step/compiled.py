@@ -1,8 +1,8 @@
-"""A compiled model's operators and memory, from AOTAutograd and the min-cut partitioner on fake tensors.
+"""Finds a compiled model's operators and memory by AOTAutograd and the min-cut partitioner on fake tensors.
 
-The partitioned graphs run as by Inductor, as far as memory goes: results and inputs of products and fused attention,
-and a graph's outputs, are in memory; everything between is fused into kernels. Neither CUDA nor dynamo is needed.
-Values that Python reads would end a graph and are refused here.
+The partitioned graphs use memory as Inductor does. In memory are results and inputs of matmuls and fused attention, and
+a graph's outputs; everything between is fused into kernels. Neither CUDA nor dynamo is needed. Values that Python reads
+would end a graph and are refused here.
 """
 
 import itertools
@@ -45,7 +45,7 @@ _CASTS = ("_to_copy", "convert_element_type")
 
 
 def compile_on_fakes(step: ModelStep, mode: str, watcher: Watcher, storages: Storages) -> None:
-    """Make a built step run as torch compiles it; mode: of torch.compile, or `block` for each block alone."""
+    """Make a built step run compiled graphs; mode: of torch.compile, or `block` for each block alone."""
     runner = _Runner(watcher, storages)
     if mode == "block":
         for block in repeated_blocks(step.module):
@@ -67,7 +67,10 @@ class _Runner:
         self._known: dict[str, Any] = {}
 
     def call(self, module: nn.Module, function: Callable[..., Any], kind: object, *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs) of a module as compiled code; kind: distinguishes modules; () for one kind."""
+        """Run function(*args, **kwargs) of a module as compiled code.
+
+        kind: modules of one kind share their graphs; (): only this module.
+        """
         leaves, tree = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
@@ -113,7 +116,8 @@ class _Runner:
 
 @contextmanager
 def _recomputation_marked() -> Iterator[None]:
-    """Mark what checkpointing recomputes for the partitioner, as dynamo does (torch._higher_order_ops.wrap)."""
+    """Mark the operators that checkpointing recomputes for the partitioner, as dynamo does
+    (torch._higher_order_ops.wrap)."""
     numbers, module = itertools.count(), cast(Any, checkpoint)
     before = module._checkpoint_without_reentrant_generator
 
@@ -137,7 +141,7 @@ def _recomputation_marked() -> Iterator[None]:
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Marked for AOTAutograd: arguments come in a list, which the function may empty."""
+    """Tell AOTAutograd that arguments come in a list, which the function may empty."""
 
     def boxed(args: list[Any]) -> list[Any]:
         return run(args)
@@ -150,12 +154,12 @@ def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[
 class _Made:
     node: fx.Node
     value: Tensor | None
-    """None: several, each of them a node."""
+    """None: the node has several outputs, each a node itself."""
     where: str | None
     is_product: bool
     within: tuple[Count, ...]
     cast_of: fx.Node | None
-    """The input that it is a copy of in another format."""
+    """The graph's input, if the node casts one to another format."""
     dies: list[fx.Node] = field(default_factory=list)
 
 
@@ -163,7 +167,7 @@ class _Graph:
     def __init__(
         self, graph: fx.GraphModule, watcher: Watcher, storages: Storages, places: Callable[[int], str] | None
     ) -> None:
-        """places: gives the part of the model of a node's sequence number; None: the graph is of one part."""
+        """places: maps a node's sequence number to a part of the model; None: the graph is of one part."""
         self._watcher, self._storages = watcher, storages
         nodes = list(graph.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
@@ -190,7 +194,7 @@ class _Graph:
                 made.dies.append(memory)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """The outputs; each input is removed from the list at its last read."""
+        """Run the graph; each input is removed from the list at its last read."""
         inputs = dict(zip(self._inputs, args, strict=True))
         args.clear()
         there: dict[fx.Node, Tensor] = {}

@@ -1,7 +1,6 @@
-"""CUDA's behaviour of torch, on CPU tensors without content.
+"""Makes torch treat fake CPU tensors as on CUDA, because a build without CUDA cannot fake CUDA tensors.
 
-A build of torch without CUDA cannot fake CUDA tensors, so the step runs on CPU tensors. This file substitutes CUDA's
-autocast rules, and fused kernels for functions that a CPU composes of operators.
+This file substitutes CUDA's autocast rules, and fused kernels for functions that a CPU composes of operators.
 """
 
 import warnings
@@ -23,18 +22,17 @@ _LOWER = frozenset(
         *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv", "_scaled_dot_product_flash_attention"),
     }
 )
-"""Operators that autocast computes in low precision, without those that have the same rule on the CPU."""
+"""Operators that autocast runs in low precision on CUDA only."""
 _PROMOTED = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"]
 )
-"""Autocast widens these operators' inputs to the widest format; torch promotes most itself."""
+"""Operators whose inputs autocast widens to the widest format; torch promotes most of them itself."""
 _CELLS = ("cell", "_thnn_")
 _LEFT_ALONE = ("cross_entropy_loss",)
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """torch treats CPU tensors as CUDA tensors."""
     with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
@@ -55,7 +53,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def _kernels_looked_up_anew() -> Iterator[None]:
-    """torch.compile's dispatcher caches each operator's kernel, which is valid on one side only."""
+    """Clear torch's cache of each operator's kernel, which is valid either as on CUDA or as on a CPU."""
     _forget_kernels()
     try:
         yield
@@ -81,7 +79,7 @@ def _overload(name: str) -> Any:
 
 
 def _cast_first(op: Any, cast: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """The operator without autocast, on cast inputs; on the original ones if the caller names a format."""
+    """Run the operator without autocast, on cast inputs; on the original ones if the caller names a format."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_KEY):
         if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             return op(*args, **kwargs)
@@ -97,7 +95,7 @@ def _to_low(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel, if weight and input are in one format; else torch's composition."""
+    """RMSNorm as one kernel, if weight and input are in one format; else torch's composition."""
     if weight is not None and weight.dtype is not x.dtype:
         exponent = torch.finfo(x.dtype).eps if eps is None else eps
         wide = x.float()
@@ -112,7 +110,7 @@ _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """An operator with its own backward pass on CUDA, but composed of others on a CPU."""
+    """RMSNorm as one operator with its own backward pass, as on CUDA; a CPU composes it of others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -133,14 +131,14 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
-    """In every number format: torch's own refuses all except bf16 without content, and computes them with content."""
+    """Fake grouped matmul in every number format; torch's own accepts bf16 only."""
     assert offs is not None
     sizes = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == a.dim() == 2 else (a.shape[0], b.shape[-1])
     return a.new_empty(sizes)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """One kernel, which keeps a mask of one byte an element."""
+    """Dropout in one kernel, which saves a mask of one byte an element."""
     if not train or p == 0:
         return x
     output: Tensor = _aten.native_dropout(x, p, True)[0]
@@ -158,7 +156,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The first enabled kernel that takes the inputs, in torch's order
+    """Attention by the first enabled kernel that takes the inputs, in torch's order
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     width, on = query.shape[-1], torch.backends.cuda
     grouped, half = query.shape[-3] != key.shape[-3], query.dtype in (torch.bfloat16, torch.float16)
@@ -186,7 +184,7 @@ def _attention(
 
 
 _WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8
-"""Largest head dimension, and the multiple that it is padded to."""
+"""FlashAttention's largest head dimension, and the multiple that it is padded to."""
 
 
 def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Tensors that a model makes without naming a device: on a GPU the CPU makes them, and copies them in each step."""
+"""Finds tensors that a model makes without naming a device: the CPU makes them and copies them in each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +17,10 @@ _FACTORIES = frozenset(
 
 
 class HostMade(TorchFunctionMode):
-    """Reports each such tensor of several elements while it is entered. A single element is mostly a constant, which
-    kernels take as an argument."""
+    """Reports each tensor of several elements that is made without naming a device, while it is entered.
+
+    A single element is mostly a constant, which kernels take as an argument.
+    """
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         super().__init__()

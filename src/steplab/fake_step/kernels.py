@@ -1,4 +1,4 @@
-"""Facts about single operators: sizes of products, fused attention, memory within kernels."""
+"""Facts about single operators: sizes of matmuls, fused attention, memory within kernels."""
 
 import math
 from collections.abc import Sequence
@@ -32,8 +32,10 @@ _CAUSAL = {
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
-    """Sizes of a matrix product; None for other operators. Grouped ones (experts) are assumed to have equal numbers of
-    rows, and their last tiles to be half full."""
+    """Sizes of a matmul; None for other operators.
+
+    Grouped matmuls (experts) are assumed to have equal numbers of rows, and their last tiles to be half full.
+    """
     if name == _GROUPED:
         rows, second, groups = args[0], args[1], args[2].shape[0]
         if second.dim() == 3:
@@ -50,8 +52,10 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
 
 
 def _convolution(args: tuple[Any, ...], gradient: Tensor | None, times: int) -> Product:
-    """A convolution as the product of its patches by its filters; gradient: of the output, for `times` products of the
-    backward pass."""
+    """A convolution as the matmul of its patches by its filters.
+
+    gradient: of the output, in backward, which runs `times` such matmuls.
+    """
     given, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
     sizes, kernel = given.shape[2:], weight.shape[2:]
     if transposed:  # each input element is multiplied by a filter
@@ -67,14 +71,14 @@ def _convolution(args: tuple[Any, ...], gradient: Tensor | None, times: int) -> 
 
 
 def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> float:
-    """FLOPs of a product; a grouped one counts its actual rows."""
+    """FLOPs of a matmul; a grouped one counts its actual rows."""
     if name != _GROUPED:
         return float(product.flops)
     return 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
-    """Raise Unsupported for an operator of unknown cost that bandwidth does not bound."""
+    """Raise Unsupported for an operator that may not be bandwidth-bound, if its cost is unknown."""
     if namespace != "aten":
         raise Unsupported(doing, f"the cost of its operator {namespace}::{name} is not known", _INSTEAD)
     if name.startswith(_UNKNOWN):
@@ -82,7 +86,7 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
 
 
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
-    """Raise Unsupported for an operator with results of unknown size before it runs."""
+    """Raise Unsupported for sparse results, whose size is unknown before the operator runs."""
     if any(each.layout != torch.strided for each in outputs):
         raise Unsupported(doing, f"its {name} makes sparse tensors; their sizes depend on values", _INSTEAD)
 
@@ -99,7 +103,7 @@ class Fused:
     name: str
     scores: Product
     flops: float
-    """With only the scores that a causal mask leaves."""
+    """FLOPs of the scores that a causal mask leaves."""
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
@@ -116,7 +120,7 @@ def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
 
 
 def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:
-    """Bytes of a kernel's temporary memory."""
+    """Bytes of each temporary tensor within a kernel."""
     if name == "_softmax_backward_data":  # gradient and output are multiplied first
         return [_bytes(args[0].element_size(), *args[0].shape)]
     if name not in _FUSED or not _FUSED[name][1]:

@@ -1,4 +1,4 @@
-"""Predicts the share that compiling leaves of a step of any model, in a process that may import the user's code."""
+"""Predicts what compiling leaves of a step's time, for any model, in a process that may import the user's code."""
 
 from steplab.costs.rates import gpu_named
 from steplab.fake_step.step import operators_of_fake
@@ -10,6 +10,6 @@ from steplab.records.profile import CompiledShares
 
 
 def predict_shares(task: SharesTask, observer: Observer, world: World | None) -> CompiledShares:
-    """The shares of the step's eager time. Raises UserError and Unsupported as `operators_of_fake` does."""
+    """Fractions as of `compiled_shares`. Raises UserError and Unsupported as `operators_of_fake` does."""
     observer.on_stage("dry run", 0)
     return compiled_shares(task.spec, gpu_named(task.gpu), operators_of_fake(task.spec))

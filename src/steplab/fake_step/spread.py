@@ -1,4 +1,4 @@
-"""A third-party model for layouts: its weights, and traces of a step with two of its blocks."""
+"""Prepares a third-party model for layouts: its weights, and traces of a step with two of its blocks."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -24,9 +24,10 @@ _BLOCKS = 2
 
 
 def known_of(spec: StepSpec, of: int | None) -> Known:
-    """The model of a spec, with a rank's weights along tp; other axes are ignored.
+    """Facts and weights of a spec's model, with one rank's shards along tp; other axes are ignored.
 
-    of: as in `with_blocks`, to build two blocks alone; None: all. Raises Unsupported as `fake_step` does.
+    of: number of layers in its configuration, to build two blocks only; None: build all. Raises Unsupported as
+    `fake_step` does.
     """
     with built_on_fakes(spec if of is None else _built_less(spec, _BLOCKS, of)) as step:
         facts = facts_of(step.workload)
@@ -65,13 +66,13 @@ def known_of(spec: StepSpec, of: int | None) -> Known:
 def with_blocks(
     spec: StepSpec, listen: Listener, *, blocks: int, of: int | None, compiled: bool = False, with_state: bool = False
 ) -> AbstractContextManager[Callable[[], None]]:
-    """As `fake_step`, with only the model's first `blocks` blocks; of: as in `Spread.layers_in_config`."""
+    """`fake_step` with only the model's first `blocks` blocks; of: number of layers in its configuration."""
     cut, less = partial(_cut, number=blocks), _built_less(spec, blocks, of)
     return fake_step(less, Count(0, ""), listen, cut=cut, compiled=compiled, with_state=with_state)
 
 
 def _built_less(spec: StepSpec, blocks: int, of: int | None) -> StepSpec:
-    """A spec of whose blocks only the first are built, which is faster than to cut the others off."""
+    """A spec that builds only the first blocks, which is faster than cutting the others off."""
     config = spec.model.hf_config or {}
     key = next((key for key in ("num_hidden_layers", "n_layer") if config.get(key) == of), None)
     if key is None:
@@ -98,7 +99,7 @@ def _why_not(blocks: list[nn.Module]) -> str:
 
 
 def _kind(block: nn.Module) -> list[object]:
-    """Modules, sizes of weights, and choices such as a sliding window, but not the block's number."""
+    """Modules, sizes of weights, and choices such as a sliding window; equal in equal blocks."""
     found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
     for name, inner in block.named_modules():
         plain = (str, float, bool, type(None))

@@ -1,4 +1,4 @@
-"""A step of any model as the dry run's stream of events: built and run by torch on tensors without content."""
+"""Builds and runs a step of any model on torch's fake tensors, as the dry run's stream of events."""
 
 import dataclasses
 import logging
@@ -48,17 +48,17 @@ def fake_step(
     compiled: bool = False,
     with_state: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """A context that builds the step, and a function that runs it eagerly, as one process on CUDA does.
+    """Build the step on fake tensors, and yield a function that runs it eagerly, as one process on CUDA does.
 
     Args:
         workspace: bytes of a cuBLAS handle.
         listen: receives every event.
         cut: removes blocks once the step is built.
         compiled: run as the spec's `compile`, without the operators of compiled code.
-        with_state: the optimizer has its state before the first run.
+        with_state: create the optimizer's state before the first run.
 
     The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
-    added up and put into other tensors.
+    added up and put into tensors.
 
     Raises UserError as `build_workload` does, and Unsupported for control flow that depends on these values, or
     operators of unknown cost.
@@ -110,14 +110,15 @@ def fake_step(
         if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):
             why = "a tensor of it has a size below zero or beyond 64 bits"
             raise Unsupported(doing, why, "give other sizes") from error
-        if place:  # user code may do things that tensors without content do not support
+        if place:  # user code may do things that fake tensors do not support
             why = f"{where}it fails on tensors without content ({type(error).__name__}: {_said(error)})"
             raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         raise
 
 
 def _admit_values(mode: FakeTensorMode) -> str:
-    """Turn values that the model reads off tensors into symbols instead of errors, and return the place of the read.
+    """Turn values that the model reads off tensors into symbols instead of errors, and return the source line.
+
     torch's modules for it take half a second to import, and few models read values.
     """
     if mode.shape_env is None:
@@ -134,7 +135,7 @@ def _depends_on_values(error: Exception) -> bool:
 
 @contextmanager
 def _errors_told_once() -> Iterator[None]:
-    """torch logs the traceback of a failing operator, and raises its error as well."""
+    """Silence torch's log of a failing operator's traceback, because its error is raised as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -243,8 +244,9 @@ def _within_its_block(name: str) -> str:
 
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
-    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails without a conversion. With
-    content, they take each other's memory instead. Draws of truncated normals read what they drew, and are left out.
+    """Let nn.Module.to convert fake tensors: each takes the converted one's memory.
+
+    torch.utils.swap_tensors fails on them. Draws of truncated normals read what they drew, and are left out.
     """
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
@@ -261,9 +263,11 @@ def _conversion_by_data() -> Iterator[None]:
 
 @contextmanager
 def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
-    """Let transformers assume that sequences are not packed. It reads token positions to detect packing, and builds a
-    mask if it cannot, as on tensors without content and under a compiler (`traced`). Eagerly, consecutive positions
-    show that sequences are not packed, and attention is causal without a mask.
+    """Let transformers assume that sequences are not packed.
+
+    It reads token positions to detect packing, and builds a mask if it cannot: on fake tensors and under a compiler
+    (`traced`). Eagerly, consecutive positions show that sequences are not packed, and attention is causal without a
+    mask.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
@@ -287,7 +291,7 @@ def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
 
 @contextmanager
 def _settings_of_torch() -> Iterator[None]:
-    """The step sets the precision of fp32 products for the whole process."""
+    """Restore the precision of fp32 matmuls, which the step sets for the whole process."""
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         yield

@@ -1,4 +1,4 @@
-"""The memory of tensors without content: its owner, and its lifetime up to the last tensor in it."""
+"""Follows the memory of fake tensors: its owner, and its lifetime up to the last tensor in it."""
 
 import weakref
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Storages:
         weakref.finalize(storage, self.free, number).atexit = False
 
     def make(self, what: str, formula: str, num_bytes: int, where: str, category: str = "temporaries") -> int:
-        """Memory outside of these tensors; its number is for `free`."""
+        """Report memory without a tensor, such as a workspace; its number is for `free`."""
         piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
         self._made += 1
         self._alive[self._made] = piece

@@ -1,7 +1,7 @@
-"""Tensor parallelism by the plan in a configuration of transformers: each parameter in the shape that one rank has.
+"""Splits a model by transformers' tensor-parallel plan: each parameter in the shape that one rank has.
 
-Sums over ranks happen in place here, and only their number is noted. transformers sums whole tokens (all-reduces),
-unlike steplab's own sequence parallelism. A weight that embedding and head share stays whole.
+Sums over ranks happen in place here, and only their number is noted. transformers all-reduces whole tokens, unlike
+steplab's own sequence parallelism. A weight that embedding and head share stays whole.
 """
 
 import re
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from steplab.errors import Unsupported, UserError
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", "packed_colwise")
-"""Styles that split the outputs: the first of a matrix's two dimensions."""
+"""Styles that split a matrix by its outputs, the first dimension."""
 SLICED = ("rowwise_split_input", "rowwise_rep")
-"""Styles of modules that every rank has the whole input of; it takes its slice, and backward gathers the gradient."""
+"""Styles of modules whose input is whole on every rank: each takes its slice, and backward gathers the gradient."""
 _BY_COLUMNS = ("rowwise", "packed_rowwise", *SLICED)
 GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Styles of modules that every rank has the whole output of."""
+"""Styles of modules whose whole output is gathered on every rank."""
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "moe_tp_experts", "local_params")
 SUMS = {"rowwise": (1, 0), "embedding_rowwise": (1, 0), "moe_tp_experts": (1, 1)}
-"""Style of a module -> all-reduces of its tokens in the forward and in the backward pass."""
+"""Style of a module -> number of all-reduces of its tokens in the forward and in the backward pass."""
 SUMS |= dict.fromkeys(("colwise", *GATHERED), (0, 1)) | dict.fromkeys(SLICED, (1, 0))
 
 
 def split_for_tp(module: nn.Module, tp: int, label: str) -> None:
-    """Replace the parameters by the first rank's parts and note each module's style in `tp_style`.
+    """Replace the parameters by the first rank's shards, and note each module's style in `tp_style`.
 
     Raises Unsupported for a model without a plan, UserError for a size that `tp` does not divide.
     """

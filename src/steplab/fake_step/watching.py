@@ -1,4 +1,4 @@
-"""Every operator that torch dispatches below autograd, as an event of the dry run."""
+"""Reports every operator that torch dispatches below autograd as an event of the dry run."""
 
 import bisect
 import math
@@ -48,18 +48,18 @@ _NO_KERNEL = frozenset(
     {*("empty", "empty_like", "empty_strided", "empty_permuted"), *("new_empty", "new_empty_strided", "lift_fresh")}
 )
 _RANDOM = (_aten.uniform_.default, _aten.normal_.default)
-"""Operators that fill weights while a model is built, and change no tensor without content."""
+"""Operators that fill weights while a model is built, and change no fake tensor."""
 _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
-"""Operators that read only the elements of their first tensor that the second, of indices, names."""
+"""Operators that read only some elements of their first tensor, at the indices in the second."""
 _NOT_READ = {"nll_loss_backward": 1, "zero": 0}
-"""Operators -> position of a tensor; they use only its sizes."""
+"""Operators -> position of a tensor whose sizes alone they use."""
 _NOT_WRITTEN = {"_fused_adamw_": 1}
-"""Operators -> position of tensors, the gradients, that they declare as written but do not write."""
+"""Operators -> position of gradients, which they declare as written but do not write."""
 _ACCUMULATE = "AccumulateGrad"
 
 
 class Watcher(TorchDispatchMode):
-    """Reports each operator and each memory that it makes, while it is entered."""
+    """Reports each operator and each allocation while it is entered."""
 
     def __init__(
         self,
@@ -72,15 +72,14 @@ class Watcher(TorchDispatchMode):
         fused_optimizer: bool,
         updates_in_backward: bool,
     ) -> None:
-        """It reports nothing until it is entered.
+        """Reports nothing until it is entered.
 
         Args:
-            doing: the action that an unknown operator makes impossible.
+            doing: the action named in the error about an unknown operator.
             workspace: bytes of a cuBLAS handle.
-            tf32: fp32 products are computed in it.
-            fused_optimizer: step numbers are on the device.
-            updates_in_backward: an update's memory belongs to the backward pass; its operators are still the
-                optimizer's.
+            tf32: fp32 matmuls run in tf32.
+            fused_optimizer: step numbers are on the GPU.
+            updates_in_backward: the update's memory counts in backward; its operators are still the optimizer's.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32
@@ -89,12 +88,12 @@ class Watcher(TorchDispatchMode):
         self._phase = "build"
         self._where = self._first = ""
         self._begins: list[tuple[int, str]] = []
-        """First sequence numbers of autograd's nodes, by part of the model."""
+        """(sequence number of its first autograd node, part of the model)"""
         self._is_paused = self._cudnn = False
         self._calls = 0
         self._handles: set[str] = set()
         self._asked: set[int] = set()
-        """Gradients that the engine queried since the last operator, before adding them."""
+        """Gradients that the autograd engine queried since the last operator, before adding them."""
         self.on_value: Callable[[], str] = lambda: ""
         """Called before the model reads a value off a tensor; returns the source line, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
@@ -108,7 +107,7 @@ class Watcher(TorchDispatchMode):
             self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
-        """Note where operators run: before these blocks, in 'block 3', behind them."""
+        """Note where operators run: before these blocks, in 'block 3', or behind them."""
         blocks = list(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
@@ -200,8 +199,10 @@ class Watcher(TorchDispatchMode):
         return self._begins[at - 1][1] if at else ""
 
     def _is_added_in_place(self, args: tuple[Any, ...], accumulates: bool) -> bool:
-        """True if the engine adds a gradient to an existing one in place. It does not under a mode, and otherwise does
-        if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp)."""
+        """True if autograd without a dispatch mode would add this gradient to an existing one in place.
+
+        It does so if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp).
+        """
         if accumulates:
             return True
         there, added = args[:2]
@@ -231,7 +232,7 @@ class Watcher(TorchDispatchMode):
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
         if name == READS_A_VALUE:
-            writes = reads  # to the CPU, four bytes or so
+            writes = reads  # copied to the CPU, some four bytes
         if writes and name not in _NO_KERNEL and self._phase != "build":
             if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
@@ -260,7 +261,7 @@ class Watcher(TorchDispatchMode):
         return fresh
 
     def start_products(self) -> None:
-        """A thread's first product allocates a cuBLAS workspace, which stays; autograd has its own thread."""
+        """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
         thread = "backward" if self._phase == "backward" else "forward"
         if thread not in self._handles and self._workspace.value:
             self._handles.add(thread)
@@ -358,7 +359,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _read(name: str, reads: list[Tensor], writes: list[Tensor]) -> tuple[list[Tensor], int]:
-    """Tensors that are read whole, and bytes of those read in part."""
+    """(tensors that are read whole, bytes read of a tensor in part)"""
     if _PLAIN_NAMES.get(name) == "fill":
         return [], 0
     if name in _NOT_READ:
@@ -371,7 +372,7 @@ def _read(name: str, reads: list[Tensor], writes: list[Tensor]) -> tuple[list[Te
 
 
 def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
-    """True if neighbours in one of the tensors are apart in another of as many elements."""
+    """True if elements that are neighbours in one of the tensors are apart in another of the same shape."""
     if name == "cat":
         return True
     whole = [each for each in (*reads, *writes) if each.numel() == writes[0].numel() and each.shape == writes[0].shape]
@@ -381,9 +382,9 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
 
 
 def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
-    """A kernel's access pattern, which determines its share of the bandwidth; empty: the usual one for the operator.
+    """Access pattern of a kernel, which determines its share of the bandwidth; '': the operator's usual one.
 
-    torch's elementwise kernels read and write vectors if all tensors match, convert one element at a time if
+    torch's elementwise kernels read and write vectors if all tensors match. They convert one element at a time if
     formats differ, and compute an index an element if one is strided or repeated. Sums over rows have few threads that
     read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
     """
@@ -420,14 +421,14 @@ def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
 
 _WIDEST_OF_CUDNN = 128
 _GROUPS_IN_FP32 = "torch's grouped products in fp32"
-"""They read the sizes of the groups, and multiply one after the other (GroupedMMUtils.h)."""
+"""Source of a read: in fp32, torch reads the groups' sizes and multiplies group by group (GroupedMMUtils.h)."""
 _LONGEST_ROW = 48 * 1024
-"""Shared memory of a block that needs no attribute, in bytes (SoftMax.cu: can_use_smem)."""
+"""Longest row, in bytes, that softmax keeps in a block's shared memory (SoftMax.cu: can_use_smem)."""
 _COPIES = frozenset({"slice_backward", "select_backward"})
-"""Operators that make zeros, then overwrite a part."""
+"""Operators that make zeros, then overwrite a part of them."""
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions longer than one element, from outermost to innermost in memory."""
+    """Dimensions longer than one element, from outermost to innermost in memory."""
     sizes = [place for place, size in enumerate(tensor.shape) if size > 1]
     return tuple(sorted(sizes, key=tensor.stride, reverse=True))

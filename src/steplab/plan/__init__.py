@@ -1,1 +1,1 @@
-"""Predictions from specs, without running a step or importing torch."""
+"""Predicts a step's memory and time from its spec, without running it or importing torch."""

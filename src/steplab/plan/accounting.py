@@ -1,8 +1,8 @@
-"""Memory, devices and the batch that hides communication, derived by formula for training a model at scale.
+"""Derives by formula the memory, the devices and the batch that hides communication, for training at scale.
 
-The formulas follow "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5: batches are counted in
-tokens, the forward pass represents both passes, and communication costs bytes over bandwidth, without latency. Time
-leaves out attention's scores, norms, embeddings and the head; memory counts all parameters.
+The formulas follow "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are counted in
+tokens, and the forward pass represents both passes. Communication costs bytes over bandwidth, without latency. Times
+leave out attention's scores, norms, embeddings and the head; memory counts all parameters.
 """
 
 import math
@@ -33,26 +33,26 @@ class Device:
     memory_bytes: float
     """Stated capacity, with GB = 1e9."""
     flops_per_s: float
-    """Peak of bf16 matrix products."""
+    """Peak of bf16 matmuls."""
     axis_bytes_per_s: float
     """Bytes received per second along one axis of the network."""
     own_links: bool
-    """True if each axis of the mesh has its own links, so that communication along two axes overlaps."""
+    """True if each axis of the device mesh has its own links, so that FSDP's and TP's communication overlap."""
     link: str
     gpus_per_node: int | None = None
-    """Devices that these links connect; None: all of a mesh."""
+    """Number of devices that these links connect; None: every device of the mesh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     fsdp: int
-    """X: number of shards of the weights and of the batch."""
+    """X: number of FSDP shards of the weights and of the batch."""
     tp: int
-    """Y: number of parts of each matrix."""
+    """Y: number of tensor-parallel shards of each matrix."""
     fsdp_axes: int
-    """M_X: axes of the network that X uses."""
+    """M_X: number of network axes that FSDP uses."""
     tp_axes: int
-    """M_Y: axes of the network that Y uses."""
+    """M_Y: number of network axes that tensor parallelism uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +76,11 @@ class Line:
 
 
 def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
-    """A known card, with other figures where they are given. The rate is one direction of one link. On a torus each
-    axis has its own links; a GPU's axes share one link, because a switch limits it to the rate it can receive. Raises
-    UserError for a card without a stated bf16 peak."""
+    """Figures of a known card, replaced by those that are given.
+
+    `axis_bytes_per_s` is one direction of one link. On a torus each axis has its own links. A GPU's axes share one
+    link, because a switch limits it to the rate it can receive. Raises UserError for a card without a stated bf16 peak.
+    """
     for option, value, example in (("--flops", flops_per_s, "459e12"), ("--bandwidth", axis_bytes_per_s, "180e9")):
         if value is not None and value < LEAST_PER_S:
             unit = "FLOP/s" if option == "--flops" else "bytes per second"
@@ -100,22 +102,23 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
 
 
 def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device, counted: Device) -> Accounting:
-    """All derivations for a model.
+    """Derive all figures for training a model on a mesh, each with its formula and source.
 
     Args:
-        sizes: of the model; `model` is its name.
-        tokens: size of the batch for which activations are counted.
+        tokens: batch for which saved activations are counted.
         device: the kind of device in `mesh`.
-        counted: the card whose memory is compared with the fp32 state.
+        counted: the card whose memory capacity the fp32 training state is divided by.
     """
     facts = _Facts(sizes, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
 
 
 def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
-    """The mesh of a layout, with the number of network axes for each of its two axes (on a torus two and one by
-    default). Raises UserError for another axis than fsdp and tp, for a mesh that gathers no weights, and for axes of a
-    GPU's network, which has one."""
+    """Mesh of a layout with axes fsdp and tp.
+
+    axes: number of network axes for fsdp and for tp; None: two and one on a torus. Raises UserError for other axes of a
+    layout, for fsdp=1, which gathers no weights, and for several network axes of a GPU.
+    """
     for layout in (sizes, axes or sizes):
         if layout.world_size != layout.fsdp * layout.tp:
             raise UserError(f"a mesh has fsdp and tp alone, as in fsdp=16,tp=4, not {layout}")
@@ -218,8 +221,8 @@ class _Facts:
         )
 
     def _saved(self) -> tuple[Line, Line]:
-        """Bytes for a token and for the batch: the inputs of matrix products and fused attention, once each, in
-        bf16."""
+        """Bytes saved for backward, per token and for the batch: inputs of matmuls and of fused attention, once each,
+        in bf16."""
         per_block: Formula = self.D + self.F
         if self.sizes.key_width:
             per_block = 4 * self.D + 2 * symbol("K", self.sizes.key_width) + self.F

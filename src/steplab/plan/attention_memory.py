@@ -1,8 +1,9 @@
-"""Plain attention's tensors at its peak, and the smallest attention that does not fit.
+"""Accounts for plain attention's peak memory, and finds the smallest attention that does not fit.
 
-The account follows ops/attention/plain.py, eager, on CUDA: variables live until the function returns, so masked scores
-exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient, their product, and
-the outgoing gradient (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu). A CPU holds three.
+It follows ops/attention/plain.py, eager, on CUDA. Local variables live until the function returns, so masked scores
+exist during their softmax. softmax's backward holds four tensors of the scores' size: its result, the incoming
+gradient, their product, and the outgoing gradient (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
+A CPU holds three.
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
@@ -19,7 +20,10 @@ _LONGEST = 2**24
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
-    """The peak's moment and tensors, inputs included. Library workspaces and CUDA's own memory are not counted."""
+    """Phase of plain attention's peak memory, and the tensors alive then, inputs included.
+
+    Library workspaces and CUDA's own memory are not counted.
+    """
     element = 4 if spec.dtype in ("fp32", "tf32") else 2
     batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
     queries, keys, dim = spec.queries, spec.num_keys, spec.dim
@@ -56,8 +60,10 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """The account of these shapes, else with their sequences doubled until one does not fit. Raises UserError if
-    sequences of up to 2^24 positions fit.
+    """Account of the smallest of these attentions that does not fit in `memory_bytes`.
+
+    If all fit, their sequences are doubled until one does not. Raises UserError if sequences of up to 2^24 positions
+    fit.
     """
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     if not shapes:
@@ -92,7 +98,7 @@ def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> Atten
 def account_of_failure(
     cells: Sequence[AttentionCell], memory_bytes: int, memory_source: str
 ) -> AttentionAccount | None:
-    """For the smallest cell of eager plain attention that ran out of memory, if any."""
+    """Account of the smallest eager plain attention that ran out of memory, if any."""
     tried = [cell for cell in cells if cell.spec.implementation == "plain" and cell.spec.compile == "off"]
     failed = [(cell, cell.failure) for cell in tried if cell.failure and cell.failure.kind == "out_of_memory"]
     if not failed:

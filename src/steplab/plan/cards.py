@@ -1,6 +1,6 @@
-"""Verdicts on whether a predicted step fits a GPU.
+"""Judges whether a predicted step fits a GPU.
 
-A step needs more than its tensors' peak: CUDA's memory outside the allocator, and memory that the allocator caches.
+A step needs more than its tensors' peak: CUDA's memory outside torch's allocator, and memory that the allocator caches.
 Both figures are from records of an H200 (docs/memory_formulas.md).
 """
 
@@ -11,21 +11,26 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
 OUTSIDE_BYTES = 784 * MIB
-"""The CUDA context, kernel code and libraries' own allocations: up to 762.9 MiB in recorded cells, 778.8 MiB with cuDNN
-attention."""
+"""The CUDA context, kernel code and libraries' own allocations, all outside torch's allocator.
+
+Recorded steps took up to 762.9 MiB, with cuDNN attention 778.8 MiB.
+"""
 NCCL_BYTES, COMMUNICATOR_BYTES, PIPELINE_BYTES = 330 * MIB, 483 * MIB, 155 * MIB
-"""NCCL's memory: once, for each group of ranks, and for transfers between neighbours of a pipeline.
+"""NCCL's memory: once for the process, for each communicator, and for a pipeline's transfers between neighbours.
 
 Measured on four H200s as device memory in use minus reserved memory, OUTSIDE_BYTES included: 1593 to 1597 MiB with one
-group, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/results/layout_h200_202611.md).
+communicator, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/results/layout_h200_202611.md).
 """
 RESERVED_MARGIN = 0.10
-"""Margin of reserved memory over the dry run's: up to 8.9 % in recorded cells, at most 3.3 % in all except five."""
+"""Margin over the dry run's reserved memory: up to 8.9 % in recorded steps, at most 3.3 % in all except five."""
 BLOCKS_MARGIN = 0.16
-"""The same margin for blocks compiled one by one, without followed allocations: up to 14.8 % in recorded steps."""
+"""RESERVED_MARGIN for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
+"""
 LEAST_USABLE = 0.96
-"""Usable share of the stated GiB on a card without a recorded figure; cautious: an H200 has 0.991, a GeForce about
-0.98."""
+"""Usable share of the stated GiB on a card without a recorded figure.
+
+It is cautious: an H200 has 0.991, a GeForce about 0.98.
+"""
 
 
 def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
@@ -34,21 +39,25 @@ def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
 
 
 def least_device_bytes(peak_bytes: int) -> int:
-    """Bytes that a device must have if the allocator fragments nothing."""
+    """Memory that a GPU must have if the allocator neither caches nor fragments."""
     return peak_bytes + OUTSIDE_BYTES
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """Cautious, because the allocator frees its cache before it fails. by_compiled_block: reserved_bytes sums blocks
-    that were compiled one by one, as in every compiled layout.
+    """Memory with which a GPU safely runs the step: reserved memory, a margin, and CUDA's own.
+
+    It is cautious, because the allocator frees its cache before it fails. by_compiled_block: `reserved_bytes` is a sum
+    over blocks compiled one by one, as in every compiled layout.
     """
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside
 
 
 def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """A verdict on each known card that has a kernel for the step's attention, by usable memory, largest first.
-    safe_bytes None: not known."""
+    """Verdicts on each known card that has a kernel for the step's attention, largest usable memory first.
+
+    safe_bytes: from `safe_device_bytes`; None: unknown, so no card gets the verdict 'fits'.
+    """
     able = (card for card in catalogue() if why_attention_cannot(spec, card.platform) is None)
     fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in able)
     return tuple(sorted(fits, key=lambda fit: (-fit.usable_bytes, fit.gpu)))

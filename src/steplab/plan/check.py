@@ -1,4 +1,4 @@
-"""Predictions versus measured steps of stored runs, each predicted as `plan time` does."""
+"""Compares the predictions of `plan time` with the measured steps of stored runs."""
 
 import dataclasses
 from collections import defaultdict
@@ -22,8 +22,10 @@ def check_runs(
     predict: "Callable[[StepSpec, str], Predicted]",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TimeCheck]:
-    """Checks every measured single-process step on a GPU. predict: raises UserError if the time is unknown.
-    on_progress: gets checked and total runs.
+    """Compare every timed run on a GPU with its prediction.
+
+    predict: takes a step and a GPU's name; if it raises UserError, the check records the reason. on_progress: gets the
+    number of checked runs and of all.
     """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()

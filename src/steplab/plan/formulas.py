@@ -15,7 +15,7 @@ from steplab.units import figure_in_latex, format_figure
 
 Operand = Union["Formula", float, int]
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
-"""Operator precedence, lowest first; an operand that binds less than its surroundings gets brackets."""
+"""Operator precedence, lowest first; an operand of lower precedence than its surroundings gets brackets."""
 _FORMS = _TEXT, _FIGURES, _LATEX, _LATEX_FIGURES = range(4)
 _TIMES = (" ", " × ", " ", r" \cdot ")
 
@@ -82,8 +82,10 @@ class Formula:
         return _written(float(self.value**exponent), _POWER, write)
 
     def held(self, binding: int, form: int, *, among_factors: bool = True) -> str:
-        """Its text, in brackets if it binds less than its surroundings or, in plain text, is a quotient among
-        factors."""
+        """Text as an operand: in brackets if its precedence is below `binding`.
+
+        In plain text, a quotient among factors gets brackets too.
+        """
         written, is_looser = self.forms[form], self.binding < binding
         if form in (_LATEX, _LATEX_FIGURES):
             return rf"\left({written}\right)" if is_looser and not self.is_quotient else written
@@ -95,7 +97,7 @@ def _written(value: float, binding: int, write: Callable[[int], str], *, is_quot
 
 
 def symbol(name: str, figure: float) -> Formula:
-    """A name with a figure; an underscore begins the subscript: M_X."""
+    """A named quantity with its value; an underscore in the name begins a subscript: M_X."""
     head, _, below = name.replace("α", r"\alpha").partition("_")
     if len(below) > 1:
         below = rf"\mathrm{{{below}}}"

@@ -1,10 +1,10 @@
-"""The kernels of a compiled step, from the operators of the eager one.
+"""Derives the kernels of a compiled step from the operators of the eager one.
 
-A compiler runs the same matrix products and fused attention. It fuses the bandwidth-bound operators between them if one
-feeds the other, if both read the same tensor, or if one is the only reader of the other. Where Python reads a value off
-a tensor (`.item()`), the compiled graph ends. A half-precision product with rows that are no multiple of 16 bytes is
-padded, as in Inductor; the kernels that make its operands write the padding. Backward reads tensors that exist anyway,
-and recomputes others from the inputs of the kernel that made them, as torch's min-cut partitioner does.
+torch.compile keeps matmuls and fused attention. It fuses the bandwidth-bound operators between them in three cases: one
+feeds the other, both read the same tensor, or one is the other's only reader. `.item()` ends the compiled graph.
+Inductor pads half-precision matmuls with rows that are no multiple of 16 bytes; the kernels that make their operands
+write the padding. Backward reads tensors that exist anyway, and recomputes others from the inputs of the kernel that
+made them, as torch's min-cut partitioner does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,21 @@ from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 _OF_WEIGHTS_TOO = "norm_backward"
-"""Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
+"""Suffix of operators that return an input's gradient row by row, and a weight's gradient as a sum over rows."""
 _EMBEDDING, _ZEROS = "embedding_dense_backward", "zero"
-"""For an unused output of a graph, such as logits next to a loss, autograd passes a gradient of zeros."""
+"""Operators that fill with zeros; autograd does so for the gradient of an unused output of a graph, such as logits."""
 _ALONE = (*(_EMBEDDING, _ZEROS, "cross_entropy_softmax"), *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE))
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
-"""Formats of two bytes, and Inductor's padding multiple for their products (torch/_inductor/fx_passes/pad_mm.py,
-get_alignment_size).
+"""Half-precision formats, and the multiple of elements that Inductor pads their matmuls to.
+
+(torch/_inductor/fx_passes/pad_mm.py, get_alignment_size)
 """
 
 Version = tuple[int, int]
-"""A memory, and its number of earlier writes: an in-place operator makes a new version."""
+"""(allocation number, number of earlier writes to it): an in-place operator makes a new version."""
 
 Spans = frozenset[tuple[int, int]]
-"""Offsets and lengths, in bytes, of the parts of a memory that are read."""
+"""(offset, length), in bytes, of the parts of an allocation that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Kernel:
     fused: bool = False
     reduces: bool = False
     sums_rows: bool = False
-    """True if it adds up rows, in a pass separate from kernels that go row by row."""
+    """True if it sums over rows, as for a norm's weight gradient, in a pass of its own."""
     exponentials: bool = False
-    """True if it makes a softmax of logits, bound by elements in fp32 instead of by the bytes it reads."""
+    """True if it computes a softmax of logits: its time depends on fp32 elements, not on the bytes it reads."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
@@ -52,7 +53,10 @@ def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: b
 
 
 def lone_kernels(op: Operator) -> Iterator[Kernel]:
-    """An operator's kernels. An embedding's backward fills the table's gradient with zeros, then adds rows to it."""
+    """Yield the kernels of an operator that is not fused.
+
+    An embedding's backward has two: one fills the table's gradient with zeros, one adds rows to it.
+    """
     if op.name != _EMBEDDING:
         yield Kernel(op, op.moved_bytes)
         return
@@ -61,8 +65,9 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels in order. `blocks_alone`: each block is compiled alone, operators outside of blocks are eager, and no
-    kernel spans two.
+    """Kernels of a compiled step, in order.
+
+    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
     """
     fuser = _Fuser(blocks_alone)
     for op in operators:
@@ -76,22 +81,22 @@ class _Group:
     pass_name: str
     unit: str
     level: int
-    """Number of products on the longest path to it."""
+    """Number of matmuls on the longest path of operators that leads to it."""
     operators: list[Operator] = field(default_factory=list)
     reads: dict[Version, Spans] = field(default_factory=dict)
     made: dict[Version, int] = field(default_factory=dict)
     unnamed_bytes: int = 0
-    """Bytes read beyond operands, such as rows of a table."""
+    """Bytes read besides whole operands, such as rows of an embedding table."""
 
 
 @dataclass(slots=True)
 class _Made:
     group: _Group | None
-    """The fused kernel that makes it; None: a lone operator."""
+    """The fused kernel that writes it; None: an operator that is not fused."""
     level: int
     reads: list[tuple[Version, Spans]] = field(default_factory=list)
     casts: list[Version] = field(default_factory=list)
-    """The same numbers in another format."""
+    """Versions that hold the same numbers in another format."""
 
 
 class _Fuser:
@@ -135,7 +140,7 @@ class _Fuser:
                     self._made[cast_of].casts.append(version)
 
     def _unit(self, op: Operator) -> str | None:
-        """The unit that an operator is compiled with; None: eager, such as the optimizer's operators."""
+        """Name of the compiled graph that contains the operator; None: it stays eager."""
         if op.phase == "optimizer":
             return None
         if not self._blocks_alone:
@@ -164,7 +169,10 @@ class _Fuser:
             readers.append(group)
 
     def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
-        """An input's kernel with no product between; kernels of several inputs are merged."""
+        """Fused kernel that the operator joins: one that makes or reads its inputs, with no matmul between.
+
+        Several such kernels are merged.
+        """
         found: list[_Group] = []
         for version in read:
             made = self._made.get(version)
@@ -200,7 +208,10 @@ class _Fuser:
         other.operators = []  # marks it as merged
 
     def join_only_readers(self) -> None:
-        """Merge a kernel with its reader, unless another kernel or a product of the same pass reads its results."""
+        """Merge a kernel with its only reader.
+
+        It stays separate if another kernel or a matmul of the same pass reads its results.
+        """
         for item in self._order:
             if not isinstance(item, _Group) or not item.operators:
                 continue
@@ -231,7 +242,10 @@ class _Fuser:
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
 
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
-        """Reads that replace the eager step's: of a kernel of an earlier pass, only tensors in memory."""
+        """Tensors in memory from which a fused kernel obtains this version.
+
+        Results of an earlier pass that are not in memory are recomputed from the inputs of the kernel that made them.
+        """
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:
             return {version: spans}

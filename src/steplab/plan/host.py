@@ -1,7 +1,7 @@
-"""A CPU's pace in a measured step: Python's time per kernel where the GPU waited for it.
+"""Takes a CPU's pace, Python's time per kernel, from a measured step in which the GPU waited for Python.
 
-CPUs differ by a factor of two and more, and a shared one is slower still. A step with a waiting GPU shows its machine's
-pace, the best predictor of other steps there.
+CPUs differ by a factor of two and more, and a shared one is slower still. Such a step predicts other steps on the same
+machine best.
 """
 
 from statistics import median
@@ -19,12 +19,12 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 
 
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
-    """The GPU with the CPU's pace in a measured step; unchanged if the GPU never waited.
+    """The GPU's rates with the CPU's pace in a measured step; unchanged if the GPU never waited for Python.
 
-    The pace is seconds per kernel, the median over phases that waited: measured time over predicted number of kernels.
-    It scales those of launchers with more Python by the same factor, until such a step is measured. Steps of several
-    processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that cannot
-    be predicted.
+    The pace is measured seconds over the predicted number of kernels, as the median over phases in which the GPU
+    waited. Launchers with more Python per kernel, such as torch.compile, are scaled by the same factor. Steps of
+    several processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that
+    cannot be predicted.
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu
@@ -46,8 +46,10 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:
-    """Seconds of compilation with an empty cache, for one block or the whole model; 0 if eager or if the number of
-    blocks is not known."""
+    """Seconds that torch.compile takes with an empty cache, for one block or the whole model.
+
+    It is 0 for an eager step, or if the number of blocks is unknown.
+    """
     shape = spec.model.shape
     if spec.compile == "off" or shape is None:
         return 0.0

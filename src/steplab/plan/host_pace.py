@@ -1,5 +1,6 @@
-"""The CPUs' pace in many measured steps, and the phases with a waiting GPU. A phase much longer than its predicted
-kernels shows Python's time per kernel.
+"""Finds Python's time per kernel in many measured steps, and the phases in which the GPU waited for Python.
+
+A phase much longer than its predicted kernels shows Python's time per kernel.
 """
 
 from collections import defaultdict
@@ -16,12 +17,12 @@ from steplab.records.timing import waits_for_host
 from steplab.specs.step import StepSpec
 
 _WAITED = 1.4
-"""Measured time over kernel time above which Python determines a phase's time."""
+"""Ratio of measured time to kernel time above which Python's speed determines a phase's time."""
 _AHEAD = 1.25
-"""Kernel time over Python's time above which the GPU did not wait."""
+"""Ratio of kernel time to Python's time above which the GPU did not wait for Python."""
 
 Machine = tuple[str, str]
-"""The uuid of its GPU ('' if not recorded), and `StepSpec.launcher`."""
+"""(uuid of the GPU, '' if not recorded; `StepSpec.launcher`)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
 
 
 def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
-    """Seconds of Python per kernel, by machine: the median of the phases that waited."""
+    """Python's seconds per kernel on each machine: the median over phases in which the GPU waited."""
     found: dict[Machine, list[float]] = defaultdict(list)
     for cell in cells:
         if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:
@@ -77,8 +78,10 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[Machine, float]) -> bool:
-    """True if the GPU may have waited for Python. Either Python was hardly ahead at the end of the phase, or the
-    kernels take little longer than Python on that machine (the median machine if its pace is unknown).
+    """True if the GPU may have waited for Python in this phase.
+
+    Either Python was hardly ahead at the end of the phase, or the kernels take little longer than Python on that
+    machine. A machine of unknown pace gets the median of the others.
     """
     if cell.replayed:
         return False

@@ -1,5 +1,6 @@
-"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time); and Python's part of an eager
-step: the operators it calls, and how long the device waits for them.
+"""Predicts a kernel's time in seconds, from its sizes and its measured rate (costs.kernel_time).
+
+For an eager step it also predicts Python's time to call the operators, and the GPU's waits for Python.
 """
 
 import math
@@ -18,17 +19,20 @@ from steplab.specs.step import StepSpec
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
-"""FLOPs at fp32's peak of a dropped score's random number, by pass, per FLOP of the score's products by column. cuDNN's
-kernel takes 1.1 and 0.6 ps on an H200.
+"""fp32 FLOPs to draw dropout's random numbers, forward and backward, per attention FLOP over the head dimension.
+
+cuDNN's kernel takes 1.1 and 0.6 ps a score on an H200.
 """
 _ONE_PASS = {"rotary_heads": "fused", "swiglu": "fused"}
 _ONE_PASS |= {"add_rms_norm": "fused reduction", "cross_entropy_softmax": "fused reduction"}
-"""Operators that run as one Triton kernel, and the compiled kernels that resemble them."""
+"""Operators that run as one Triton kernel, with the compiled kernels that resemble them."""
 
 
 def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> float:
-    """Seconds from the begin of a kernel to the next one's, in a step where Python is ahead. replayed: True if a CUDA
-    graph launches the kernels."""
+    """Seconds from a kernel's start to the next one's, in a step where Python is ahead of the GPU.
+
+    replayed: True if a CUDA graph launches the kernels.
+    """
     step, factor = gpu.rates.step, gpu.rates.step.product_factor
     if kernel.operator.kind == "streaming":
         factor = 1.0 if kernel.operator.phase == "optimizer" else step.streaming_factor  # updates were fitted in steps
@@ -66,13 +70,15 @@ def streaming_name(kernel: Kernel) -> str:
 
 
 def widens(op: Operator) -> bool:
-    """True if an input has half the width of the result: torch's converting kernels reach half the bandwidth of others.
-    An example is the addition of bf16 to a residual stream in fp32."""
+    """True if an input has half the width of the result, as in adding bf16 to an fp32 residual stream.
+
+    torch's converting kernels reach half the bandwidth of others.
+    """
     return op.name in ("add", "copy", "mul") and any(2 * each.num_bytes == op.written_bytes for each in op.reads)
 
 
 def on_tensor_cores(work: Operator | TimePart) -> bool:
-    """True if its power depends on the share of the tensor cores' peak."""
+    """True for matmuls and fused attention on tensor cores, whose power depends on their share of the peak."""
     return work.kind != "streaming" and work.dtype != "fp32"
 
 
@@ -83,9 +89,10 @@ class Host:
 
 
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
-    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is unknown.
-    Where the model reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the
-    device.
+    """Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
+
+    Empty if the CPU's time per operator is unknown, and for a step that is compiled or not traced. Where the model
+    reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the GPU.
     """
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
@@ -100,7 +107,7 @@ class Launch:
     calls: int
     device_s: float
     is_awaited: bool
-    """True if Python reads its result."""
+    """True if Python waits for the result, as for `.item()`."""
 
 
 def launches_of(operators: Sequence[Operator], gpu: Gpu) -> list[Launch]:
@@ -116,7 +123,10 @@ def launches_of(operators: Sequence[Operator], gpu: Gpu) -> list[Launch]:
 
 
 def waiting(launches: Sequence[Launch], rates: HostRates, factor: float = 1.0) -> dict[str, Host]:
-    """Python's time by phase, on a CPU that takes `factor` of the measured one's, and the device's waiting."""
+    """Python's time and the GPU's idle time by phase.
+
+    factor: the CPU's time per operator, relative to the CPU of `rates`.
+    """
     device = host = 0.0
     host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in (1, 2):  # the second begins as far ahead as the first ends

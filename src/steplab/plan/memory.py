@@ -1,6 +1,6 @@
-"""A training step's peak memory, predicted before anything is allocated: `predict_memory`.
+"""Predicts the peak GPU memory of a training step without allocating anything: `predict_memory`.
 
-The step of the plain Transformer is run dry (plan.dry_run) for a CUDA device. The prediction is a sum over the tensors
+A dry run of the plain Transformer (plan.dry_run) follows every tensor on a CUDA device. The prediction sums the tensors
 alive at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
 """
 
@@ -33,10 +33,10 @@ from steplab.units import KIB, MIB, format_bytes
 
 HOPPER_WORKSPACE = Count(8 * 4 * MIB, "8 x 4 MiB")
 WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
-"""Bytes of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
+"""Workspace of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default on Hopper, and on any other card."""
 
 _MOST_LAYERS = 200
-"""Dry runs take a second or two up to here."""
+"""Most blocks that are run dry, which takes a second or two."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -48,18 +48,18 @@ def predict_memory(
     open_step: OpenStep = dry_step,
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
-    """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by tensor.
+    """Predict the peak memory that torch's allocator hands out in a step of `spec` on CUDA, by category and by tensor.
 
     Args:
-        device: the GPU's name in torch, for attention `auto`; None: a Hopper, such as the H200.
-        variant: how the ranks of a layout of dp share state, if not as `spec.data_parallel`.
-        open_step: replaces the dry run, for any model (fake_step).
-        model: that model, as its layout spreads it.
+        device: the GPU's name in torch, which decides attention `auto`; None: a Hopper, such as the H200.
+        variant: how data-parallel ranks share state; None: as in `spec.data_parallel`.
+        open_step: traces a step of any model (fake_step) instead of the dry run.
+        model: the traced model, prepared for its layout.
 
-    With CUDA graphs or for a planning-only size the result is a lower bound, which `kind` states. A layout's prediction
-    is for the ranks that need most, with all others listed.
+    With CUDA graphs or for a planning-only size the result is a lower bound, as `kind` states. A layout's prediction is
+    for the ranks that need most, with all others listed.
 
-    Raises Unsupported for a step that does not run on CUDA, and for another model than steplab's own without a trace.
+    Raises Unsupported for a step off CUDA, and for any model but steplab's own without a trace.
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
     hardware = find_hardware(device) if device else None
@@ -192,7 +192,7 @@ def _terms(peak: Peak) -> tuple[Term, ...]:
 
 
 def _named(piece: Piece) -> str:
-    """Optimizer state is listed by size alone; a gradient has the format of its weight."""
+    """Optimizer state is listed by size alone, gradients without their format."""
     if piece.category == "optimizer_state":
         return piece.what.partition(" of ")[0]
     return piece.what.partition(", in ")[0] if piece.category == "gradients" else piece.what
@@ -247,8 +247,9 @@ def _last_phase(spec: StepSpec) -> str:
 
 
 def _kept_by_torch_2_11(spec: StepSpec) -> int:
-    """Bytes that attention returns in a compiled block that is recomputed whole: its output and log-sum-exp rows. 0
-    unless attention is a steplab operator.
+    """Bytes of attention's output and log-sum-exp rows, which torch 2.11 keeps of a recomputed compiled block.
+
+    It is 0 unless attention is a steplab operator.
     """
     shape = spec.model.shape
     is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")

@@ -1,4 +1,4 @@
-"""A model's sizes, as accountings use them."""
+"""The sizes of a model in the formulas of plan.accounting."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ class Sizes:
     num_layers: int
     num_parameters: int
     num_active: int
-    """Parameters that one token uses: all but the experts that it does not take."""
+    """Parameters that compute one token: all except those of experts that the token is not routed to."""
     matrices: int
     kinds: str
     key_width: int
-    """Width of keys; 0: no attention."""
+    """Width of the key projection; 0: the model has no attention."""
     plain_layers: int = 0
-    """Matrices of a block that is only a feed-forward block."""
+    """Number of matrices in a block of a model without attention; 0: the model has attention."""
     experts: tuple[int, int] | None = None
-    """Number of experts of a block, and of those that a token takes; None: no experts."""
+    """(experts in a block, experts per token); None: the model has no experts."""
 
 
 def sizes_of(shape: TransformerShape) -> Sizes:

@@ -1,4 +1,4 @@
-"""A sum of bytes in a prediction: equal tensors in one term with its formula, by category."""
+"""Sums the bytes of a memory prediction: equal tensors in one term with its formula, by category."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import Term
 
 Alike = tuple[str, str, str, int]
-"""Category, description, bytes of one in symbols, and bytes of one."""
+"""(category, description, formula of the bytes of one tensor, bytes of one tensor)"""
 
 
 def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, ...]:

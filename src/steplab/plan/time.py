@@ -1,8 +1,9 @@
-"""The time of a training step, predicted before anything runs: `predict_step_time`.
+"""Predicts the time of a training step on one GPU without running it: `predict_step_time`.
 
-The step is run dry (plan.dry_run), its operators fused if compiled (plan.fusion), and its kernels' times summed
-(plan.kernel_time), because nothing overlaps on one stream. Python launches kernels ahead of the device; if Python is
-slower, the step takes Python's time. CPUs differ by a factor of two, so both times are given.
+A dry run lists the step's operators (plan.dry_run). plan.fusion merges them into kernels as torch.compile would, and
+plan.kernel_time gives each kernel's time. The times are summed, because kernels on one stream do not overlap. Where
+Python launches too slowly, the step takes Python's time. CPUs differ by a factor of two, so a quick and a slow one are
+both predicted.
 """
 
 import dataclasses
@@ -35,12 +36,14 @@ _PHASES = ("forward", "backward", "optimizer")
 def predict_step_time(
     spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None, facts: ModelFacts | None = None
 ) -> StepTimePrediction:
-    """The time of a step of `spec` by one process on one `gpu`, with a 90 % interval, by phase and by kind of kernel.
+    """Predict the time of one step in one process on `gpu`, by phase and kind of kernel, with a 90 % interval.
 
-    operators: the eager step's, from another source than the dry run (fake_step); facts: sizes of such a model.
+    Args:
+        operators: of the eager step of any model, from a trace (fake_step); None: a dry run of steplab's Transformer.
+        facts: sizes of the traced model.
 
-    Raises Unsupported for a step with unknown operators, off CUDA or of several processes, and for a number format
-    without a peak on this GPU.
+    Raises Unsupported for unknown operators, several processes, other devices than CUDA, or a number format without a
+    stated peak on this GPU.
     """
     asked = spec
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
@@ -79,12 +82,12 @@ def predict_step_time(
 
 
 def hidden_update(spec: StepSpec, gpu: Gpu) -> float:
-    """The share of an overlapped update that the backward pass hides; 0 for optimizers without a record of it."""
+    """Share (0 to 1) of the optimizer's time that overlaps with the backward pass; 0 without a record of it."""
     return gpu.rates.step.hidden_update if spec.optimizer == "adamw_triton" else 0.0
 
 
 def _in_backward(part: TimePart, hidden: float) -> TimePart:
-    """A part of a step with an overlapped update; of the update, only the exposed time and bytes."""
+    """Count an optimizer kernel as part of backward, with the time and bytes that do not overlap."""
     if part.phase != "optimizer":
         return part
     left = 1 - hidden
@@ -107,7 +110,7 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
-    """The shares of the eager step of `spec` that remain after compiling; arguments and errors as in
+    """Fractions of the eager step's kernels and times that torch.compile leaves. Arguments and errors: as
     `predict_step_time`."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
@@ -145,7 +148,6 @@ def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
 def _utilizations(
     spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float, facts: ModelFacts | None
 ) -> tuple[Utilization, ...]:
-    """MFU under every convention if the model's sizes are known, and HFU from the executed kernels."""
     executed = sum(part.flops for part in parts if part.kind != "streaming")
     used = model_utilizations(spec, gpu, step_s, facts)
     return (*used, _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
@@ -154,8 +156,8 @@ def _utilizations(
 def model_utilizations(
     spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
 ) -> tuple[Utilization, ...]:
-    """MFU under every convention, for a step of `step_s` seconds on as many GPUs as its layout has ranks. Empty for a
-    model of unknown sizes. facts: of a traced model."""
+    """MFU of a step of `step_s` seconds, by every convention of counting FLOPs, over all GPUs of the layout. Empty if
+    the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own."""
     if facts is None and spec.model.shape is not None:
         facts = own_facts(spec.model.shape)
     flops = dict[str, float]()
@@ -192,8 +194,8 @@ def _utilization(
 
 
 def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
-    """The parts at the clock that the GPU's power limit leaves. A step's power grows with its share of the tensor
-    cores' peak; beyond a threshold, the clock falls."""
+    """Lengthen tensor-core kernels to the clock that the GPU's power limit leaves. Power grows with the step's share of
+    the tensor cores' peak; beyond a threshold, the clock falls."""
     slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
@@ -207,13 +209,13 @@ def _throttling_of(parts: Sequence[TimePart], gpu: Gpu) -> float:
 
 
 def throttling(reached: float, rates: StepRates) -> float:
-    """Factor on the time of products in a step that reaches this share of the tensor cores' peak."""
+    """Factor (1 or more) on the time of matmuls, if the step reaches this share of the tensor cores' peak."""
     return 1 + rates.throttle * max(0.0, reached - rates.throttle_from)
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """Device time by phase, kind and operator, longest first within a phase, at the full clock. Blocks are equal, and
-    so are micro-steps from the second on: a few are run dry, and the others are extrapolated."""
+    """GPU time by phase, kind and operator, at the full clock, longest first within a phase. A few blocks and
+    micro-steps are run dry; the others are extrapolated, because each adds the same."""
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
@@ -225,12 +227,12 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
-    """The step with attention `auto` resolved for the GPU."""
+    """The step with attention `auto` replaced by the implementation for this GPU."""
     return with_attention_chosen(spec, spec.model.shape, gpu.device_names)[0]
 
 
 _FEWEST_MICRO_STEPS = 2
-"""The first makes the gradients, and a second adds to them."""
+"""The first micro-step allocates the gradients, and each later one adds to them."""
 
 
 def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
@@ -248,7 +250,8 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """As `_of_blocks`, if only the first blocks are recomputed: each further block of either sort adds the same."""
+    """Sum the kernels of a step with its first `num_first` blocks checkpointed. Each further block of either sort adds
+    the same."""
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
@@ -316,8 +319,8 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """True if it casts a weight's gradient, which such blocks make in fp32 (model/gradient_products). read: numbers of
-    the memories that the passes read."""
+    """True if it casts a weight's gradient to fp32. Blocks of Triton operators compute that gradient in fp32
+    (model/gradient_products). read: numbers of all allocations that forward and backward read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
 
@@ -376,7 +379,7 @@ def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
     quick, slow = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
-        quick, slow = 0.0, 0.0  # launched at once
+        quick, slow = 0.0, 0.0  # a CUDA graph launches them at once
     host_s, slow_host_s = quick * kernels, slow * kernels
     seconds = max(device_s, host_s)
     return PhaseTimes(
@@ -392,13 +395,12 @@ def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu
 
 
 def _bound(parts: list[TimePart]) -> Bound:
-    """Products and fused attention are bound by the peak, other kernels by bandwidth."""
     compute = sum(part.seconds for part in parts if part.kind != "streaming")
     return "compute" if compute > sum(part.seconds for part in parts) / 2 else "memory"
 
 
 def step_spread(spec: StepSpec, gpu: Gpu) -> float:
-    """Half of the 90 % interval of a step's time, as a share of it."""
+    """Half the width of the 90 % interval of a step's time, as a share of that time."""
     known = gpu.rates.step.spread
     own = known["eager" if spec.compile == "off" else "compiled"]
     own = max(own, known.get("traced", own)) if spec.model.shape is None else own
@@ -433,7 +435,7 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
 
 
 def _at(name: str, operators: Sequence[Operator]) -> str:
-    """The source lines of operators of this name in words, behind a comma; '' if unknown."""
+    """Source lines of operators of this name, as in ', at model.py:12'; '' if unknown."""
     places = _places(name, operators)
     return f", at {listed(places)}" if places else ""
 

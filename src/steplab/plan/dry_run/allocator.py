@@ -1,4 +1,4 @@
-"""torch's caching allocator of CUDA memory, in its default settings and on one stream.
+"""Simulates torch's caching allocator of CUDA memory, in its default settings and on one stream.
 
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, requests below 10 MiB from
 segments of 20 MiB; a larger one gets its own segment, rounded up to 2 MiB. A request takes the free block that fits it
@@ -6,7 +6,7 @@ best. The rest of the block is split off, unless it is at most 1 MiB of a large 
 allocated. (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
 kRoundLarge.)
 
-Owners of memory at every moment of a dry run, from its events.
+`Ledger` follows the tensors alive in a dry run.
 """
 
 import bisect
@@ -39,7 +39,7 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
-        """Size of all segments; none is returned to the device."""
+        """Size of all segments; none is returned to the GPU."""
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, num_bytes: int) -> Block:
@@ -65,7 +65,7 @@ class CachingAllocator:
         self._add(block)
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
-        """The lowest address breaks ties."""
+        """Ties go to the lowest address."""
         pool = self._free[small]
         at = bisect.bisect_left(pool, (wanted,))
         return pool.pop(at)[2] if at < len(pool) else None
@@ -118,7 +118,7 @@ class Ledger:
         self._at_start: list[Piece] = []
         self._log: list[tuple[Piece, bool]] = []
         self._began: list[tuple[int, str]] = []
-        """Phases, with the length of the log at their beginning."""
+        """(length of `_log` when the phase began, phase)"""
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, ""
 
     def listen(self, event: Event) -> None:
@@ -155,7 +155,7 @@ class Ledger:
         self.phase_peaks = {}
 
     def repeat(self) -> bool:
-        """Watch the step that was watched once more, on the allocator it left; False if it left other tensors."""
+        """Replay the watched step on the allocator as it left it; False if it left other tensors than it found."""
         if {id(piece) for piece in self._at_start} != self._alive.keys():
             return False
         log, began = self._log, self._began
@@ -174,7 +174,7 @@ class Ledger:
         return self._allocator.reserved_bytes
 
     def peak(self) -> Peak:
-        """The highest moment since `watch`."""
+        """Peak since `watch`, with the tensors alive then."""
         alive = {id(piece): piece for piece in self._at_start}
         for piece, made in self._log[: self._peak_at]:
             if made:

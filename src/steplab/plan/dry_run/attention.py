@@ -1,9 +1,7 @@
-"""Attention in the dry run: splitting and merging heads, the rotary embedding, and each implementation. The scores are
-[B, h, T, T]; every other tensor is at most as large as the residual stream.
+"""Describes attention's operators: splitting and merging heads, the rotary embedding, and each implementation.
 
-Attention that stores no scores, and torch's composition, in the dry run.
-
-A fused kernel saves its inputs, its output and one number a row. The table of ops.attention.implementations lists its
+The scores are [B, h, T, T]; every other tensor is at most as large as the residual stream. A fused kernel saves its
+inputs, its output and the log-sum-exp of each row of scores. The table of ops.attention.implementations lists its
 backward workspace and the layout of its tensors.
 """
 
@@ -25,7 +23,7 @@ Attend = Callable[[Machine, Tensor, Tensor, Tensor], Tensor]
 
 
 def split_heads(m: Machine, x: Tensor) -> Tensor:
-    """A [B, T, d] tensor viewed as [B, h, T, d / h]; backward copies the gradient into its order if necessary."""
+    """View [B, T, d] as [B, h, T, d / h]; backward copies a gradient of another memory layout."""
     view = Tensor(x.count, x.dtype, x.storage, x.start)
     view.heads_together = True
     like, named = (x.count, x.dtype), x.what
@@ -40,7 +38,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
-    """[B, h, T, d / h] as [B, T, d], copied unless the heads are contiguous; backward views the gradient."""
+    """Turn [B, h, T, d / h] into [B, T, d], by a copy unless the heads are contiguous; backward is a view."""
     if x.heads_together or m.sizes.one_order(x.count):
         merged = Tensor(x.count, x.dtype, x.storage, x.start)
     else:
@@ -50,7 +48,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def product_of_heads(m: Machine, x: Tensor) -> Tensor:
-    """The output of a batched matmul; backward copies its gradient for its matmuls."""
+    """View a batched matmul's output; backward copies its gradient for the matmuls that read it."""
     if m.sizes.one_order(x.count):
         return x
     view = Tensor(x.count, x.dtype, x.storage, x.start)
@@ -61,7 +59,10 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
-    """The rotary embedding by halves, in the table's fp32; keeps only the table. Learned positions need no rotation."""
+    """Apply the rotary embedding to the halves of each head, in fp32; saves only the table.
+
+    Learned positions need no rotation.
+    """
     if m.sizes.shape.learned_positions:
         return x
     first, second = _halves(m, x)
@@ -88,7 +89,7 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _times_table(m: Machine, part: Tensor) -> Tensor:
-    """Cosines or sines times a half, in fp32 whatever the half's format; the gradient is fp32 too, at first."""
+    """Multiply half of each head by cosines or sines, in fp32 whatever its format; so is its gradient."""
     table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
     part_count = part.count
 
@@ -101,7 +102,7 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
-    """x - y also makes a gradient for y instead of sharing one."""
+    """Add, or subtract if `negated`; only a subtraction makes a new gradient for y."""
     like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def repeated(m: Machine, x: Tensor) -> Tensor:
-    """Keys or values for each head of queries; backward sums the gradients of a group."""
+    """Repeat keys or values for each head of queries; backward sums the gradients of a group."""
     like = (x.count, x.dtype, f"gradient of {x.what}")
 
     output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
@@ -158,7 +159,7 @@ def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
 
 
 def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """Batched matmul, with copies of inputs that have heads together. Keeps both."""
+    """Batched matmul; inputs in the layout of [B, T, d] are copied first. Saves both inputs."""
     x, y = _heads_apart(m, x), _heads_apart(m, y)
     names, sizes = (x.what, y.what), m.sizes
     rows, heads = sizes.context, sizes.batch * sizes.heads
@@ -186,8 +187,10 @@ def _heads_apart(m: Machine, x: Tensor) -> Tensor:
 
 
 def softmax(m: Machine, scores: Tensor) -> Tensor:
-    """Keeps its output. Autocast runs it in fp32: bf16 scores are copied first, fp16 ones are converted within the
-    kernel."""
+    """Softmax of the scores, which saves its output; under autocast in fp32.
+
+    bf16 scores are copied to fp32 first, fp16 ones are converted within the kernel.
+    """
     x = m.cast(scores, FP32 if m.autocast and scores.dtype is not FP16 else None)
     output = m.run("_softmax", (x,), x.count, FP32 if m.autocast else x.dtype, "attention weights")
     m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
@@ -195,7 +198,7 @@ def softmax(m: Machine, scores: Tensor) -> Tensor:
 
 
 def softmax_gradient(x: Tensor) -> Backward:
-    """Backward of a softmax of x; its kernel first multiplies gradient and output into a temporary tensor."""
+    """Backward of a softmax of x; its kernel first writes gradient times output to a temporary tensor."""
     like = (x.count, x.dtype, "gradient of the scores")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
@@ -214,7 +217,7 @@ _OF_BACKWARD = (
     *("gradient of the rotated query", *_GRADIENTS_OF_KEYS),
     *("gradient of the attention output", "attention output", "rotated query", *_KEYS),
 )
-"""Tensors that are copied if the kernels need another layout, in copying order."""
+"""Tensors that are padded if the kernels need a larger head dimension, in copying order."""
 
 
 def attention_of(name: str) -> Attend:
@@ -284,7 +287,7 @@ def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
 
 
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own composition, in fp32, with an additive mask and a softmax that is safe for rows hidden entirely."""
+    """torch's math attention, in fp32, with an additive mask and a softmax that allows fully masked rows."""
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")

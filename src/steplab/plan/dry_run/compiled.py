@@ -1,8 +1,8 @@
-"""The model under torch.compile, in outline: an estimate, where the rest of the dry run is exact.
+"""Estimates the model's memory under torch.compile; the rest of the dry run is exact.
 
-The lists below are the choice of torch 2.13's min-cut partitioner for the plain Transformer's backward pass. It keeps
-the results and the inputs of matmuls, each once, and recomputes elementwise operators. It keeps only the input of a
-checkpointed block. The fused kernels between hold little and are not followed.
+The lists below are the choice of torch 2.13's min-cut partitioner for the plain Transformer's backward pass. It saves
+the results and the inputs of matmuls, each once, and recomputes elementwise operators. It saves only the input of a
+checkpointed block. The fused kernels between need little memory and are not followed.
 """
 
 from dataclasses import dataclass
@@ -31,17 +31,17 @@ def _num_bytes(kinds: list[_Kind]) -> int:
 
 class CompiledTransformer:
     def __init__(self, m: Machine, spec: StepSpec, head_loss: HeadLoss | None) -> None:
-        """head_loss: output head and loss as one operator."""
+        """head_loss: computes output head and loss as one operator; None: separately."""
         self._machine, self._spec, self._head_loss = m, spec, head_loss
         self._normed: Slot | None = None
         self._fused = spec.block_ops == "triton"
         self.parameters = Parameters(m)
         self._kept: list[list[Tensor]] = []
         self._left: list[tuple[Parameter, Tensor]] = []
-        """Gradients that the compiled backward pass returns at its end."""
+        """Weight gradients, which the compiled backward pass returns at its end."""
 
     def forward(self) -> Tensor:
-        """The loss, while saved tensors accumulate; without a backward pass, temporaries only."""
+        """Allocate the tensors that forward saves, and return the loss; without a backward pass, only temporaries."""
         m = self._machine
         m.start_products()
         for index in range(m.sizes.shape.num_layers):
@@ -60,8 +60,11 @@ class CompiledTransformer:
         return m.new(m.sizes.one, m.weight_dtype, "loss")
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of all parameters, while saved tensors are freed block by block. Saved tensors are overwritten
-        where possible, and freed before the gradients of a block's weights exist in their own format."""
+        """Allocate the gradients of all parameters, and free saved tensors block by block.
+
+        Saved tensors are overwritten where possible. They are freed before the gradients of a block's weights exist in
+        their own format.
+        """
         m = self._machine
         m.start_products()
         m.where = "head and loss"
@@ -94,7 +97,7 @@ class CompiledTransformer:
         return head_loss(m, x, self.parameters.head)
 
     def _gradient_of_head(self, loss: Tensor) -> Tensor:
-        """A loss in chunks has made it already, with the head's weight's gradient."""
+        """The gradient of the head's input; a loss in chunks has computed it in forward already."""
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
@@ -132,7 +135,7 @@ class CompiledTransformer:
                 kept.append(_Kind(sizes.stream, compute, "branch of the block before"))
             if self._spec.checkpointing in SELECTIVE:
                 others, of_keys = 3, 2
-                if self._spec.checkpointing == "selective_2":  # not attention's branch, nor keys and up made alone
+                if self._spec.checkpointing == "selective_2":  # neither attention's branch, nor separate keys and up
                     merged, others = sizes.shape.projections == "merged", 2
                     of_keys, inner = (2, inner) if merged else (1, inner[:1])
                 kept += [
@@ -163,7 +166,7 @@ class CompiledTransformer:
         return [_Kind(inner, compute, self._inner_words, number), _Kind(inner, operand, f"{self._inner_words}, in fp8")]
 
     def _in_fp8(self) -> list[_Kind]:
-        """Additional operands of products in fp8: attention's output and all weights, by columns."""
+        """Tensors saved for fp8 matmuls: attention's output and all weights, by columns."""
         sizes = self._machine.sizes
         weights = [_Kind(each.count, FP8, f"{each.what}, in fp8 by columns") for each in self._weights()]
         return [_Kind(sizes.residual, FP8, "attention output, in fp8 by columns"), *weights]
@@ -176,8 +179,10 @@ class CompiledTransformer:
         ]
 
     def _of_streams(self) -> list[_Kind]:
-        """The input of both norms. A block that is compiled alone receives the first, and sums it again with
-        attention's output, in the products' format."""
+        """Saved inputs of both norms.
+
+        A block compiled alone saves attention's branch instead of the second, and adds it again.
+        """
         m, sizes, what = self._machine, self._machine.sizes, "residual stream, normalised"
         if self._spec.compile != "block" or self._fused:
             return [_Kind(sizes.stream, m.weight_dtype, what, 2)]
@@ -190,8 +195,7 @@ class CompiledTransformer:
         return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", num_keys)]
 
     def _around_values(self, in_memory: bool) -> list[_Kind]:
-        """Columns of a merged projection other than the values: a fused kernel keeps a view of the whole projection.
-        Queries and keys are not needed once they are rotated."""
+        """Queries and keys before rotation, saved because the values are a view of the same merged projection."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions or self._fused:
             return []
@@ -216,7 +220,7 @@ class CompiledTransformer:
         return [_Kind(sizes.feed_forward, dtype, f"weights, in {dtype.name}", number, "autocast_copies")]
 
     def _of_inference(self) -> list[_Kind]:
-        """Memory of a block at its peak without gradients: in its feed-forward half, or around the scores."""
+        """A block's peak memory without gradients: in its feed-forward half, or around the scores."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
         stream = [_Kind(sizes.stream, m.weight_dtype, "residual stream"), _Kind(sizes.stream, compute, "norms")]
         in_memory = implementation(self._spec.attention).materialises_scores

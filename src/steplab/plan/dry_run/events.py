@@ -1,7 +1,7 @@
-"""The ordered events of a dry run, the source of memory, FLOPs and bytes. They are structs, because a large model's
-step has some hundred thousand and frozen dataclasses are several times slower.
+"""Events of a dry run, from which memory, FLOPs and bytes are counted.
 
-The operators of a step with many identical blocks, from steps with two and with three.
+They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are several times
+slower.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +15,17 @@ from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
 READS_A_VALUE = "_local_scalar_dense"
-"""The operator of `.item()`: Python reads a value off a tensor, and waits until the device has it."""
+"""Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""A tensor that the model makes without naming a device: not an operator. A GPU gets it by a copy of unpredicted
-time.
+"""Name of an event that is no operator: the model makes a tensor without naming a device.
+
+Its copy to the GPU takes unpredicted time.
 """
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
-"""Rate of fused attention if torch chooses the kernel by the GPU."""
+"""`Operator.rate` of fused attention whose kernel torch chooses by the GPU."""
 
 
 class Began(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +42,7 @@ class Freed(msgspec.Struct, frozen=True, gc=False):
 
 class Operand(msgspec.Struct, frozen=True, gc=False):
     memory: int
-    """Number of its allocation; two tensors in one allocation are views of the same memory."""
+    """Number of the allocation; tensors that share it are views of the same memory."""
     num_bytes: int
     start: int = 0
     """Offset in the allocation, in bytes; distinguishes two parts of one allocation from one tensor read twice."""
@@ -54,17 +55,17 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     dtype: str
     """Number format of the computation: fp32, tf32, bf16, fp16."""
     flops: float
-    """A multiply-add counts as two; fused attention counts only scores that a causal mask leaves."""
+    """A multiply-add counts as two; fused attention counts only scores that are not masked."""
     read_bytes: int
     written_bytes: int
     reads: tuple[Operand, ...]
-    """Inputs. An embedding reads part of its table, which only `read_bytes` counts."""
+    """Inputs that are read whole; an embedding's rows count in `read_bytes` only."""
     writes: tuple[Operand, ...]
     strided: bool
     """True if neighbouring elements of one of its tensors are apart in another, as when heads are transposed."""
     product: Product | None
-    """Sizes of a matmul, or of queries times keys in fused attention, which does several such products; None: no
-    product."""
+    """Sizes of a matmul, or of queries times keys in fused attention, whose other matmuls are alike; None: no matmul.
+    """
     phase: str
     where: str
     """Part of the model: 'block 3'."""
@@ -72,11 +73,11 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
     recomputed: bool
     dropout: bool = False
-    """True for fused attention that drops scores."""
+    """True for fused attention with dropout."""
     rate: str = ""
-    """Name of the kernel's rate, unless it is the operator's name: a traced kernel's access pattern."""
+    """Access pattern by which the kernel's measured bandwidth is looked up; '': by the operator's name."""
     calls: int = 1
-    """Operators that Python and torch called for it, including preceding views."""
+    """Number of operators that Python and torch called for it, including preceding views."""
 
     @property
     def moved_bytes(self) -> int:
@@ -92,7 +93,10 @@ _REPEATED = "block 1"
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks(Sequence[Operator]):
-    """In order. The memory that a repeated block reads is not known, so fusion reads `few` and `more`."""
+    """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
+
+    The allocations that a repeated block reads are unknown, so fusion reads `few` and `more`.
+    """
 
     few: tuple[Operator, ...]
     more: tuple[Operator, ...]
@@ -100,7 +104,7 @@ class RepeatedBlocks(Sequence[Operator]):
 
     @property
     def times(self) -> int:
-        """Number of added blocks: each adds the difference between `more` and `few`."""
+        """Number of blocks beyond two: each adds the difference between `more` and `few`."""
         return self.num_layers - 2
 
     def __iter__(self) -> Iterator[Operator]:

@@ -1,6 +1,6 @@
-"""The output head and the loss in chunks, in the dry run: ops/cross_entropy, line by line.
+"""Describes the output head with the loss in chunks: ops/cross_entropy, line by line.
 
-The forward pass makes and saves the gradients of the last hidden state and of the head's weight. Each function ends
+The forward pass computes and saves the gradients of the last hidden state and of the head's weight. Each function ends
 where torch's ends, so that its tensors are freed at the same moment.
 """
 
@@ -14,8 +14,11 @@ from steplab.plan.dry_run.tensors import Tensor
 
 
 def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, scaled: bool) -> Tensor:
-    """The mean loss. scaled: True if the gradient that backward receives is not 1, so that all gradients are multiplied
-    by it; otherwise the fused loss's kernel leaves them unchanged."""
+    """Mean loss, computed with the output head in chunks of tokens.
+
+    scaled: True if backward receives a gradient other than 1 and multiplies all gradients by it. Otherwise the fused
+    loss leaves them unchanged.
+    """
     if m.tape is None:
         return _mean(m, _in_chunks(m, x, weight, row)[0])
     scale, rest = _scales(m)
@@ -39,7 +42,7 @@ def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled:
 
 
 def _scales(m: Machine) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Factors of the gradients for the forward and the backward pass: fp16 cannot hold the gradients of a mean."""
+    """Factors that forward and backward multiply the gradients by; fp16 cannot hold the gradients of a mean."""
     one = m.run("fill", (), m.sizes.one, FP32, "one")
     count = _num_targets(m)
     count = m.run("clamp", (count,), m.sizes.one, INT64, "number of targets, at least 1")
@@ -103,8 +106,10 @@ def _chunk(
     count: int,
     is_first: bool,
 ) -> None:
-    """The three products for `count` tokens, split as the vocabulary is, with softmax, loss and gradient between.
-    Padding of the parts is not counted."""
+    """Three matmuls for `count` tokens, split as the vocabulary is, with softmax, loss and gradient between.
+
+    Padding of the parts is not counted.
+    """
     width, part = m.sizes.shape.d_model, _part(x, count * m.sizes.shape.d_model)
     for entries, w in cut:
         m.ran("mm", (part, w), (_part(memory, count * entries),), product=Product(m=count, n=entries, k=width))

@@ -1,5 +1,7 @@
-"""The dry run's torch: memory, autograd, autocast, matmuls with their workspace, checkpointing. Every action goes to
-the listener as an event (events.py)."""
+"""Imitates torch in the dry run: memory, autograd, autocast, matmuls with their workspace, checkpointing.
+
+Every action goes to the listener as an event (events.py).
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,16 +21,15 @@ _FORMATS = {"bf16": BF16, "fp16": FP16}
 
 
 class Parameter:
-    """A weight, made in fp32, and its gradient."""
+    """A weight, allocated in fp32, and its gradient."""
 
     def __init__(self, machine: "Machine", name: str, count: Count, num_uses: int = 1) -> None:
-        """num_uses: operators of a forward pass that read it."""
         self.name = name
         self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
         self.tensor.slot = Slot(FP32, is_leaf=True, num_uses=num_uses)
         self.master: Tensor | None = None
-        """Its fp32 values, which the optimizer updates; None: the weight itself."""
+        """fp32 master weight, which the optimizer updates; None: it updates the weight itself."""
 
     def convert(self, machine: "Machine", dtype: Dtype) -> None:
         if dtype is not self.tensor.dtype:
@@ -50,10 +51,14 @@ class Parameter:
 @dataclass(frozen=True, slots=True)
 class Gathering:
     low_precision: bool = True
-    """True if all except the embedding's are gathered in the format of matmuls, so that autocast makes no copies."""
+    """True if FSDP2 gathers all weights but the embedding's in the matmuls' format, so that autocast makes no copies.
+    """
     fused_norms: bool = True
-    """True if norms of an fp32 stream with such weights run as one kernel: from torch 2.12 on, autocast casts their
-    weights. Earlier torch composes each of operators, which also keep the normalised stream in fp32."""
+    """True if norms of an fp32 stream with low-precision weights run as one kernel: from torch 2.12 on, autocast casts
+    them.
+
+    Earlier torch composes norms of operators, which also save the normalised stream in fp32.
+    """
 
 
 class Machine:
@@ -67,11 +72,11 @@ class Machine:
         *,
         tells_operators: bool = True,
     ) -> None:
-        """The device before a step.
+        """Start with an empty GPU.
 
         Args:
-            workspace: bytes of a cuBLAS handle; each thread that multiplies matrices has one.
-            gathering: how FSDP2 gives the weights; None: they are kept whole.
+            workspace: bytes of a cuBLAS handle; each thread that runs matmuls has one.
+            gathering: how FSDP2 gathers the weights; None: they are kept whole.
             tells_operators: report operators too; describing them takes a third of a dry run's time.
         """
         self.gathering = gathering
@@ -83,7 +88,7 @@ class Machine:
         self._num_pieces = 0
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
         self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
-        """Format that matmuls cast to; None without autocast."""
+        """Format that autocast casts matmuls' inputs to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
         self.tape: Tape | None = None
         self.takes_fp8 = precision == "fp8"
@@ -134,7 +139,7 @@ class Machine:
         return [piece for number, piece in self._alive.items() if number > position]
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """A copy in fresh memory; added_to: the sum with another tensor."""
+        """Copy a tensor to fresh memory; added_to: write its sum with this tensor instead."""
         what = tensor.what.removesuffix(f", in {tensor.dtype.name}")
         made = self.new(tensor.count, dtype, tensor.what if tensor.dtype is dtype else f"{what}, in {dtype.name}")
         if added_to is None:
@@ -171,7 +176,7 @@ class Machine:
             )
 
     def dear(self, make: Callable[[], Tensor], *, is_linear: bool = False) -> Tensor:
-        """The output of an operator that selective checkpointing does not run again."""
+        """Output of an operator that selective checkpointing saves instead of running it again."""
         return make() if self._frame is None else self._frame.output(make, is_linear=is_linear)
 
     # --- events -------------------------------------------------------------------------------------------
@@ -194,9 +199,8 @@ class Machine:
         """Report an operator.
 
         Args:
-            fused_flops: FLOPs of fused attention.
+            fused_flops: FLOPs, for fused attention only.
             also_read_bytes: bytes of tensors that are not among `reads`.
-            strided: as in Operator.
         """
         if not self._tells_operators:
             return
@@ -241,7 +245,7 @@ class Machine:
         return copy
 
     def weight(self, parameter: Parameter) -> Tensor:
-        """A weight as a matmul takes it: under autocast a copy, made once in each pass."""
+        """The weight as a matmul reads it: under autocast a copy, made once in each pass."""
         if self.autocast is None or parameter.tensor.dtype is self.autocast:
             return parameter.tensor
         if id(parameter) not in self._weight_copies:
@@ -265,7 +269,7 @@ class Machine:
 
     @contextmanager
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
-        """A forward pass under autocast; tensors that outlive it are saved for the backward pass."""
+        """Run a forward pass under autocast; tensors that outlive it count as saved activations."""
         started = self.position()
         self.tape = Tape() if gradients else None
         yield
@@ -273,7 +277,7 @@ class Machine:
         self._keep_since(started)
 
     def checkpoint(self, run: Callable[[Any], Any], x: Any, checkpointing: str) -> Any:
-        """run(x) for one or several tensors; its nodes keep nothing and are recomputed in the backward pass."""
+        """run(x) under activation checkpointing: its nodes save nothing, and backward recomputes them."""
         if self.tape is None:
             return run(x)
         self._frame = Frame(run, x, checkpointing)

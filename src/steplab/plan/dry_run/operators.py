@@ -1,10 +1,10 @@
-"""The model's operators outside of attention: their allocations, kept tensors and backward passes. A function holds its
-arguments until it returns, as torch's do; a backward function so holds its gradient.
+"""Describes the model's operators outside of attention: their allocations, saved tensors and backward passes.
 
-Tensor parallelism in the dry run: tokens are gathered before the first products, and sums scattered after the last.
+A function holds its arguments until it returns, as torch's do; a backward function so holds its gradient.
 
-DTensor does both (torch/distributed/tensor/_collective_utils.py). A received all-gather is ordered by rank and is
-copied into the order of the tokens; a reduce-scatter is copied into the order of the ranks before it is sent.
+Under tensor parallelism, tokens are gathered before the first matmuls, and sums scattered after the last. DTensor
+copies an all-gather, ordered by rank, into the order of the tokens (torch/distributed/tensor/_collective_utils.py). It
+copies a reduce-scatter into the order of the ranks before it is sent.
 """
 
 from steplab.costs.kernel_time import Product
@@ -16,13 +16,13 @@ _BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
 
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
-    """Rows of the table. Keeps only the tokens, which exist anyway."""
+    """Look up the tokens' rows; saves only the token ids, which exist anyway."""
     tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
     return _rows(m, weight, m.sizes.gathered, "residual stream", (), tokens_bytes)
 
 
 def learned_positions(m: Machine, weight: Parameter) -> Tensor:
-    """A row of the table for each position. Keeps the position numbers, which it makes."""
+    """Look up a row for each position; saves the position numbers, which it makes."""
     numbers = m.run("arange", (), m.sizes.positions, INT64, "numbers of the positions")
     return _rows(m, weight, m.sizes.positions_width, "learned positions", (numbers,), 0)
 
@@ -44,7 +44,7 @@ def _rows(
 
 
 def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
-    """x + positions, the same for every sequence, so that their gradient is a sum over the batch."""
+    """x + positions; these are the same for every sequence, so their gradient is a sum over the batch."""
     like = (positions.count, positions.dtype, "gradient of learned positions")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
-    """A tensor like x; backward makes another from the gradient and the kept tensors."""
+    """Apply an elementwise operator to x; backward reads the output's gradient and the kept tensors."""
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
@@ -69,7 +69,7 @@ def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor,
 
 
 def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None = None) -> Tensor:
-    """x W^T, with a bias if given. Keeps x and W, in the format of the product."""
+    """x W^T, with a bias if given. Saves x and W, in the matmul's format."""
     w = m.weight(weight)
     x = m.cast(x, m.autocast)
     if bias is not None:
@@ -83,7 +83,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
         of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
+        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
         return gradient_x, gradient_w
 
     node = m.node((x.slot, w.slot), (x, w), backward)
@@ -95,8 +95,10 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 def fp8_linear(
     m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None, known: tuple[bool, bool]
 ) -> Tensor:
-    """ops/fp8/linear: each operand is cast in both layouts. Keeps x and W by columns, in fp8. known: True for x and for
-    the output's gradient if they come with their largest magnitudes."""
+    """As ops/fp8/linear: each operand is cast by rows and by columns. Saves x and W by columns, in fp8.
+
+    known: True for x and for the output's gradient if their largest magnitudes are known before the cast.
+    """
     w, named, tokens = weight.tensor, x.what, m.sizes.tokens.value
     x = m.cast(x, BF16)
     of_input, of_weight = x.count, w.count  # keeps backward's closure from holding the tensors
@@ -120,7 +122,7 @@ def fp8_linear(
 
 
 def _in_fp8(m: Machine, x: Tensor, *, amax_known: bool) -> tuple[Tensor, Tensor]:
-    """The product that follows clears its workspace, which is the second fill."""
+    """The second fill is the next matmul's, which clears its workspace."""
     for _ in range(2):
         largest = m.run("fill", (), m.sizes.one, FP32, f"largest magnitude of {x.what}")
     if not amax_known:
@@ -167,7 +169,7 @@ def _linear_with_bias(
         of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {names[0]}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
+        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
         return m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {names[1]}"), gradient_x, gradient_w
 
     node = m.node((b.slot, x.slot, w.slot), (x, w), backward)
@@ -177,8 +179,10 @@ def _linear_with_bias(
 
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
-    """torch's fused kernel: keeps its input and one number a row. From torch 2.12 on, autocast runs it in fp32. The
-    residual stream and the weight are fp32 under autocast, so it needs no casts.
+    """torch's fused RMSNorm: saves its input and one number a token.
+
+    From torch 2.12 on, autocast runs it in fp32. The residual stream and the weight are fp32 under autocast, so it
+    needs no casts.
     """
     if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
         return _composed_rms_norm(m, x, weight, what)
@@ -197,8 +201,10 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
 
 
 def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
-    """The same in torch's own operators (rms_norm_composite): x times its reciprocal root mean square, then the weight.
-    Keeps x, the reciprocals and the product of both."""
+    """RMSNorm in torch's own operators (rms_norm_composite): x times its reciprocal root mean square, then the weight.
+
+    Saves x, the reciprocals and the product of both.
+    """
     like, named = (x.count, x.dtype), x.what
     reciprocal = m.new(m.sizes.rows_of_stream, FP32, "reciprocal root mean squares")
     _squares = m.run("pow", (x,), *like, "squares")
@@ -221,7 +227,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
-    """torch's kernel: keeps its input and two numbers a row. Under autocast all of it is fp32, without casts."""
+    """torch's LayerNorm: saves its input and two numbers a token. Under autocast all of it is fp32, without casts."""
     like, named = (x.count, x.dtype), x.what
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)
@@ -240,24 +246,24 @@ def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None,
 
 
 def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
-    """The residual stream plus a branch, in the wider format. Keeps nothing; the output's gradient serves both."""
+    """Add a branch to the residual stream, in the wider format. Saves nothing; both share the output's gradient."""
     output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
     m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
     return output
 
 
 def silu(m: Machine, x: Tensor) -> Tensor:
-    """x sigmoid(x). Keeps x."""
+    """x sigmoid(x). Saves x."""
     return elementwise(m, "silu", x, "silu of the gate", kept=(x,))
 
 
 def gelu(m: Machine, x: Tensor) -> Tensor:
-    """x Phi(x). Keeps x."""
+    """x Phi(x). Saves x."""
     return elementwise(m, "gelu", x, "gelu of up", kept=(x,))
 
 
 def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
-    """Elementwise product of two tensors of one shape. Keeps both."""
+    """Elementwise product of two tensors of one shape. Saves both."""
     like, names = (x.count, x.dtype), (x.what, y.what)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
@@ -271,8 +277,10 @@ def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
 
 
 def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
-    """Mean of -log softmax at the targets. log_softmax keeps its output; nll_loss keeps its input, under autocast an
-    fp32 copy."""
+    """Mean of -log softmax at the targets.
+
+    log_softmax saves its output; nll_loss saves its input, under autocast an fp32 copy.
+    """
     low_precision = _log_softmax(m, logits)
     log_probabilities = m.cast(low_precision, FP32 if m.autocast else None)
     like, named = (log_probabilities.count, log_probabilities.dtype), log_probabilities.what
@@ -293,7 +301,7 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
 
 
 def divided(m: Machine, loss: Tensor) -> Tensor:
-    """A loss over a number. Keeps nothing."""
+    """Loss divided by the number of micro-steps. Saves nothing."""
     like = (loss.count, loss.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
@@ -321,8 +329,10 @@ def _gradient_of(m: Machine, weight: Parameter) -> Tensor:
 
 
 def gather(m: Machine, x: Tensor) -> Tensor:
-    """All tokens of a tensor that is split over the ranks; backward sums and scatters the gradient. Where each rank has
-    all tokens, that sum is in place."""
+    """All-gather the tokens under sequence parallelism; backward reduce-scatters the gradient.
+
+    Without it each rank has all tokens, and backward's sum is in place.
+    """
     if not m.sizes.split_tokens:
         return x
     whole = _gathered(m, x)
@@ -331,7 +341,10 @@ def gather(m: Machine, x: Tensor) -> Tensor:
 
 
 def scatter(m: Machine, x: Tensor) -> Tensor:
-    """A rank's tokens of the sum over all ranks, or all of them in place; backward gathers the gradient."""
+    """Reduce-scatter the tokens under sequence parallelism; backward all-gathers the gradient.
+
+    Without it the sum is in place.
+    """
     if not m.sizes.split_tokens:
         return x
     part = _scattered(m, x)

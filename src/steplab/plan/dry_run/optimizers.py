@@ -1,4 +1,4 @@
-"""Each optimizer's state between steps, and its temporaries within one."""
+"""Describes each optimizer's state between steps, and its temporaries within one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,8 +18,10 @@ class Table(NamedTuple):
 
 
 def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
-    """Device tables of ops/adamw for a kernel's tensors; sizes are in elements. They hold five addresses a tensor (six
-    with a master), its size and rates, and the tensor of each block of elements.
+    """GPU tables of ops/adamw for one kernel's tensors; `sizes` are in elements.
+
+    They hold five addresses a tensor (six with a master weight), its size and rates, and the tensor of each block of
+    elements.
     """
     number, width = len(sizes), 6 if has_masters else 5
     num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)
@@ -58,7 +60,7 @@ class Optimizer:
             parameter.slot.gradient = None
 
     def _make_state(self, parameter: Parameter) -> None:
-        """Both moments in the updated tensor's format; a single kernel also has the step's number on the device."""
+        """Allocate both moments in the updated tensor's format, for a single kernel also the step number on the GPU."""
         updated = parameter.master or parameter.tensor
         m, like = self._machine, (updated.count, updated.dtype)
         if self._name in ("adamw_fused", "adamw_triton"):
@@ -79,7 +81,7 @@ class Optimizer:
         self._fused(parameters, tuple(moment for index in indices if self._moments for moment in self._moments[index]))
 
     def _tables(self, parameters: list[Parameter], has_masters: bool) -> None:
-        """A kernel's tables: addresses again if gradients moved, the others once."""
+        """Allocate a kernel's tables: the addresses in each step, because gradients move, and the others once."""
         sizes = [parameter.tensor.count.value for parameter in parameters]
         addresses, *others = tables_of_one_kernel(sizes, has_masters=has_masters)
         made = self._new_table(addresses)
@@ -91,8 +93,10 @@ class Optimizer:
         return self._machine.new(table.size, table.dtype, table.what, category="optimizer_state")
 
     def _fused(self, parameters: list[Parameter], state: _Tensors) -> None:
-        """One kernel: reads weights, gradients and state, and writes all except gradients. Where a weight has a master,
-        the kernel reads the master instead, and writes both."""
+        """One kernel: reads weights, gradients and state, and writes all except gradients.
+
+        A master weight is read instead of the weight, and both are written.
+        """
         weights, gradients = _tensors(parameters)
         updated = tuple(p.master or p.tensor for p in parameters)
         also_written = weights if updated != weights else ()
@@ -106,7 +110,7 @@ class Optimizer:
         self._adamw("_foreach_", *_tensors(parameters), first, second, tuple(roots), tuple(roots))
 
     def _loop(self) -> None:
-        """The last parameter's denominator is alive while the next root is made."""
+        """Each parameter's AdamW denominator is still alive while the next one's root is computed."""
         m, denominator = self._machine, None
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
             like = (parameter.tensor.count, parameter.tensor.dtype)

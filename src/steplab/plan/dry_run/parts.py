@@ -1,8 +1,8 @@
-"""Memory of a step's parts (embedding, one block, head), from a dry run of a model of two blocks.
+"""Finds the memory of a step's parts (embedding, one block, head), from a dry run of a model of two blocks.
 
-plan.layout.memory composes a rank with n blocks from these parts, without running them all. Each part's peak lists
-every tensor that is alive. Weights, gradients of finished parts and optimizer state are left out, because a layout
-divides them.
+plan.layout.memory composes a rank of n blocks from these parts, without running them all. Each part's peak lists every
+tensor that is alive. Weights, gradients of finished parts and optimizer state are left out, because a layout shards
+them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _KEPT_BEFORE: dict[PartName, tuple[str, ...]] = {
     "block": ("embedding", _FIRST),
     "head": ("embedding", _FIRST, _LAST),
 }
-"""Parts with tensors kept for the backward pass while a part runs."""
+"""Parts whose saved tensors exist while a part runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +59,39 @@ def bundle_of(holdings: Mapping[Held, int]) -> Bundle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """The highest moment of one part in one pass."""
+    """Peak memory of one part in one pass."""
 
     phase: str
     part: PartName
     where: str
     """The allocation that reached the peak, in words."""
     own: Bundle
-    """With gradients of its weights."""
+    """Tensors alive at the peak, with gradients of the part's weights, without tensors that earlier parts saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
     moments: tuple[Moment, ...]
     kept_by_block: Bundle
-    """Tensors that a block keeps from its forward to its backward pass."""
+    """Tensors that a block saves for its backward pass."""
     held_by_block: Bundle
-    """Tensors of a block while later parts run forward: autocast frees its copies of weights after the forward pass."""
+    """Tensors of a block while later parts run forward, with autocast copies that are freed after the forward pass."""
     kept_by_embedding: Bundle
     kept_by_head: Bundle
     operators: Mapping[tuple[str, PartName], tuple[Operator, ...]]
-    """Operators by phase and part, of one block, without the optimizer's."""
+    """Operators of one block, by phase and part, without the optimizer's."""
 
     def moment(self, phase: str, part: PartName) -> Moment | None:
-        """None: the pass does not run."""
+        """Peak of a part in a pass; None: the pass does not run."""
         return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
 
 
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-    """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
+    """Memory and operators of each part of a micro-step of `batch` sequences.
 
-    split, gathering: as in `run_dry`. The spec's layout, batch, checkpointing and micro-steps are ignored. (With
-    several micro-steps, a loss in chunks multiplies its gradients once more.) Compilation applies to blocks one by one;
-    the rest is eager.
+    recomputed: checkpointing of each block: none, full or selective. split, gathering: as in `run_dry`. The spec's
+    layout, batch, checkpointing and micro-steps are ignored. (With several micro-steps, a loss in chunks multiplies its
+    gradients once more.) Blocks are compiled one by one; the rest is eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
@@ -140,10 +140,12 @@ def _parts_of(
 
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
-    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that reports its events to a listener.
+    """Memory and operators of each part of a micro-step with two blocks, `block 0` and `block 1`.
 
-    Behind a frozen embedding the first block keeps less than others, so the larger of the two represents all. Else the
-    first does. The last one's output is kept only if the head needs it: the head's moments count the difference."""
+    run: reports the micro-step's events to a listener. Behind a frozen embedding the first block saves less, so the
+    larger block represents all. Otherwise the first does, and the head's moments count what the last saves more or
+    less.
+    """
     found = _reading(run)
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
     if parts.moment("backward", "embedding") is None:
@@ -163,7 +165,7 @@ def parts_of_run(run: Callable[[Listener], None]) -> Parts:
 
 
 def _unrounded(kept: Bundle) -> Counter[Held]:
-    """An equal tensor of another block may lie in a larger piece of memory."""
+    """Without rounding, because an equal tensor of another block may lie in a larger allocation."""
     found = Counter[Held]()
     for held, count in kept.holdings.items():
         found[dataclasses.replace(held, rounding_bytes=0)] += count
@@ -190,7 +192,7 @@ def _reading(run: Callable[[Listener], None]) -> "_Reading":
 class _Log:
     def __init__(self) -> None:
         self.memory: list[tuple[Piece, int, bool, str]] = []
-        """(piece, size of its block, True if allocated or False if freed, phase)."""
+        """(piece, size of its allocation, True if allocated or False if freed, phase)"""
         self.operators: list[Operator] = []
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
@@ -212,7 +214,7 @@ class _Log:
 
 
 class _Reading:
-    """The log read after the run, when the category of each piece is settled."""
+    """Reads the log after the run, when the category of each allocation is settled."""
 
     def __init__(self, log: _Log) -> None:
         self.operators = log.operators
@@ -242,8 +244,7 @@ class _Reading:
             self._after_forward = list(alive.values())
 
     def moments(self) -> Iterable[Moment]:
-        """The moments of the embedding, the last block and the head in each pass, without tensors that other parts
-        keep."""
+        """Peaks of the embedding, the last block and the head in each pass."""
         for phase in ("forward", "backward"):
             for part, where in _WHERE.items():
                 if (phase, where) not in self._peaks:
@@ -272,7 +273,7 @@ def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
 
 
 def _waits_for_embedding(piece: Piece) -> bool:
-    """True for the gradient that a tied head gives the embedding, which lives until the embedding's own gradient."""
+    """True for the embedding's gradient from a tied head, which lives until the embedding's own gradient."""
     return piece.category == "gradients" and piece.where == BEHIND and "embedding.weight" in piece.what
 
 

@@ -1,8 +1,8 @@
-"""Numbers of elements of a step's tensors, as values and in the symbols of docs/memory_formulas.md.
+"""Counts the elements of a step's tensors, as values and in the symbols of docs/memory_formulas.md.
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block, h
 heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
-1/n of each matrix, of the heads and of the vocabulary and, between the products, of the tokens (model/layout.py).
+1/n of each matrix, of the heads and of the vocabulary. Between the matmuls it has 1/n of the tokens (model/layout.py).
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Count:
     """'B h T²'; '' for 1."""
 
     def formula(self, dtype: Dtype) -> str:
-        """'4 B h T²'."""
+        """Bytes as a formula: '4 B h T²'."""
         if dtype.num_bytes == 1 and self.symbols:
             return self.symbols
         return f"{dtype.num_bytes} {self.symbols}".rstrip()
@@ -56,15 +56,14 @@ def half(count: Count) -> Count:
 class Split(NamedTuple):
     ranks: int = 1
     tokens: bool = True
-    """True if a rank has part of the tokens between the products (sequence parallelism), as in steplab; else it has
-    all."""
+    """True if a rank has only 1/n of the tokens between the matmuls (sequence parallelism), as in steplab."""
 
 
 WHOLE = Split()
 
 
 class Sizes:
-    """Every number of elements in a step of the plain Transformer."""
+    """Element counts of all tensors in a step of the plain Transformer."""
 
     def __init__(self, shape: TransformerShape, batch: int, context: int, split: Split = WHOLE) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
@@ -79,7 +78,7 @@ class Sizes:
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
         self.split_tokens = split.tokens and tp > 1
-        """True if a rank of several has part of the tokens between the products: sequence parallelism."""
+        """True under sequence parallelism: each of several ranks has 1/n of the tokens between the matmuls."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
         self.stream = self.residual if self.split_tokens else self.gathered
@@ -105,5 +104,8 @@ class Sizes:
 
     def one_order(self, x: Count) -> bool:
         """True if [B, T, heads, d / h] and [B, heads, T, d / h] have the same layout in memory, so that neither is
-        copied. x: number of elements of either."""
+        copied.
+
+        x: number of elements of either.
+        """
         return self.context == 1 or x.value == self.tokens.value * self.shape.head_dim

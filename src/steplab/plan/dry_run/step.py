@@ -1,4 +1,4 @@
-"""A step's phases, run dry in the order of measurement.step.step."""
+"""Runs a step's phases dry, in the order of measurement.step.step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from steplab.specs.step_choices import WITH_MASTERS
 
 _BATCHES = 2
 _MICRO_STEPS = 4
-"""Micro-steps that are enough for memory: from the second on, each adds to existing gradients."""
+"""Micro-steps that suffice for peak memory: from the second on, each adds to existing gradients."""
 
 
 OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable[[], None]]]
@@ -31,13 +31,13 @@ OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable
 
 @contextmanager
 def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """A step of the plain Transformer that reports memory only, with the fewest micro-steps that make a difference."""
+    """Build a step of the plain Transformer that reports memory only, and yield the function that runs it."""
     spec = dataclasses.replace(spec, accumulation=min(spec.accumulation, _MICRO_STEPS))
     yield _Step(spec, workspace, listen, tells_operators=False).run
 
 
 def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_step) -> Ledger:
-    """The ledger of a step in its steady state; workspace: bytes of a cuBLAS handle."""
+    """Ledger of a step's allocations, once they repeat from step to step; workspace: bytes of a cuBLAS handle."""
     ledger = Ledger()
     with open_step(spec, workspace, ledger.listen) as run:
         run()  # makes the optimizer's state
@@ -50,14 +50,18 @@ def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_ste
 
 
 def run_dry(spec: StepSpec, listen: Listener, *, split: Split, gathering: Gathering | None) -> None:
-    """One step of a rank of tensor parallelism, reported to `listen`; the spec's own layout is ignored. gathering: how
-    FSDP2 gives the weights; None: they are kept whole."""
+    """Run one step of a tensor-parallel rank, and report its events to `listen`.
+
+    The spec's own layout is ignored. gathering: how FSDP2 gathers the weights; None: they are kept whole.
+    """
     _Step(spec, Count(0, ""), listen, split=split, gathering=gathering).run()
 
 
 def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
-    """The operators of a step, in order, without GradScaler's under fp16. A compiled step returns the eager step's
-    operators: a compiler runs the same matrix products and fuses the rest."""
+    """Operators of a step, in order, without fp16's GradScaler.
+
+    A compiled step returns the eager step's operators, which plan.fusion merges.
+    """
     found: list[Operator] = []
 
     def listen(event: Event) -> None:
@@ -123,7 +127,7 @@ class _Step:
                 parameter.master = None
 
     def _keep_masters(self) -> None:
-        """Allocate masters of the linear layers' weights; under a loss in chunks the head's weight stays in fp32."""
+        """Allocate master weights of the linear layers; with a loss in chunks the head's weight stays in fp32."""
         parameters = self._model.parameters
         for parameter in parameters.linear:
             if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:

@@ -1,16 +1,14 @@
-"""autograd as far as memory goes: saved tensors, and the lifetime of each gradient.
+"""Imitates autograd's memory: saved tensors, and the lifetime of each gradient.
 
 Nodes run in reverse order. A node makes the gradients of its inputs, then frees the gradients it took, then its saved
 tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
 (torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
 added to the gradient of an earlier pass.
 
-Activation checkpointing in the dry run, as torch.utils.checkpoint does it without reentrant autograd.
-
-In the forward pass a block's nodes keep nothing, and its frame keeps its input. The first backward of a node recomputes
-the block up to the last tensor that a node needs (early stop). Nodes take their tensors from the frame in order.
-Selective checkpointing also keeps the outputs of matmuls and of fused attention in the frame, instead of recomputing
-them; selective_2 those of every second linear layer.
+Activation checkpointing works as torch.utils.checkpoint does without reentrant autograd. In the forward pass a block's
+nodes save nothing, and its frame keeps its input. The first backward of a node recomputes the block up to the last
+tensor that a node needs (early stop). Nodes take their tensors from the frame in order. Selective checkpointing saves
+the outputs of matmuls and of fused attention in the frame; selective_2 leaves out every second linear layer.
 """
 
 from collections import Counter
@@ -28,7 +26,7 @@ class Engine(Protocol):
     where: str
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """added_to: the sum with another tensor."""
+        """added_to: return the sum with this tensor."""
 
     def ran(self, name: str, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> None:
         """Report an operator."""
@@ -109,7 +107,7 @@ Kept = tuple[Tensor, ...]
 
 
 class Enough(Exception):
-    """A recomputation has found every tensor that its block's nodes keep."""
+    """Ends a recomputation once it has every tensor that its block's nodes save."""
 
 
 class Frame:
@@ -128,7 +126,7 @@ class Frame:
         return bool(self._found)
 
     def enter(self, kept: Kept) -> int:
-        """Register a node's kept tensors and return its number; raises Enough once the last is found."""
+        """Register a node's saved tensors and return its number; raises Enough once the last node has them."""
         if not self.recomputing:
             self._num_nodes += 1
             return self._num_nodes - 1
@@ -143,7 +141,7 @@ class Frame:
         return kept
 
     def output(self, make: Callable[[], Tensor], *, is_linear: bool) -> Tensor:
-        """The output of an operator that selective checkpointing keeps: made once."""
+        """Output of an operator; selective checkpointing computes it once and keeps it."""
         self._num_linear[self.recomputing] += is_linear
         is_second = is_linear and self._num_linear[self.recomputing] % 2 == 0
         if self._checkpointing not in SELECTIVE or (is_second and self._checkpointing == "selective_2"):

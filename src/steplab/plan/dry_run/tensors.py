@@ -1,7 +1,7 @@
-"""Tensors of a dry run: a size, a number format, and memory.
+"""Tensors of a dry run: a size, a number format and an allocation.
 
-CPython counts references, so a storage frees its memory when its last tensor goes, as torch does. The dry run mirrors
-the model's code, so that local variables, arguments and saved tensors live as long as in torch.
+CPython counts references, so a storage frees its memory with its last tensor, as torch does. The dry run mirrors the
+model's code, so that local variables, arguments and saved tensors live as long as in torch.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Piece:
     formula: str
     num_bytes: int
     category: str
-    """As in MEMORY_CATEGORIES; temporaries, until the tensor outlives the pass that made it."""
+    """As in MEMORY_CATEGORIES; 'temporaries' until the tensor outlives the pass that made it."""
     where: str
     """Part of the model that ran: 'block 3'; '' outside of the blocks."""
 
@@ -27,7 +27,6 @@ class Storage:
     __slots__ = ("_free", "number", "piece")
 
     def __init__(self, piece: Piece, number: int, free: Callable[[Piece], None]) -> None:
-        """number: the machine's number of this allocation."""
         self.piece, self.number, self._free = piece, number, free
 
     def __del__(self) -> None:
@@ -38,7 +37,7 @@ class Tensor:
     __slots__ = ("count", "dtype", "heads_together", "is_view", "num_bytes", "slot", "start", "storage")
 
     def __init__(self, count: Count, dtype: Dtype, storage: Storage, start: int = 0) -> None:
-        """start: bytes before it in its memory; interleaved parts count as consecutive."""
+        """start: offset in its memory, in bytes; interleaved parts count as consecutive."""
         self.count, self.dtype, self.storage, self.start = count, dtype, storage, start
         self.num_bytes = count.value * dtype.num_bytes
         self.slot: Slot | None = None
@@ -68,8 +67,8 @@ class Slot:
         self.dtype, self.is_leaf = dtype, is_leaf
         self.gradient: Tensor | None = None
         self.num_uses = self.num_to_come = num_uses
-        """For a parameter: operators of a forward pass that read it (two if the head is tied to the embedding), and
-        gradients still to come in the current backward pass."""
+        """For a parameter: number of operators of a forward pass that read it, and of gradients still to come in the
+        current backward pass. A head tied to the embedding makes it two."""
         self.of_pass = Slot(dtype) if num_uses > 1 else None
 
     def take(self) -> Tensor:

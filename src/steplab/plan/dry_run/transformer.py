@@ -1,5 +1,6 @@
-"""model/transformer.py in the operators of the dry run, line by line, and model/fused_block.py with ops/rms_norm,
-rotary_heads and swiglu.
+"""Repeats model/transformer.py line by line in the dry run's operators.
+
+So it does model/fused_block.py, with ops/rms_norm, rotary_heads and swiglu.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -96,7 +97,7 @@ class Transformer:
         head_loss: HeadLoss | None,
         block: "type[Block] | None" = None,
     ) -> None:
-        """head_loss: the output head and the loss as one operator; None: separate. block: its class; None: Block."""
+        """head_loss: computes output head and loss as one operator; None: separately. block: its class; None: Block."""
         self._machine, self._checkpointing, self._head_loss = m, checkpointing, head_loss
         self.parameters = Parameters(m)
         self._kind = block or Block
@@ -144,7 +145,8 @@ def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -
 
 class Block:
     _amax_known: ClassVar[Mapping[str, tuple[bool, bool]]] = {}
-    """Linear layers: (True if the input, True if the output's gradient) comes with its largest magnitude."""
+    """Linear layers: (True if the input's, True if the output gradient's) largest magnitude is known before the cast.
+    """
 
     def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:
         self._machine, self._attend, self._parameters = m, attend, parameters
@@ -158,7 +160,6 @@ class Block:
 
     @staticmethod
     def entered(m: Machine, x: Tensor) -> Any:
-        """The residual stream in the form that the first block takes."""
         return x
 
     @staticmethod
@@ -242,8 +243,10 @@ class FusedBlock(Block):
 def add_rms_norm(
     m: Machine, x: Tensor, branch: Tensor, weight: Parameter, what: str, *, reads_sum: bool = True
 ) -> Stream:
-    """The norm of the sum, and the sum. Keeps the sum and one number a row. reads_sum: True if anything reads the sum,
-    which then has a gradient too."""
+    """The norm of x + branch, and the sum. Saves the sum and one number a token.
+
+    reads_sum: True if anything reads the sum, which then has a gradient too.
+    """
     wide = x.dtype if x.dtype.num_bytes >= branch.dtype.num_bytes else branch.dtype
     of_x, of_branch, named = (x.count, x.dtype), (branch.count, branch.dtype), x.what
     normed, total = m.new(x.count, m.autocast or x.dtype, what), m.new(x.count, wide, "residual stream")
@@ -267,7 +270,7 @@ def add_rms_norm(
 
 
 def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, the first two rotated, each with its heads together. Keeps only the table."""
+    """Queries, keys and values, the first two rotated, each in the layout of [B, T, d]. Saves only the table."""
     like, sizes = (merged.count, merged.dtype, f"gradient of {merged.what}"), m.sizes
     table_bytes = sizes.rotary.value * FP32.num_bytes
     q, k, v = (
@@ -288,7 +291,7 @@ def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def swiglu(m: Machine, gate_up: Tensor) -> Tensor:
-    """silu(gate) times up. Keeps both."""
+    """silu(gate) times up. Saves both."""
     like = (gate_up.count, gate_up.dtype, f"gradient of {gate_up.what}")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:

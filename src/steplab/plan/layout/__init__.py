@@ -1,2 +1,1 @@
-"""Steps that are spread over ranks: memory, messages and time of each rank, and the choice of a layout.
-measurement.step.distribute sets up the same ranks."""
+"""Predicts steps spread over ranks: each rank's memory, transfers and time, and the choice of a layout."""

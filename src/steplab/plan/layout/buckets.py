@@ -1,8 +1,8 @@
-"""Gradients of data-parallel ranks in buckets: their grouping and their memory.
+"""Groups the gradients of data-parallel ranks into buckets, and counts their memory.
 
-steplab's buckets follow parallel.sizes: a gradient alone in its bucket travels in its own memory; others are copied
-into its buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) has buffers alone; it closes the first at 1 MiB
-and each other at its size.
+steplab's buckets follow parallel.sizes: a gradient alone in its bucket is sent from its own memory; others are copied
+into a buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) copies all into buffers. It closes the first bucket
+at 1 MiB and each other at the bucket size.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Buckets:
     sizes_bytes: tuple[int, ...]
     buffered_bytes: int
     waiting_bytes: int
-    """Most bytes of gradients that wait for the others of their bucket."""
+    """Peak bytes of gradients whose bucket is not yet complete."""
     during_backward: bool
     copied_bytes: int
     shared_bytes: int = 0
@@ -39,11 +39,11 @@ class Buckets:
 def buckets_of(
     elements: tuple[int, ...], kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0
 ) -> Buckets:
-    """The buckets of a kind of data parallelism (specs.ddp.Kind; none: without communication). owned.py has `sharded`.
+    """Gradient buckets and their memory in a kind of data parallelism (specs.ddp.Kind), but for `sharded` (owned.py).
 
     Args:
         elements: of each weight that has a gradient, in the order of the model.
-        peers: ranks that copy into each other's memory; 0: collectives.
+        peers: number of ranks that copy into each other's memory; 0: they use collectives.
     """
     sizes = [count * element_bytes for count in reversed(elements)]
     if kind == "torch_ddp":
@@ -73,7 +73,7 @@ def buckets_of(
 
 
 def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
-    """Buckets that travel by peer copies; gradients wait in their own memory until others have landed."""
+    """Buckets sent by peer copies; gradients stay in their own memory until others have landed."""
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),

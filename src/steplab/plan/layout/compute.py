@@ -1,4 +1,4 @@
-"""Seconds of a step's parts on one rank: kernels one after the other, as in plan.time."""
+"""Predicts the seconds of a step's parts on one rank: one kernel after the other, as in plan.time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,22 +12,27 @@ from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
-"""Python's time per kernel of a step on split tensors, compiled or not. It bounds all layouts with tp in
-benchmarks/results/layout_h200_202611.jsonl.gz: between 100 and 150 microseconds per kernel."""
+"""Python's time per kernel if DTensor splits the tensors, compiled or not, on a quick and on a slow CPU.
+
+All layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds
+per kernel.
+"""
 
 HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
-"""Python's time for FSDP2's hooks around one unit in one pass: the range of the excess over kernel time in pipelines
-with FSDP2, from the same records."""
+"""Python's time for FSDP2's hooks around one unit in one pass, on a quick and on a slow CPU.
+
+It is the range of time beyond the kernels' in pipelines with FSDP2, from the same records.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     kernels: float = 0.0
     tensor_s: float = 0.0
-    """Seconds of products and fused attention on tensor cores, at the full clock."""
+    """Seconds of matmuls and fused attention on tensor cores, at the full clock."""
     other_s: float = 0.0
     ideal_s: float = 0.0
-    """`tensor_s` at the tensor cores' peak."""
+    """Seconds that the same kernels take at the tensor cores' peak."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -51,7 +56,7 @@ class PartTimes:
         self._known: dict[tuple[int, str, str, bool], Work] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._parts: list[Parts] = []
-        """Referenced, to keep ids unique."""
+        """Kept alive, because `_known` is keyed by their ids."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
         key = (id(parts), phase, part, compiled)
@@ -62,8 +67,9 @@ class PartTimes:
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
-        """Time by the bytes that the update's kernels read and write. Raises Unsupported for adamw_triton: its traffic
-        across ranks is unknown.
+        """Predict the optimizer's time from the bytes that its kernels read and write.
+
+        Raises Unsupported for adamw_triton, whose traffic across ranks is unknown.
         """
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"

@@ -1,8 +1,9 @@
-"""Time of a collective between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
+"""Predicts the time of a collective between ranks: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node w is NCCL's share of the GPU's stated link, between nodes its share of the stated adapters
-(specs/networks.toml). There a ring enters and leaves each node once, through one adapter per rank of the group. alpha
-grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
+Within a node, w is the share of the GPU's stated link bandwidth that NCCL reaches. Between nodes, it is NCCL's share of
+the stated network adapters (specs/networks.toml). There a ring enters and leaves each node once, through one adapter
+per rank of the group. alpha grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency
+of a hop, protocol Simple).
 """
 
 import dataclasses
@@ -16,12 +17,14 @@ from steplab.records.comm import CommFit
 from steplab.specs.hardware import HardwareSpec, network_alike, network_of
 
 REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
-"""Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks. It is 1 / beta of
-the communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s."""
+"""Share of the stated one-way bandwidth that NCCL reaches over NVLink 4 with 2 and 4 ranks.
+
+It is 1 / beta of the communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s.
+"""
 CALL_S = 10.8e-6
-"""alpha of two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter."""
+"""Latency (alpha) of two ranks: the median of all-reduce, all-gather and reduce-scatter in the same profile."""
 NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
-"""Seconds of a further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
+"""Seconds of each further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +34,28 @@ class Cluster:
     node_bytes_per_s: Mapping[str, float]
     """Bus bandwidth that NCCL reaches within a node, by collective."""
     network: str
-    """Name of the network; empty: not known."""
+    """Name of the network between nodes; '' if unknown."""
     network_bytes_per_s: float | None
-    """Bandwidth that NCCL reaches through one adapter in one direction; None: not known."""
+    """One-way bandwidth that NCCL reaches through one network adapter; None: unknown."""
     network_stated_bytes_per_s: float | None
-    """Stated bandwidth of an adapter; None: not known, or the reached bandwidth was given."""
+    """Stated bandwidth of a network adapter; None: unknown, or the reached bandwidth was given."""
     sources: tuple[str, ...]
     node_is_stated: bool = True
-    """True if the node's bandwidth is a share of the stated one, not given or measured."""
+    """True if `node_bytes_per_s` is a share of the stated bandwidth, not given or measured."""
     calls_s: Mapping[str, float] = field(default_factory=dict)
-    """Measured alpha by collective, within a node; missing ones follow NCCL's model."""
+    """Measured latency (alpha) of each collective within a node; others follow NCCL's model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Ranks that exchange messages: `size` of them, each `stride` ranks after the one before."""
+    """Ranks that communicate: `size` of them, `stride` apart."""
 
     size: int
     stride: int
     in_line: int = 0
-    """Length of the line of ranks with these as neighbours; beyond a node, some neighbours are in different nodes. 0:
-    the group is the line.
+    """Length of the pipeline in which these ranks are neighbours; 0: not a pipeline.
+
+    If a pipeline is longer than a node, some of its neighbours are in different nodes.
     """
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
@@ -67,13 +71,11 @@ def machine_of(
     *,
     network_stated_bytes_per_s: float | None = None,
 ) -> Cluster:
-    """A cluster of these GPUs.
+    """Cluster of nodes with these GPUs.
 
     Args:
-        links: bus bandwidths that NCCL reaches, in bytes per second, by `node` or `network`; they replace shares of
-            stated ones.
-        network_stated_bytes_per_s: an adapter's stated bandwidth instead of the known one; NCCL reaches the same share
-            of it.
+        links: bus bandwidths in bytes per second, by `node` or `network`, that replace NCCL's share of the stated ones.
+        network_stated_bytes_per_s: replaces an adapter's stated bandwidth; NCCL reaches the same share of it.
 
     Raises UserError for another name of a link.
     """
@@ -109,8 +111,9 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """The machine with a stored profile within a node; each collective uses its line over all world sizes, or else of
-    most ranks.
+    """Cluster with the bandwidths and latencies of a stored communication profile within a node.
+
+    Each collective uses its fit over all world sizes, or else over most ranks.
     """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
@@ -129,7 +132,7 @@ def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Clus
 
 
 def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
-    """Bytes on the wire per second of one rank; None: across an unknown network."""
+    """Bytes per second that a rank can send on the wire; None: the network between nodes is unknown."""
     within = machine.node_bytes_per_s[collective]
     ranks = group.ranks_in_node(machine.gpus_per_node)
     if ranks == group.size:
@@ -140,7 +143,7 @@ def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
 
 
 def call_s(machine: Cluster, collective: str, group: Group) -> float:
-    """alpha: seconds of a call of any size."""
+    """Latency (alpha) of a collective in seconds, whatever its size."""
     ranks = group.ranks_in_node(machine.gpus_per_node)
     nodes = math.ceil(group.size / ranks)
     steps, turns = (1, 1) if collective == "send_recv" else (group.size - 1, 2 if collective == "all_reduce" else 1)
@@ -152,7 +155,7 @@ def call_s(machine: Cluster, collective: str, group: Group) -> float:
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Seconds of one message alone; None: the link is unknown."""
+    """Seconds of one transfer without concurrent work; None: the network between nodes is unknown."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

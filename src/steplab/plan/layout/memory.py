@@ -1,11 +1,12 @@
-"""Peak memory of each rank of a layout, composed of the parts of a step.
+"""Predicts the peak memory of each rank of a layout, as a sum over the parts of its step.
 
-While a rank runs one block, it holds that block's tensors, the tensors that earlier blocks keep, once for each
-microbatch in flight, the state that the layout divides, weights gathered from other ranks, and message buffers.
+A rank that runs one block holds that block's tensors, and for each microbatch in flight the activations of earlier
+blocks. It also holds its share of weights, gradients and optimizer state, weights gathered from other ranks, and
+communication buffers.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
-forward holds the weights of the current unit and the message that brought them, 2 G. Backward holds its weights, the
-next unit's message, and the previous unit's gradients in transit: 2 G + R. The head's weights stay gathered between the
+forward holds the current unit's weights and the all-gather that brought them, 2 G. Backward holds its weights, the next
+unit's all-gather, and the previous unit's gradients in transit: 2 G + R. The head's weights stay gathered between the
 passes; without --reshard-after-forward all weights do.
 """
 
@@ -34,10 +35,10 @@ from steplab.specs.step_choices import WITH_MASTERS
 _BATCHES = 2
 _FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_ROUNDED = 8
-"""Blocks that are placed in memory to find the rounding, which grows in proportion beyond them."""
+"""Number of blocks allocated one by one to find the rounding of their weights, which grows in proportion beyond."""
 
 CACHED_SHARE = 0.04
-"""Largest excess of reserved over allocated memory (gaps and cache), as a share of allocated memory.
+"""Excess of reserved over allocated memory (gaps and cache), as a share of allocated memory.
 
 The median over the ranks of benchmarks/results/layout_h200_202611.jsonl.gz is 0.035; over the single GPUs of
 docs/memory_formulas.md it is 0.03.
@@ -65,7 +66,7 @@ def memory_by_rank(
     sequence_parallel: bool = True,
     model: SpreadModel | None = None,
 ) -> tuple[RankMemory, ...]:
-    """The peak of each group of ranks, in pipeline order; model: None for steplab's own."""
+    """Peak memory of each group of ranks, in pipeline order; model: None: steplab's own Transformer."""
     sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel, model=model)
     groups = rank_groups(spec, sharing.model.num_layers)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in groups)
@@ -78,7 +79,7 @@ def peaks_by_rank(
 
 
 def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
-    """The parts of a rank's microbatch, with blocks checkpointed as block `block` is."""
+    """Memory and operators of one microbatch on a rank, with blocks checkpointed as block `block` is."""
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
     if checkpointing not in SELECTIVE:
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
@@ -100,7 +101,7 @@ def _differ(spec: StepSpec) -> bool:
 
 
 class _Rank:
-    """The first rank of a group, which has the largest shards."""
+    """Counts the memory of a group's first rank, whose shards are the largest."""
 
     def __init__(self, spec: StepSpec, group: RankGroup, sharing: Sharing, workspace_bytes: int) -> None:
         self._spec, self._group, self._sharing = spec, group, sharing
@@ -152,8 +153,10 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """Memory that the allocator holds for FSDP2's own streams, which the step's stream cannot use: two messages of
-        weights, and the shards of all gradients."""
+        """Memory reserved for FSDP2's own streams, which the compute stream cannot use.
+
+        It is two all-gathers of weights, and the shards of all gradients.
+        """
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
@@ -171,8 +174,11 @@ class _Rank:
             yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
 
     def _scenes(self) -> list[tuple[bool, int]]:
-        """(True if an earlier microbatch's gradients exist when another's arrive, reduction of the microbatches in
-        flight). Where all microbatches may be in flight at once, either can happen, but not both."""
+        """Cases for `_passes`: (True if an earlier microbatch's gradients exist, number of microbatches no longer in
+        flight).
+
+        Where all microbatches may be in flight at once, no gradients exist yet; once they do, one microbatch has ended.
+        """
         if not self._gradients or (self._spec.micro_steps == 1 and self._microbatches == 1):
             return [(False, 0)]
         if self._microbatches > max(stage.in_flight for stage in self._group.stages) or self._microbatches == 1:
@@ -270,7 +276,7 @@ class _Rank:
 
     @functools.cached_property
     def _padded(self) -> dict[PartName, int]:
-        """Elements of each part in transit, over all ranks of fsdp."""
+        """Elements of each part's weights when gathered over all fsdp ranks, with padding."""
         parts: dict[PartName, Sequence[Weight]]
         parts = {"embedding": self._embedding, "block": self._block, "head": self._head}
         return {part: sum(each.padded(self._sharing.fsdp) for each in weights) for part, weights in parts.items()}
@@ -323,8 +329,10 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """The allocator's rounding of the weights, or of their gradients; with_state: and of the optimizer's
-        tensors."""
+        """Bytes that the allocator's rounding adds to the weights, or to their gradients.
+
+        with_state: also to the optimizer's tensors.
+        """
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])
@@ -454,7 +462,10 @@ def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
 
 @functools.lru_cache(maxsize=4096)
 def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -> int:
-    """The allocator's rounding of tensors of these sizes; the first tensor of each weight is allocated first."""
+    """Bytes that the allocator's rounding adds to tensors of these sizes, grouped by weight.
+
+    The first tensors of all weights are allocated before the others.
+    """
     placed = min(num_blocks, _MOST_ROUNDED)
     sizes = (*embedding, *block * placed, *head)
     allocator = CachingAllocator()

@@ -1,7 +1,8 @@
-"""The model that a layout spreads: its weights, and the memory and operators of its parts.
+"""The model that a layout distributes: its weights, and the memory and operators of its parts.
 
-Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a trace (fake_step). FSDP2 has a unit for
-each block. A third-party model's other parts belong to the root, which stays gathered throughout the step.
+Steplab's own Transformer is derived from its sizes (plan.dry_run), any other from a trace (fake_step). FSDP2 has a unit
+for each block. A third-party model's other parameters belong to the root unit, which stays gathered throughout the
+step.
 """
 
 from collections.abc import Callable
@@ -61,15 +62,15 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverRanks:
-    """Messages of tensor parallelism by transformers' plan, in one pass over a part of a model."""
+    """Tensor-parallel communication in one pass over a part of a model, by transformers' plan."""
 
     forward: int
-    """All-reduces of the residual stream."""
+    """Number of all-reduces of the residual stream in the forward pass."""
     backward: int
     gathered_forward: tuple[int, ...]
-    """Elements of a token in each all-gather of an output, such as logits."""
+    """Elements per token of each all-gather of an output, such as logits."""
     gathered_backward: tuple[int, ...]
-    """Elements of a token in each all-gather of a gradient."""
+    """Elements per token of each all-gather of a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +82,12 @@ class Spread:
     head: tuple[Weight, ...]
     buffer_bytes: int
     batch_bytes: int
-    """Bytes of a batch of the traced step."""
+    """Bytes of the inputs of the traced step."""
     batch: int
     layers_in_config: int | None
-    """Number of layers in its configuration; None: it differs from the number of blocks."""
+    """Number of layers in the model's configuration; None: it differs from the number of blocks."""
     of_block: "OverRanks"
-    """Messages along tp."""
+    """Tensor-parallel communication of one block."""
     of_ends: "OverRanks"
     is_tied: bool
     """True if two of its parts share a weight, such as embedding and head."""
@@ -97,11 +98,11 @@ class Known:
     facts: ModelFacts
     spread: Spread | None
     why_not: str = ""
-    """Why layouts cannot spread it."""
+    """Reason that layouts cannot distribute the model; '' if they can."""
     inner_width: int | None = None
     key_width: int | None = None
     experts: tuple[int, int] | None = None
-    """Number of experts of a block, and of those that a token takes; None: no experts."""
+    """(experts in a block, experts per token); None: the model has no experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -109,9 +110,9 @@ class ForeignModel:
     facts: ModelFacts
     spread: Spread
     trace: "Trace"
-    """Runs a micro-step of the model with two of its blocks."""
+    """Runs a micro-step of the model with two of its blocks, and reports its events."""
     split: Callable[[int], Spread]
-    """The model as one of tp ranks has it. Raises Unsupported for a model without a plan for it."""
+    """The model with one of tp ranks' shard of each weight. Raises Unsupported for a model without a plan for tp."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
     _spread: dict[int, Spread | SteplabError] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class ForeignModel:
         return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
     def spread_over(self, tp: int) -> Spread:
-        """Raises SteplabError as `split` does."""
+        """The model with one tp rank's weights; raises SteplabError as `split` does."""
         if tp not in self._spread:
             try:
                 self._spread[tp] = self.split(tp) if tp > 1 else self.spread
@@ -167,7 +168,7 @@ class ForeignModel:
         return self.spread.embedding[0].row_elements
 
     def refuse_unplanned(self, spec: StepSpec) -> None:
-        """Raise Unsupported or UserError for a pipeline with unknown stages, and for tp without a plan."""
+        """Raise Unsupported or UserError for a pipeline that cannot be cut between blocks, or tp without a plan."""
         layout, spread = spec.layout, self.spread_over(spec.layout.tp)
         if layout.pp == 1:
             return

@@ -1,8 +1,9 @@
-"""The memory of `sharded`, where each weight's owner has its averaged gradient and its optimizer state.
+"""Counts the memory of `sharded` data parallelism: each weight's owner alone has its averaged gradient and its
+optimizer state.
 
-Owners are assigned bucket by bucket of gradients (parallel.sizes). By collectives, a bucket of gradients or of
-parameters is a buffer with a slot for each owner. By peer copies, a rank has memory for its averages, for others'
-gradients that land there, and for all parameters, all outside of torch's allocator (parallel.flat_parameters).
+Owners are assigned by gradient bucket (parallel.sizes). With collectives, a bucket of gradients or of parameters is a
+buffer with a slot for each owner. With peer copies, a rank has memory for its averages, for the gradients that others
+copy there, and for all parameters. All of it is outside torch's allocator (parallel.flat_parameters).
 """
 
 import functools
@@ -27,8 +28,10 @@ class Owned:
 def owned_of(
     elements: tuple[int, ...], bucket_mb: float, element_bytes: int, ranks: int, *, by_peer_copies: bool
 ) -> Owned:
-    """Memory of `sharded` on each of `ranks` ranks, with buckets of `bucket_mb` for gradients and for parameters.
-    elements: of each weight, in the order of the model."""
+    """Rank 0's memory under `sharded`, with buckets of `bucket_mb` for gradients and for parameters.
+
+    elements: of each weight, in the order of the model.
+    """
     sizes, limit = [count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB
     groups = [[len(sizes) - 1 - place for place in group] for group in grouped(sizes[::-1], limit)]
     owners_of_groups = owners_in([[elements[index] for index in group] for group in groups], ranks)

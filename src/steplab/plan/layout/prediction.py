@@ -19,8 +19,10 @@ def predict_layout_memory(
     notes: Sequence[str],
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
-    """The prediction for the ranks that need most, with all others listed. A single process that is compiled block by
-    block gets the same, without NCCL."""
+    """Predict the peak memory of the ranks that need most, with all others listed.
+
+    A single process compiled block by block gets the same prediction, without NCCL.
+    """
     ranks = memory_by_rank(spec, workspace_bytes, variant, model=model)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)

@@ -1,5 +1,7 @@
-"""Groups of ranks with the same work, one for each place in the pipeline, and the microbatches in flight there. Ranks
-are numbered as in parallel.layout, pp outermost, so that the ranks of one place are neighbours."""
+"""Groups the ranks with the same work, one group for each position in the pipeline.
+
+Ranks are numbered as in parallel.layout, pp outermost, so the ranks of a group are consecutive.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ class Stage:
     first: bool
     last: bool
     in_flight: int
-    """Most microbatches in flight: their forward pass has begun, and their backward pass has not ended."""
+    """Peak number of microbatches whose forward pass has begun and whose backward pass has not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class RankGroup:
     first_rank: int
     num_ranks: int
     place: int
-    """Along pp, from 0."""
+    """Position in the pipeline, from 0."""
     stages: tuple[Stage, ...]
 
     @property
@@ -48,7 +50,10 @@ class RankGroup:
 
 
 def rank_groups(spec: StepSpec, num_layers: int | None = None) -> tuple[RankGroup, ...]:
-    """The groups of a step's layout, in pipeline order; num_layers: for a model that is not steplab's own."""
+    """Groups of ranks of the step's layout, in pipeline order.
+
+    num_layers: of a model that is not steplab's own.
+    """
     num_layers = num_layers or (spec.model.shape.num_layers if spec.model.shape else 0)
     schedule = spec.pipeline_schedule if spec.layout.pp > 1 else "1f1b"
     microbatches = spec.num_microbatches
@@ -77,9 +82,11 @@ def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -
 
 
 def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Most microbatches in flight at once in each stage of one rank, in torch's schedules. gpipe: all. 1f1b: one
-    forward pass for each stage from this one to the last, then a backward pass before each further one. interleaved:
-    the warm-up of torch's ScheduleInterleaved1F1B, counted by stage when all stages together have most in flight."""
+    """Peak number of microbatches in flight in each stage of one rank, in torch's schedules.
+
+    gpipe: all. 1f1b: one for each stage from this one to the last; then each backward pass precedes a forward pass.
+    interleaved: those of ScheduleInterleaved1F1B's warm-up, counted by stage at the rank's total peak.
+    """
     if schedule == "gpipe":
         return (microbatches,)
     if schedule == "1f1b":

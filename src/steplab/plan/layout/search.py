@@ -1,8 +1,8 @@
-"""Every layout of a job on a number of GPUs: step times, or the reason that it does not fit.
+"""Predicts the step time of every layout of a job on a number of GPUs, or why it does not fit.
 
-A job is a step and a global number of sequences. Each layout uses the largest micro-batch that fits, and further
+A job is a step and a global batch in sequences. Each layout uses the largest micro-batch that fits, and further
 micro-steps for the rest. A pipeline uses the fastest micro-batch and schedule that fit. Checkpointing `auto` is each
-layout's fastest choice; where that recomputes all blocks, it recomputes the fewest with which the layout fits.
+layout's fastest choice; if that is `full`, only as many blocks are recomputed as needed to fit.
 """
 
 import bisect
@@ -36,15 +36,14 @@ from steplab.units import format_bytes, format_rate
 
 MOST_GPUS = 1 << 16
 _CHECKPOINTING = ("none", "selective", "full")
-"""Candidates for checkpointing `auto`; full is reduced in the end to the fewest blocks."""
+"""Candidates for checkpointing `auto`; `full` is finally reduced to the fewest blocks that must be recomputed."""
 _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutJob:
     spec: StepSpec
-    """The step, without a layout and with its update afterwards; the layout determines batch, micro-steps and
-    microbatches."""
+    """The step in one process, with its update after backward; each layout sets batch, micro-steps and microbatches."""
     update: Update
     """When parameters are updated; some layouts can only update after all gradients."""
     gpus: int
@@ -156,7 +155,10 @@ def layouts_of(gpus: int) -> Iterator[Layout]:
 
 
 def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
-    """True if slower by more than the predictions' relative error in communication and computation."""
+    """True if `one` is slower than `fastest` by more than the error of the predictions.
+
+    Errors that both predictions share do not count.
+    """
     unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
     unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
     return one.seconds - fastest.seconds > unsure
@@ -224,7 +226,10 @@ class _Search:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
 
     def judged(self, spec: StepSpec, *, timed: bool = False) -> LayoutCandidate:
-        """timed: with the time of a layout that does not fit, on GPUs with enough memory."""
+        """Predict a layout's memory and time.
+
+        timed: predict the time even if it does not fit.
+        """
         layout = spec.layout
         model = self._job.model
         groups = _telling(rank_groups(spec, model.num_layers if model else None))
@@ -282,8 +287,10 @@ def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
 
 
 def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
-    """Candidates for the group that needs most memory: the first, the last, and the first of each number of blocks,
-    which has most microbatches in flight."""
+    """Groups that may need most memory: the first, the last, and the first with each number of blocks.
+
+    Among groups of equal blocks, the first has most microbatches in flight.
+    """
     chosen = {0: groups[0], len(groups) - 1: groups[-1]}
     seen: set[tuple[int, ...]] = set()
     for place, group in enumerate(groups[1:-1], start=1):

@@ -1,4 +1,4 @@
-"""How the ranks of a step share weights, gradients and the optimizer's state."""
+"""How ranks share weights, gradients and the optimizer's state."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from steplab.specs.step import StepSpec
 
 _FP32_BYTES = 4
 GATHERING = Gathering()
-"""FSDP2 as measurement.step.distribute sets it up, with a current torch."""
+"""FSDP2's gathering of weights as measurement.step.distribute sets it up, with a current torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
     kind: str
-    """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
+    """Kind of data parallelism: one of specs.ddp.Kind, or 'none' without data-parallel ranks."""
     fsdp: int
     replicas: int
     reshard: bool
@@ -25,12 +25,12 @@ class Sharing:
     weight_bytes: int
     gathered_bytes: int
     splits_tokens: bool
-    """True if tensor parallelism splits the tokens between the products (sequence parallelism): steplab's own model."""
+    """True if tensor parallelism also splits the tokens (sequence parallelism), as in steplab's own model."""
     model: SpreadModel
     gathering: Gathering | None
     buckets: Buckets | None
     owned: Owned | None
-    """Rank 0's share of the weights; None: they have no owners."""
+    """Rank 0's memory if each weight has an owner (`sharded`); None: another kind."""
 
     @property
     def gathers(self) -> bool:
@@ -38,7 +38,7 @@ class Sharing:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of a gradient as FSDP2 reduces it: fp32 if weights are gathered in another format."""
+        """Bytes per gradient element as FSDP2 reduces it: fp32 if weights are gathered in another format."""
         return self.weight_bytes if self.gathered_bytes == self.weight_bytes else _FP32_BYTES
 
 
@@ -54,11 +54,11 @@ def sharing_of(
     sequence_parallel: bool = True,
     model: SpreadModel | None = None,
 ) -> Sharing:
-    """How the ranks of the spec's layout share state.
+    """Return how the ranks of the spec's layout share weights, gradients and optimizer state.
 
     Args:
         variant: of a data-parallel study, with all ranks along dp.
-        model: None for steplab's own; FSDP2 gathers any other in its stored format.
+        model: None: steplab's own; FSDP2 gathers any other in its stored format.
     """
     layout, model = spec.layout, model or own_model(spec)
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")

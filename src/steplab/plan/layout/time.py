@@ -1,9 +1,9 @@
-"""The time of a step on a layout: each rank's computation and waits, and the pipeline's fill and drain.
+"""Predicts the time of a step on a layout: each rank's computation and communication, and the pipeline's bubble.
 
-Compute follows plan.time. Messages without concurrent computation take their own time. Others are hidden as far as they
-keep up with the computation, and slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth.
-A pipeline of S stages and m microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan et
-al. 2021, section 2.2); interleaved stages shorten the turns.
+Computation follows plan.time. Transfers without concurrent computation take their own time. Others are hidden as long
+as the computation lasts, but slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth. A
+pipeline of m microbatches takes (m - 1) times its slowest rank's time per microbatch, plus once every rank's.
+Interleaved stages shorten the bubble (Narayanan et al. 2021, section 2.2).
 """
 
 import dataclasses
@@ -27,20 +27,28 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.step import STAGES_A_RANK, StepSpec
 
 CONTENTION = {"buckets": 0.52, "fsdp2": 0.76, "peer_copy_to_owners": 0.164}
-"""Slowdown of concurrent computation, in seconds per second that the messages take over a node's link alone. Medians of
-(exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
+"""Seconds that concurrent computation loses per second of the transfers alone, over a node's link.
+
+Medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs.
+"""
 PEER_COPY_CONTENTION = 0.68
-"""The same for peer copies of buckets, per second that their bytes take through the GPU's memory. The median over the
-backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs."""
+"""Seconds that computation loses per second that peer copies of buckets take at the GPU's memory bandwidth.
+
+The median over the backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs.
+"""
 COMMUNICATION_SPREAD = 0.3
-"""Half of the 90 % interval of communication's added time, as a share of it; all except three records are within."""
+"""Half of the 90 % interval of the time that communication adds, as a share of it.
+
+All except three records are within.
+"""
 UNMEASURED_SPREAD = 0.5
-"""The same for messages across a network, which were not measured."""
+"""COMMUNICATION_SPREAD across a network, which no record measures."""
 
 
 def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
-    """Seconds of a step on its layout, in nodes of the known GPU; None: messages cross an unknown network. Raises
-    Unsupported for an unpredictable step.
+    """Seconds of a step on its layout, on the known nodes of this GPU; None: their network is unknown.
+
+    Raises Unsupported for an unpredictable step.
     """
     refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE), gpu)
     found = LayoutClock(gpu, machine_of(hardware_named(gpu.name), None)).time(as_chosen(spec, gpu))
@@ -49,17 +57,21 @@ def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
 
 class LayoutClock:
     def __init__(self, gpu: Gpu, machine: Cluster, *, head_start: bool = False, dtensor: bool = True) -> None:
-        """The overheads that Python adds.
+        """Predict step times on GPUs of this kind in a cluster.
 
         Args:
-            head_start: Python is ahead of the device before each step, as in a data-parallel study.
+            head_start: Python is ahead of the GPU before each step, as in a data-parallel study, so its time does
+                not count.
             dtensor: torch's DTensor splits tensors, as in steplab, which costs Python time.
         """
         self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor
         self._times = PartTimes(gpu)
 
     def time(self, spec: StepSpec, variant: Variant | None = None, sharing: Sharing | None = None) -> LayoutTime | None:
-        """The step's time; None: messages cross an unknown network. The interval's upper end is for a slow CPU."""
+        """Predict the step's time; None: its transfers cross an unknown network.
+
+        The interval's upper end is for a slow CPU.
+        """
         shared = sharing or sharing_of(spec, variant)
         peer_copy = variant is not None and variant.transport == "peer_copy"
         alike: dict[tuple[object, ...], list[RankGroup]] = {}
@@ -97,7 +109,7 @@ class LayoutClock:
     def _turns(
         self, spec: StepSpec, group: RankGroup, sharing: Sharing, peer_copy: bool
     ) -> "tuple[_Turn, _Turn] | None":
-        """A rank's turn in a step, with a quick and with a slow CPU; None: a link is not known."""
+        """Times of a rank's step, with a quick and with a slow CPU; None: the network between nodes is unknown."""
         messages = traffic_of(spec, group, sharing)
         alone = [self._alone(each) for each in messages]
         known = [(each, one) for each, one in zip(messages, alone, strict=True) if one is not None]
@@ -165,7 +177,8 @@ class LayoutClock:
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
 
     def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
-        """Gradients into buckets; with FSDP2 each gathered weight out of its message, and each gradient into one."""
+        """Seconds to copy gradients into buckets, or FSDP2's weights out of all-gathers and gradients into
+        reduce-scatters."""
         if sharing.buckets is not None:
             return self._times.copy_s(sharing.buckets.copied_bytes)
         return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")

@@ -1,5 +1,7 @@
-"""Messages of one rank of a layout in a step, axis by axis, as in measurement.step.distribute and parallel. Sizes
-follow nccl-tests: an all-gather's output, a reduce-scatter's input."""
+"""Lists the transfers of one rank in a step, axis by axis, as in measurement.step.distribute and parallel.
+
+Sizes follow nccl-tests: an all-gather's output, a reduce-scatter's input.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,10 +25,10 @@ class Traffic:
     collective: str
     carries: str
     phase: str
-    """forward, backward, after backward, or optimizer."""
+    """'forward', 'backward', 'after backward' or 'optimizer'."""
     message_bytes: int
     count: int
-    """Number in a step of one rank."""
+    """Number of these transfers in a step of one rank."""
     group: Group
     beside: bool
 
@@ -40,7 +42,7 @@ class Traffic:
 
 
 def groups_of(spec: StepSpec) -> dict[str, Group]:
-    """The group of a rank along each axis; tp is innermost (parallel.layout)."""
+    """Ranks that communicate along each axis; tp is innermost (parallel.layout)."""
     layout, stride, found = spec.layout, 1, {}
     for axis in ("tp", "fsdp", "dp", "pp"):
         size = getattr(layout, axis)
@@ -203,7 +205,7 @@ def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traff
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
-    """Elements of a rank's part of the model that the optimizer updates, before sharding."""
+    """Number of elements that a rank's optimizer updates, before sharding over fsdp."""
     tp = spec.layout.tp
     found = trained(model.weights("block", tp)) * len(rank.blocks)
     found += trained(model.weights("embedding", tp)) if rank.stages[0].first else 0

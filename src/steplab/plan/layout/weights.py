@@ -1,4 +1,4 @@
-"""The weights of one rank, after tensor parallelism, and the size of their shards."""
+"""Lists the weights of one rank under tensor parallelism, and the size of their FSDP shards."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ class Weight:
         return not any(word in self.name for word in ("norm", "embedding", "positions"))
 
     def shard(self, ranks: int) -> int:
-        """Elements of the largest shard, the first rank's: rows are not split."""
+        """Elements of the first rank's shard, the largest, because rows are not split."""
         return math.ceil(self.rows / ranks) * self.row_elements
 
     def padded(self, ranks: int) -> int:
@@ -38,8 +38,10 @@ class Weight:
 
 @functools.lru_cache(maxsize=1024)
 def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
-    """The weights of the embedding, of one block or of the head on a rank, in the order of the model. Tensor
-    parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout)."""
+    """One rank's weights of the embedding, of one block or of the head, in the order of the model.
+
+    Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout).
+    """
     d, f, v, learned = shape.d_model, shape.d_ff, shape.vocab_size, shape.learned_positions
     if part == "embedding":
         positions = (Weight("positions.weight", learned // tp, d),) if learned else ()
