@@ -102,7 +102,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """This package; a function keeps its name despite a folder of that name.
+    """Module class of this package; it keeps a function's name from being taken by a folder of that name.
 
     Importing steplab.explain.api would otherwise replace the function steplab.explain by the folder.
     """

@@ -15,7 +15,7 @@ class Roofline:
     hardware: HardwareSpec | None
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matrix products in a number format; None: not stated."""
+        """Dense FLOP/s of matrix products in a number format; None if not stated."""
         stated = self.hardware.peak_flops(dtype) if self.hardware else None
         return stated.flops_per_s if stated else None
 
@@ -23,7 +23,7 @@ class Roofline:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:
-        """Least FLOPs per byte of a peak-bound operator."""
+        """Return the FLOPs per byte from which an operator is limited by the peak, not by bandwidth."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return peak / bandwidth if peak and bandwidth else None
 
