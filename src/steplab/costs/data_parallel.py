@@ -1,12 +1,12 @@
-"""Formulas of data parallelism: communication's time in a step, and sharding's savings of memory.
+"""Formulas of data parallelism: seconds of communication in a step, and memory that sharding saves.
 
-**Time.** Gradients of s bytes travel in n equal buckets. A call takes o seconds at any size, and a byte 1/w seconds. A
-bucket, and all buckets alone on the link, take
+**Time.** A collective call averages one bucket of gradients: s bytes travel in n equal buckets. A call takes o seconds
+at any size, and each byte 1/w seconds. One bucket, and all buckets without computation, take
 
     c(n) = o + s / (n w)            alone(n) = n o + s / w
 
-In a backward pass of b seconds with evenly appearing gradients, bucket i of n is ready at i b / n. If the link keeps
-up, c <= b / n, only the last bucket remains after it; otherwise the link works without a pause from b / n on:
+If gradients appear evenly over a backward pass of b seconds, bucket i of n is ready at i b / n. If the link keeps up
+(c <= b / n), only the last bucket remains after the pass. Otherwise the link works without a pause from b / n on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 

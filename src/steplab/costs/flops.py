@@ -9,7 +9,7 @@ forward + backward, because the backward pass has two products for each of the f
 
 Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
 
-The number of parameters of the plain Transformer, by closed form.
+The file also has the plain Transformer's number of parameters in closed form.
 """
 
 from typing import Literal, TypedDict

@@ -274,7 +274,9 @@ _FUSED = {operator.name: operator for row in TABLE for operator in row.operators
 FUSED_ATTENTION = frozenset(_FUSED)
 """Names of fused attention operators. Their cost depends on an argument other than a tensor: the causal flag."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
-"""The efficient kernel's mask is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
+"""Texts of the causal flag. The efficient kernel's flag is a number: 0 none, 1 and 2 causal, aligned to the first or to
+the last key.
+"""
 
 
 def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence[str]) -> Cost | None:

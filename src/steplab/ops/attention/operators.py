@@ -29,7 +29,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
-    """Pairs of a query and a key that it sees: query i (from 0) sees keys 0 to i if causal, else all."""
+    """Return the number of (query, key) pairs that are not masked. If causal, query i (from 0) sees keys 0 to i."""
     if not causal:
         return num_queries * num_keys
     square = min(num_queries, num_keys)
@@ -81,7 +81,7 @@ class Operators:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
     """(do, q, k, v, o, lse, causal, scale) -> (dq, dk, dv)"""
     forward_overload: OpOverload
-    """`forward` as torch's modes see it."""
+    """The OpOverload that torch's dispatch modes see when `forward` is called."""
 
 
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
@@ -93,8 +93,11 @@ def _define(name: str, forward: Callable[..., object], backward: Callable[..., o
 
 
 def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
-    """The operator, or its function directly if nothing would see the operator, judged by the first num_looked_at
-    tensors. Torch's dispatcher takes longer to call a Python function than some of the kernels take."""
+    """Return a function that calls the operator, or `real` directly if nothing would see the operator.
+
+    Only the first num_looked_at tensors are checked. Torch's dispatcher takes longer to call a Python function than
+    some of the kernels take.
+    """
 
     def call(*given: Any) -> Any:
         if torch.compiler.is_compiling() or _is_seen(given[:num_looked_at]):
@@ -105,8 +108,10 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 
 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
-    """True if the dispatcher would do more than call the function on a GPU: for autograd, modes (FLOP counters,
-    selective checkpointing), torch.func, profilers, tensor subclasses, and tensors without values.
+    """True if the dispatcher would do more than call the function on a GPU.
+
+    It does for autograd, modes (FLOP counters, selective checkpointing), torch.func, profilers, tensor subclasses, and
+    tensors without values.
     """
     if (
         torch.is_grad_enabled()
@@ -166,7 +171,7 @@ def _triton_backward(
 
 
 def _interpreter_lacks(q: Tensor) -> bool:
-    """Triton's interpreter, which runs on a CPU, multiplies the bits of bfloat16 as integers."""
+    """True if Triton's interpreter, which runs on a CPU, would multiply bfloat16's bits as integers."""
     return q.is_cpu and q.dtype == torch.bfloat16
 
 
