@@ -39,7 +39,7 @@ class Remark(UserWarning):
 
 
 class LeftOut(Remark):
-    """Warns that a record was skipped; work continues with the others."""
+    """Warns of a skipped record; work continues."""
 
     def __init__(self, message: str, error: Exception) -> None:
         super().__init__(message)
@@ -69,8 +69,8 @@ class Unsupported(UserError):
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, so that these folders can
-be copied without the rest.
+"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, to be copied without the
+rest.
 """
 
 

@@ -16,7 +16,7 @@ _MOST = 10_000.0
 
 
 class LimitReached(Exception):
-    """Raised for a file beyond a limit. The message is a clause to print after the file's name."""
+    """Raised for a file beyond a limit; the message follows the file's name."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; if you trust the file, {OPTION} 4 allows four times as much")
@@ -24,8 +24,6 @@ class LimitReached(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits for reading one file."""
-
     memory_bytes: int = 8 * GIB
     """Memory of the reading process, enforced by the operating system."""
     processor_s: int = 300
@@ -36,7 +34,7 @@ class Limits:
     num_lines: int = 2_000_000
 
     def times(self, factor: float) -> Self:
-        """Return the limits multiplied by `factor`. Raises UserError unless it is 1 to 10,000."""
+        """The limits multiplied by `factor`. Raises UserError unless it is 1 to 10,000."""
         if not 1 <= factor <= _MOST:
             raise UserError(f"{OPTION} must be from 1 to {_MOST:.0f}, not {factor:g}")
         raised = {field.name: int(getattr(self, field.name) * factor) for field in dataclasses.fields(self)}

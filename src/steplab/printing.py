@@ -20,7 +20,7 @@ _LONGEST = 1500
 _JSON = ("json", "jsonl")
 """Output formats that are JSON, where control characters become JSON escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
-"""Matches a character that one-line text must not contain: a line feed or one of `_STEERING`."""
+"""Matches a line feed or a character of `_STEERING`, which one-line text must not contain."""
 _CONTROL = re.compile(f"[{_STEERING}]")
 _SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\\\|\x9c)")
 """Matches escape sequences that terminals obey: control sequences (colours, cursor) and commands (title). No match
@@ -30,20 +30,20 @@ _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTR
 
 
 def leaving(text: str, format: str, *, colored: bool = False) -> str:
-    """Return `text` safe to print in this output format. `colored` keeps steplab's own colour sequences."""
+    """`text` safe to print in this output format. `colored` keeps steplab's own colour sequences."""
     if format in _JSON:
         return plain_json(text)
     return plain_with_colors(text) if colored else plain(text)
 
 
 def remark(text: str) -> str:
-    """Return `plain(text)`, shortened in the middle if longer than 1500 characters."""
+    """`plain(text)`, shortened in the middle if longer than 1500 characters."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
 
 
 def text_of(value: object) -> str:
-    """Return str(value), or the class name if str() fails, as for a very long int."""
+    """str(value), or the class name if str() fails, as for a very long int."""
     try:
         return str(value)
     except Exception:
@@ -63,7 +63,7 @@ def say(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Return `text` without escape sequences and with other control characters spelled out: \x07, \u202e."""
+    r"""`text` without escape sequences and with other control characters spelled out: \x07, \u202e."""
     if text.isprintable():
         return text
     return _CONTROL.sub(_written, _SEQUENCE.sub("", text))
@@ -75,7 +75,7 @@ def plain_with_colors(text: str) -> str:
 
 
 def plain_json(text: str) -> str:
-    """Return a JSON text with its control characters written as JSON escapes."""
+    """A JSON text with its control characters written as JSON escapes."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -7,9 +7,9 @@ _CODE = "import sys; sys.path.append(sys.argv.pop(1)); from {} import main; main
 
 
 def python_running(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs `main` of a steplab module with these arguments.
+    """The command line that runs `main` of a steplab module with these arguments.
 
-    `-P` keeps the working folder out of `sys.path`, since it may hold a user's `types.py`. Another steplab on
-    PYTHONPATH takes precedence over this one.
+    `-P` keeps the working folder, with a user's `types.py` maybe, out of `sys.path`. PYTHONPATH may name another
+    steplab.
     """
     return [sys.executable, "-P", "-c", _CODE.format(module), str(Path(__file__).parents[1]), *arguments]

@@ -52,7 +52,7 @@ def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def drift(samples: Sequence[float]) -> float:
-    """Return the median divided by the smallest median of a third of the samples; 1 below nine samples.
+    """Median divided by the smallest median of a third; 1 below nine samples.
 
     A disturbance that began or ended during the measurement raises it.
     """
@@ -60,8 +60,8 @@ def drift(samples: Sequence[float]) -> float:
 
 
 def doubtful_outliers(samples: Sequence[float]) -> int:
-    """Return the number of samples beyond twice the median, if at least a quarter are: the median is then doubtful.
-    Otherwise return 0.
+    """Number of samples beyond twice the median, if at least a quarter are: the median is then doubtful. Otherwise
+    return 0.
     """
     bound = _FAR * median(samples)
     far = sum(sample > bound for sample in samples)
@@ -101,7 +101,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Return the narrowest symmetric pair of samples that encloses the true median with this probability.
+    """Narrowest symmetric pair of samples that encloses the true median with this probability.
 
     None if even the extremes do not, as below six samples for 95 %. For n independent samples of a continuous
     distribution, the number below the median is binomial with p = 1/2. So ranks d and n + 1 - d enclose it with the
@@ -124,11 +124,10 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
-    """Return the index of the first step with a steady step time, or None if it never settles.
+    """Index of the first step with a steady step time, or None if it never settles.
 
-    Steady means within `tolerance` of the median of the second half. Step k must be steady, and so must the median of
-    every three consecutive steps from k on. Medians of three ignore single hiccups. It takes at least four samples; k
-    is in the first half.
+    Steady means within `tolerance` of the median of the second half. So must be step k, and the median of every three
+    consecutive steps from k on. Medians of three ignore single hiccups. At least four samples; k is in the first half.
     """
     if len(samples) < FEWEST_FOR_STEADY:
         return None

@@ -115,7 +115,7 @@ def format_share(share: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Return seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
+    """Seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
     cleaned = text.strip()
     for suffix in sorted(_TIME_SUFFIXES, key=len, reverse=True):
         if cleaned.endswith(suffix):
@@ -133,7 +133,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Return a share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
+    """A share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
     cleaned = text.strip()
     try:
         share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
@@ -145,8 +145,8 @@ def parse_share(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """Return a number of tokens from '300B', '15T' or '1.5e12' (B is 1e9, as in models' names). Raises UserError for
-    other texts.
+    """Number of tokens from '300B', '15T' or '1.5e12' (B is 1e9, as in models' names). Raises UserError for other
+    texts.
     """
     cleaned = text.strip()
     scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
@@ -160,7 +160,7 @@ def parse_count(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary). Raises UserError for other texts."""
+    """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary). Raises UserError for other texts."""
     size_bytes = parse_size(text)
     if size_bytes != int(size_bytes):
         raise _no_size(text)

@@ -121,7 +121,7 @@ class Unpacked(io.RawIOBase):
 
 
 def small_file(path: Path) -> bytes:
-    """Return the decompressed content of a small file: a study, grid, configuration, table or marks.
+    """The decompressed content of a small file: a study, grid, configuration, table or marks.
 
     Raises OSError as files do, also for damage or more than 64 MiB.
     """
@@ -153,7 +153,7 @@ class _Member(Protocol):
     def needs_input(self) -> bool: ...
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        """Return at most `most` decompressed bytes, and the input not yet used."""
+        """At most `most` decompressed bytes, and the input not yet used."""
 
 
 class _Gzip:

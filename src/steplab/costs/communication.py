@@ -1,11 +1,10 @@
 """Bytes on the wire and bus bandwidth of collectives, and a line fitted to their measured times.
 
-Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times `bus_factor`. This factor is
-the least bytes that each rank sends in a ring, over S. The result compares with the links' bandwidth for any collective
-and number of ranks.
+Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times the least bytes that each rank
+sends in a ring, over S. It compares with the links' bandwidth for any collective and number of ranks.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire. A term gamma · n for n ranks is
-optional. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, optionally plus gamma · n for n
+ranks. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
 negative.
 """
 
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from steplab.specs.comm import CommSpec
 
 FEWEST_SIZES = 3
-"""Fewest message sizes for a fit: two points always fit a line exactly."""
+"""Fewest sizes for a fit: two points always fit a line exactly."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -47,7 +46,7 @@ class Line:
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""
     worst_relative: float
-    """The relative difference of largest magnitude, with its sign."""
+    """The (fitted - measured) / measured of largest magnitude, with its sign."""
 
 
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:

@@ -1,7 +1,7 @@
 """Formulas of data parallelism: seconds of communication in a step, and memory that sharding saves.
 
-**Time.** A collective call averages one bucket of gradients: s bytes travel in n equal buckets. A call takes o seconds
-at any size, and each byte 1/w seconds. One bucket, and all buckets without computation, take
+**Time.** Gradients of s bytes travel in n equal buckets, one in each collective call. A call takes o seconds at any
+size, and a byte 1/w seconds. A bucket, and all buckets without computation, take
 
     c(n) = o + s / (n w)            alone(n) = n o + s / w
 
@@ -52,19 +52,18 @@ class Link:
         return num_buckets * self.bucket_s(num_bytes, num_buckets)
 
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
-        """Return the seconds of communication that remain after a backward pass of `backward_s`.
-
-        Gradients appear evenly during the pass, and all calls overlap with it.
+        """Seconds of communication left after a backward pass of `backward_s`, if gradients appear evenly and all calls
+        overlap.
         """
         bucket_s = self.bucket_s(num_bytes, num_buckets)
         return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
 
     def serial_s(self, num_bytes: float, num_buckets: float) -> float:
-        """Return the seconds that remain after the backward pass if each call's o is exposed and the link keeps up."""
+        """Seconds that remain after the backward pass if each call's o is exposed and the link keeps up."""
         return num_buckets * self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
-        """Return the bucket size with the least `serial_s`: sqrt(s w o), at most `num_bytes`."""
+        """Bucket size with the least `serial_s`: sqrt(s w o), at most `num_bytes`."""
         return min(math.sqrt(num_bytes * self.bytes_per_s * self.call_s), num_bytes)
 
     def least_serial_s(self, num_bytes: float) -> float:
@@ -95,14 +94,12 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
 
 
 def peer_copy_memory_bytes(num_bytes: float, size: int) -> float:
-    """Return m: the bytes that each of `size` GPUs moves through its memory. Peer copies average `num_bytes` of
-    gradients.
-    """
+    """m: the bytes that each of `size` GPUs moves through its memory. Peer copies average `num_bytes` of gradients."""
     return (5 * size - 3) / size * num_bytes
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
-    """Return the number of buckets, from one to the number of gradients, because a gradient is never divided."""
+    """Number of buckets, from one to the number of gradients: a gradient is never divided."""
     return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
 
 
@@ -118,7 +115,7 @@ class StateBytes:
 
 
 def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
-    """Return the bytes that each of `size` ranks holds under a ZeRO stage: 0 (nothing divided), 1, 2 or 3.
+    """Bytes that each of `size` ranks holds under a ZeRO stage: 0 (nothing divided), 1, 2 or 3.
 
     `parameter_bytes` is the size of one value, `states` the optimizer's values for each parameter. Ranks hold equal
     parts.

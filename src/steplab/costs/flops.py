@@ -21,9 +21,9 @@ from steplab.specs.step import AUTOCAST, StepSpec
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """Return the model's number of parameters; a tied weight counts once.
+    """Number of the model's parameters; a tied weight counts once.
 
-    A shape without heads (planning only) has only the matrices of the feed-forward blocks.
+    Without heads (planning only), it counts only matrices of the feed-forward blocks.
     """
     d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
     matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
@@ -36,9 +36,8 @@ def num_parameters(shape: TransformerShape) -> int:
 
 
 def num_embedding_parameters(shape: TransformerShape) -> int:
-    """Return the number of parameters that are looked up and cost no FLOPs.
-
-    These are learned positions, and the token embedding unless it is also the head's weight.
+    """Number of parameters that are looked up and cost no FLOPs: learned positions, and the token embedding unless it
+    is also the head's weight.
     """
     tokens = 0 if shape.head == "tied" else shape.vocab_size
     return (tokens + shape.learned_positions) * shape.d_model
@@ -84,9 +83,7 @@ def model_flops_per_token(
     context: int,
     backward: bool,
 ) -> float | None:
-    """Return the FLOPs that the model needs per token under a convention. None if the convention uses a size that is
-    None.
-    """
+    """FLOPs that a token needs under a convention; None if the convention uses a size that is None."""
     passes = 3 if backward else 1
     if convention == "params":
         return passes * 2.0 * num_parameters
@@ -107,7 +104,7 @@ def executed_flops_per_token(
     num_layers: int | None,
     attention_width: int | None,
 ) -> float | None:
-    """Return the matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
+    """Matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
 
     Attention with materialised scores takes two products forward and four backward, each over the whole square. A fused
     kernel skips the masked half but recomputes the scores in its backward pass. So it takes two products forward and
@@ -135,15 +132,15 @@ def executed_flops_per_token(
 
 
 def _recomputed_linear(shape: TransformerShape) -> float:
-    """FLOPs per token of the linear layers that a checkpointed block reruns. The last does not run again: torch stops
-    before it, and a compiler removes it.
+    """FLOPs per token of the linear layers that a checkpointed block reruns: all except the last, which torch and
+    compilers skip.
     """
     last = shape.d_model * shape.d_ff
     return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)
 
 
 def _every_second_linear(shape: TransformerShape) -> float:
-    """FLOPs per token of a block's every second linear layer, which `selective_2` reruns."""
+    """FLOPs per token of every second linear layer of a block."""
     of_input, inner = list(shape.query_key_value_widths), [shape.d_ff] * (len(shape.feed_forward_layers) - 1)
     output = of_input[:1]
     if shape.projections == "merged":

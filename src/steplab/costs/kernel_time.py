@@ -72,10 +72,10 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Return the fitted rates of matmuls in this number format.
+    """Fitted rates of matmuls in this number format; without a fit, bf16's, because tensor cores work equally in all
+    formats.
 
-    A format without a fit takes bf16's rates, because tensor cores work equally in all formats. TF32 takes fp32's share
-    of the peak: 0.77 and 0.76 on an H200 at 8192.
+    TF32 takes fp32's share of the peak: 0.77 and 0.76 on an H200 at 8192.
     """
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
@@ -120,7 +120,7 @@ def _waves(exact: float, partial_wave: float) -> float:
 
 
 def head_columns(width: int) -> int:
-    """Return the head dimension as fused attention pads it: kernels are compiled for a few widths."""
+    """Head dimension as fused attention pads it: kernels are compiled for a few widths."""
     return next((known for known in _HEAD_WIDTHS if known >= width), width)
 
 
@@ -131,7 +131,7 @@ def rated_attention(name: str, dtype: str, gpu: str) -> str:
 
 
 def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates]:
-    """Return an implementation's fitted rates by pass, or those of `USUAL_ATTENTION` if it was not measured.
+    """Fitted rates of an implementation by pass, or of `USUAL_ATTENTION` if it was not measured.
 
     In fp32, fused attention has other kernels, without tensor cores and with separate rates.
     """

@@ -59,10 +59,10 @@ Rule = Callable[[Sequence[Tensor]], Cost]
 
 
 def operator_cost(name: str, tensors: Sequence[Tensor]) -> Cost | None:
-    """Return the cost of a call of `name`, such as aten::mm; None without a rule.
+    """Cost of a call of `name`, such as aten::mm; None without a rule.
 
-    `tensors` are the inputs; those of an Inductor kernel (triton_*) include its outputs. Such a kernel moves the sum of
-    them, and its FLOPs are unknown.
+    The tensors of an Inductor kernel (triton_*) include its outputs. Its bytes are their sum, and its FLOPs are
+    unknown.
     """
     if name.startswith("triton_"):
         return Cost(flops=None, moved_bytes=sum(t.size_bytes for t in tensors)) if tensors else None
@@ -219,7 +219,7 @@ _FLOPS_AN_ELEMENT = {
 
 
 def flops_of_elements(name: str, elements: int) -> int:
-    """Return the FLOPs of an operator other than a matmul, from the element count of its largest tensor; 0 for a
+    """FLOPs of an operator other than a matmul, from the element count of its largest tensor; 0 if unlisted, as for a
     copy.
     """
     stem = name.removeprefix("_foreach_")
@@ -272,15 +272,13 @@ BACKWARD_FLOPS = 2.5
 
 _FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
-"""Names of fused attention operators. Their cost depends on an argument other than a tensor: the causal flag."""
+"""Fused attention operators, with a cost that depends on the causal flag too."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
-"""Texts of the causal flag. The efficient kernel's flag is a number: 0 none, 1 and 2 causal, aligned to the first or to
-the last key.
-"""
+"""The efficient kernel's causal flag is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
 
 
 def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence[str]) -> Cost | None:
-    """Return the cost of a fused attention call; `scalars` has the text of each argument, '' for a tensor.
+    """Cost of a fused attention call; `scalars` has the text of each argument, '' for a tensor.
 
     None if the tensors' shapes are not an attention's. FLOPs are None if the causal flag is unknown.
     """
@@ -301,7 +299,7 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 
 
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
-    """Return the FLOPs of an attention by pass: forward, backward, both. `spec.heads` counts query heads.
+    """FLOPs of an attention by pass: forward, backward, both. `spec.heads` counts query heads.
 
     They do not depend on the implementation, which may execute more (masked scores) or less (no recomputation).
     """

@@ -58,32 +58,30 @@ class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that Python takes to launch a kernel, and to compile. Fields with `slow` are of the slowest measured CPU,
-    the others of the quickest.
-    """
+    """Python's launch times per kernel, and compile times, on measured CPUs."""
 
     eager_s: float
-    """Per kernel of an eager step."""
+    """Python's seconds to launch a kernel of an eager step, on the quickest CPU; `eager_slow_s`: on the slowest."""
     eager_slow_s: float
     compiled_s: float
-    """Per kernel of a compiled step."""
+    """Python's seconds to launch a kernel of a compiled step, on the quickest CPU."""
     compiled_slow_s: float
     triton_s: float
-    """Per kernel of a step with Triton's block operators."""
+    """Python's seconds to launch a kernel of a step with Triton's block operators, on the quickest CPU."""
     triton_slow_s: float
     compile_blocks_s: float
-    """Seconds to compile identical blocks, once for all of them, with an empty Inductor cache."""
+    """Seconds to compile all identical blocks at once, with an empty Inductor cache."""
     compile_layer_s: float
     """Seconds for each block of a model compiled as a whole, with an empty Inductor cache."""
     forward_call_s: float = 0.0
-    """Per operator call of an eager third-party model's forward pass, views included, with all Python around it; 0 if
+    """Python's seconds per operator call in the forward pass of an eager third-party model, views included; 0 if
     unknown.
     """
     backward_call_s: float = 0.0
-    """Per operator call by autograd in such a model's backward pass; 0 if unknown."""
+    """Python's seconds per operator call in the backward pass of an eager third-party model; 0 if unknown."""
 
     def paces(self, launcher: str) -> tuple[float, float]:
-        """Return Python's seconds per kernel, on the quickest CPU and on the slowest; `launcher` as in StepSpec."""
+        """Python's seconds to launch a kernel, on the quickest CPU and on the slowest; `launcher` as in StepSpec."""
         return getattr(self, f"{launcher}_s"), getattr(self, f"{launcher}_slow_s")
 
 
@@ -99,7 +97,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     throttle_from: float
     """Share of the tensor cores' peak, over the whole step, above which the power limit lowers the clock."""
     throttle: float
-    """Relative growth of matmul time for each unit of that share above `throttle_from`."""
+    """Relative growth of matmul time for each unit of the step's share of the peak above `throttle_from`."""
     hidden_update: float = 0.0
     """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
@@ -127,7 +125,7 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
     until_utc: str
     held_out: dict[str, list[str]] = {}
-    """Records left out of the fit: by field of a step, the values."""
+    """Values by field of StepSpec; steps with one of them are left out of the fit, for checking."""
     products: dict[str, ProductRates]
     streaming: StreamingRates
     attention: dict[str, dict[str, AttentionRates]]
@@ -152,27 +150,26 @@ class Gpu:
     """Number of SMs. If None (unknown), tiles are assumed to fill all waves."""
     rates: GpuRates
     is_fitted: bool
-    """True if the rates were fitted on this GPU."""
     sources: tuple[str, ...]
     is_stated: bool = True
     """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
     peak_sources: dict[str, str] = field(default_factory=dict)
     device_names: tuple[str, ...] = ()
     platform: str = "cuda"
-    """Platform that its kernels are compiled for: cuda or rocm."""
+    """Platform of its kernels: cuda or rocm."""
     hardware: HardwareSpec | None = None
     """Data sheet of a known GPU, with a given memory size applied; None if its figures were measured."""
 
 
 @functools.cache
 def fitted_rates() -> tuple[GpuRates, ...]:
-    """Return the committed rates of all fitted GPUs; other GPUs borrow the first one's shares."""
+    """The committed rates of all fitted GPUs."""
     text = resources.files("steplab.costs").joinpath("rates.toml").read_text(encoding="utf-8")
     return tuple(msgspec.toml.decode(text, type=_File).gpu)
 
 
 LEAST_PER_S = 1e9
-"""Every GPU has more FLOPs and bytes per second. A lower given figure was meant in TFLOP/s or TB/s."""
+"""Least plausible FLOP/s or bytes/s of a GPU. A lower given figure was meant in TFLOP/s or TB/s."""
 
 
 def gpu_named(
@@ -182,10 +179,10 @@ def gpu_named(
     bandwidth_bytes_per_s: float | None = None,
     memory_bytes: int | None = None,
 ) -> Gpu:
-    """Return a known GPU with its committed rates; given figures replace those of its data sheet.
+    """A known GPU with its committed rates; given figures replace the data sheet's.
 
     `peak` is FLOP/s by number format, `memory_bytes` the stated capacity. Raises UserError for an unknown GPU, and for
-    a peak or bandwidth that is not positive or too small to be plausible.
+    a peak or bandwidth that is implausible.
     """
     gpu = gpu_of(hardware_named(name))
     if memory_bytes is not None and gpu.hardware is not None:
@@ -212,7 +209,7 @@ def gpu_named(
 
 
 def gpu_of(hardware: HardwareSpec) -> Gpu:
-    """Return a known GPU with its own committed rates, or with borrowed ones."""
+    """The GPU of a data sheet with its own committed rates, or with borrowed ones."""
     table = fitted_rates()
     return gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
 
@@ -242,9 +239,9 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
 
 
 def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_per_s: float) -> Gpu:
-    """Return a device without a data sheet, from `steplab doctor`'s measurements of large matmuls and a large copy.
+    """A device without a data sheet, from `steplab doctor`'s measurements of large matmuls and a large copy.
 
-    Its peaks and bandwidth are the measured figures divided by borrowed shares.
+    Its peaks and bandwidth are these figures divided by borrowed shares.
     """
     rates = fitted_rates()[0]
     others = rates.products["bf16"].peak_share

@@ -23,12 +23,12 @@ class Roofline:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:
-        """Return the FLOPs per byte from which an operator is limited by the peak, not by bandwidth."""
+        """FLOPs per byte from which the peak limits an operator, not bandwidth."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return peak / bandwidth if peak and bandwidth else None
 
     def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
-        """The least time that the roofline allows; None if the peak or the bandwidth is unknown."""
+        """Least seconds that the roofline allows; None if the peak or the bandwidth is unknown."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return max(flops / peak, moved_bytes / bandwidth) if peak and bandwidth else None
 

@@ -43,10 +43,10 @@ _LINEAR = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
 
 
 def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
-    """Return torch's contexts for a block's forward pass and for its recomputation.
+    """Contexts for torch's checkpoint: of a block's forward pass and of its recomputation.
 
-    Compiled code also keeps queries, keys and values after rotation; the compiler then drops the product before them,
-    of as many bytes. Eager code would keep both.
+    Compiled code also keeps queries, keys and values after rotation. The compiler then drops the kept product before
+    them, of as many bytes; eager code would keep both.
     """
     kept = _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
     linear = Counter[bool]()
@@ -87,7 +87,6 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
     Args:
         index: the block's place, from 0.
-        checkpointing, compile_mode: as in StepSpec.
         split: True if the block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward

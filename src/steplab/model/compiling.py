@@ -13,7 +13,7 @@ from steplab.ops.columns import lower_join
 
 @cache
 def what_inductor_lacks() -> dict[str, str]:
-    """Return steplab's changes to Inductor that the installed torch does not support, each with the reason."""
+    """The changes to Inductor that the installed torch does not support, each with the reason."""
     lacks = {}
     try:
         lower_join()
@@ -32,7 +32,7 @@ FP32_GRADIENTS = "fp32 gradients of products"
 
 
 def notes_on_compiling() -> tuple[str, ...]:
-    """Return a sentence for each optimization that a compiled step lacks with the installed torch."""
+    """A sentence for each optimization that a compiled step lacks with the installed torch."""
     return tuple(
         f"torch {torch.__version__} compiles without {what}, which costs time: {why}"
         for what, why in what_inductor_lacks().items()
@@ -64,8 +64,8 @@ def compile_blocks(module: nn.Module) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of the model's largest nn.ModuleList, each once even if listed twice. Raises Unsupported if it
-    has no such list.
+    """The modules of the model's largest nn.ModuleList, each once even if listed twice. Raises Unsupported if it has no
+    such list.
     """
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     if not lists:

@@ -1,8 +1,8 @@
 """Converts linear layers of blocks to fp8: the plain Transformer's by steplab.ops.fp8, any model's by torchao.
 
 Modules are replaced in place by others of the same parameters, after weights are loaded. The head, the embedding, norms
-and attention stay. With fused block operators, the norm, SwiGLU and rotary kernels also return the largest magnitude of
-their results. Casts to fp8 need it, and are saved another read.
+and attention stay. With fused block operators, norm, SwiGLU and rotary kernels also return the largest magnitude of
+their results, which saves casts another read.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """

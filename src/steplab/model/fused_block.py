@@ -24,7 +24,7 @@ Stream = tuple[Tensor, Tensor]
 
 class AddRMSNorm(nn.RMSNorm):
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """Return (normed, x + branch). normed has autocast's dtype, so that the next product needs no cast."""
+        """(normed, x + branch). normed has autocast's dtype, so that the next product needs no cast."""
         return add_rms_norm(
             x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=autocast_dtype(x_BTC.device.type) or x_BTC.dtype
         )
@@ -54,7 +54,7 @@ class FusedBlock(Block):
     """Attention, then feed-forward. The norm before each also adds the previous branch to the stream."""
 
     fp32_gradients_of_products = True
-    """A block compiled alone writes gradients of fp32 weights in fp32 from their matmul (model/gradient_products)."""
+    """True: compiled alone, it computes gradients of fp32 weights directly in fp32 (model/gradient_products)."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         nn.Module.__init__(self)
@@ -70,7 +70,7 @@ class FusedBlock(Block):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """Return x and a branch of zeros, so that the first block runs the same code as the others."""
+        """x and a branch of zeros, so that the first block runs the same code as the others."""
         return x_BTC, torch.zeros_like(x_BTC, dtype=autocast_dtype(x_BTC.device.type))
 
     @staticmethod

@@ -18,8 +18,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
-    """Replaces a matmul and its cast to fp32 by a matmul with an fp32 result, on CUDA. The cast must be an output of
-    the graph, as weights' gradients are.
+    """Replaces a matmul and its cast to fp32 by a matmul with an fp32 result, on CUDA. Only casts that leave the graph
+    count, as weights' gradients do.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -34,12 +34,12 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """Return the one shared pass, so that torch.compile sees the same options for all functions."""
+    """The one shared pass, so that torch.compile sees the same options for all functions."""
     return GradientsOfProducts()
 
 
 def _product_of(cast: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the half-precision GPU matmul that only this cast reads, or None, and the views in between."""
+    """The half-precision GPU matmul that only this cast reads, or None; and the views in between."""
     views: list[fx.Node] = []
     node = cast.args[0]
     while isinstance(node, fx.Node) and len(node.users) == 1:

@@ -26,12 +26,12 @@ _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 _MOST_LAYERS = 10_000
 _INNER = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
 _LONGEST_REASON = 300
-"""Most characters quoted from an error: for an unknown model_type transformers lists all known types."""
+"""Most characters quoted from an error: transformers may list all types that it knows."""
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     """Build the model of a config.json. Raises Unsupported without transformers, and unless it is a language model or
-    an image classifier. Raises UserError for an invalid configuration.
+    an image classifier.
     """
     if importlib.util.find_spec("transformers") is None:
         raise Unsupported(f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'")

@@ -1,4 +1,4 @@
-"""Splits the plain Transformer over the ranks of the tensor axis, and into the stages of a pipeline.
+"""Splits the plain Transformer over tensor-parallel ranks, and into pipeline stages.
 
 Queries, keys, values, gate and up are split by outputs, output and down by inputs. So attention and the feed-forward
 block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part of the
@@ -34,7 +34,7 @@ _TOKENS = Shard(1)
 
 
 def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
-    """Return the ParallelStyle of each submodule of Transformer or of TransformerStage, by name."""
+    """The ParallelStyle of each submodule of Transformer or of TransformerStage, by name."""
     *wide, last = shape.feed_forward_layers
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
@@ -72,7 +72,7 @@ def arrive_whole(embedding: nn.Module) -> None:
 
 
 def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
-    """Return a loss function for logits split by vocabulary, [N, V / tp] on each rank of a mesh of one axis.
+    """A loss function for logits split by vocabulary, [N, V / tp] on each rank of a mesh of one axis.
 
     Call it within `ready_for_loss`. `loss` must be torch's cross_entropy.
     """
@@ -131,7 +131,7 @@ class TransformerStage(nn.Module):
 
 
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
-    """Return the stages with these numbers. `whole` is emptied, so that parameters of other stages are freed."""
+    """The pipeline stages with these numbers. `whole` is emptied, so that parameters of other stages are freed."""
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
     del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

@@ -29,7 +29,7 @@ class ToyModel(nn.Module):
 
 
 def toy(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
-    """Return the model, and a function that makes batches of batch x context random examples."""
+    """The model, and a function that makes batches of batch x context random examples."""
     num_examples = batch * context
 
     def make_batch() -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class Workload:
     experts: tuple[int, int] | None = None
     """Number of experts in a block, and number of them that a token uses; None without experts."""
     knows_tokens: bool = True
-    """True if a step has the spec's batch times context tokens; False if the model sizes its batches itself."""
+    """True if a step has the spec's batch times context tokens."""
     notes: tuple[str, ...] = ()
 
 
@@ -46,10 +46,8 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the scalar to differentiate from a model's result.
-
-    It is the result itself, its `.loss` or ["loss"], or the single scalar of a tuple such as (logits, loss). Raises
-    UserError without one.
+    """The scalar to differentiate: the model's result, its `.loss` or ["loss"], or the single scalar of a tuple such as
+    (logits, loss). Raises UserError without one.
     """
     loss = output.get("loss", output) if isinstance(output, dict) else getattr(output, "loss", output)
     if isinstance(loss, (tuple, list)):
@@ -83,5 +81,5 @@ def num_lookup_parameters(module: nn.Module) -> int | None:
 
 
 def random_tokens(vocab_size: int, batch: int, context: int, device: torch.device) -> Tensor:
-    """Return uniform token ids [batch, context]. The values do not change the work, but zeros would run faster."""
+    """Uniform token ids [batch, context]. The values do not change the work, but zeros would run faster."""
     return torch.randint(vocab_size, (batch, context), device=device)

@@ -219,7 +219,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return found
 
     def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
-        """Return tables with addresses that the graph copies from CPU memory in each replay.
+        """Tables with addresses that the graph copies from CPU memory in each replay.
 
         A capture cannot allocate that memory, so the step before provides it, and no later step uses it.
         """

@@ -123,13 +123,13 @@ class TokenLosses(torch.autograd.Function):
 
 
 def reduced(losses_N: Tensor, targets_N: Tensor, *, mean: bool, ignore_index: int) -> Tensor:
-    """Return the sum of the losses, or their mean over targets that are not ignored; NaN if all are."""
+    """The sum of the losses, or their mean over targets that are not ignored; NaN if all are."""
     total = losses_N.sum()
     return total / (targets_N != ignore_index).sum() if mean else total
 
 
 def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass.
+    """The factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass.
 
     The number of targets stays on the device. If the logits' gradients are fp16, backward applies a mean's factor,
     because smaller gradients would round to zero.

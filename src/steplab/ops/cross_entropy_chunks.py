@@ -61,8 +61,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a stored gradient: the tensor's, but float32 for fp16. A mean's gradients are too small for
-    fp16 before a loss scale is applied.
+    """The dtype of a stored gradient: float32 for fp16, in which a mean's gradients are too small before a loss scale
+    is applied.
     """
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
@@ -79,9 +79,9 @@ def losses_in_chunks(
     wanted: Sequence[bool],
     rows: RowStep,
 ) -> tuple[Tensor, Gradients]:
-    """Return losses [N] in `sum_dtype`, and gradients of sum(scale * losses) for hidden, weight and bias as `wanted`.
+    """Losses [N] in `sum_dtype`, and the wanted gradients of sum(scale * losses) for hidden, weight and bias.
 
-    Each gradient has its tensor's `gradient_dtype`. The matrix products take their factors in `dtype`. Without a scale
+    Gradients have each tensor's `gradient_dtype`. The matrix products take their factors in `dtype`. Without a scale
     there are no gradients.
     """
     num_tokens, num_entries = hidden_NC.shape[0], weight_VC.shape[0]

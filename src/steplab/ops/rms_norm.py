@@ -30,7 +30,7 @@ _INSTEAD = "use steplab.ops.rms_norm.plain_add_rms_norm"
 def add_rms_norm(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (normed, sum) for x and branch [..., C] and weight [C]: sum = x + branch, normed = its RMSNorm in `dtype`.
+    """(normed, sum) for x and branch [..., C] and weight [C]: sum = x + branch, normed = its RMSNorm in `dtype`.
 
     The sum has the wider dtype of x and branch, as in torch; `dtype` defaults to it. Computed in float32 and rounded
     once.
@@ -46,9 +46,8 @@ def add_rms_norm(
 def add_rms_norm_amax(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As add_rms_norm, with normed's largest magnitude as a third result.
-
-    It is a float32 scalar on the device without a gradient, NaN if normed has a NaN.
+    """As add_rms_norm, and normed's largest magnitude: a float32 scalar on the device without a gradient, NaN if there
+    is one.
     """
     wide = _checked(x, branch, weight)
     normed, total, _, amax = torch.ops.steplab.add_rms_norm_amax(x, branch, weight, eps, dtype or wide)
@@ -119,7 +118,7 @@ def _fake_forward(
 def _fake_backward(
     grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An empty gradient of the branch stands for one that equals x's to the bit."""
+    """The branch's gradient is empty if it equals x's to the bit; the caller then takes x's."""
     of_x, of_branch = dtypes
     grad_x = total.new_empty(total.shape, dtype=of_x)
     grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)

@@ -19,7 +19,7 @@ from .triton_device import on_device_of, refuse_second_derivative, refuse_unserv
 
 
 def plain_rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [B, H, T, D], keys and values [B, N, T, D]: the reference, as the formulas read.
+    """Queries [B, H, T, D], keys and values [B, N, T, D]: the reference, as the formulas read.
 
     The table is [2, T, D/2] (Su et al. 2021, section 3.4).
     """
@@ -37,12 +37,12 @@ def _rotated(x_BHTD: Tensor, table_2TD: Tensor) -> Tensor:
 
 
 ELEMENTS, NUM_WARPS = 1024, 4
-"""Pairs (x[i], x[i + D/2]) of a program's tile, and its warps. A tile is rows x the power of two that holds D/2."""
+"""Pairs (x[i], x[i + D/2]) of a program's tile (rows x the power of two that holds D/2), and its warps."""
 _INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 
 
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
+    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
 
     table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); pairs
     (x[i], x[i + D/2]) rotate. Computed in float32, rounded once.
@@ -65,9 +65,8 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
 def rotary_heads_backward_amax(
     dq_BHTD: Tensor, dk_BNTD: Tensor, dv_BNTD: Tensor, table_2TD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of merged from its heads' gradients, and its largest magnitude.
-
-    The magnitude is a float32 scalar on the device, NaN if the gradient has a NaN.
+    """Gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on the device, NaN if
+    there is one.
     """
     gradients = (x.transpose(1, 2) for x in (dq_BHTD, dk_BNTD, dv_BNTD))
     d_merged_BTE, amax = torch.ops.steplab.rotary_heads_backward_amax(*gradients, table_2TD)

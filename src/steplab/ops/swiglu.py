@@ -28,7 +28,7 @@ _INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., F] for gate_up [..., 2F] with the gate first, in the same dtype.
+    """silu(gate) * up [..., F] for gate_up [..., 2F] with the gate first, in the same dtype.
 
     Computed in float32, rounded once; for float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises
     UserError for an odd last dimension, Unsupported for other dtypes and devices.
@@ -39,9 +39,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As swiglu, but without a derivative, and with the result's largest magnitude.
-
-    The magnitude is a float32 scalar on the device, NaN if the result has a NaN.
+    """As swiglu without a derivative, and the result's largest magnitude: a float32 scalar on the device, NaN if there
+    is one.
     """
     _refuse(gate_up)
     output, amax = torch.ops.steplab.swiglu_amax(gate_up)
@@ -49,7 +48,7 @@ def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward_amax(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate_up [..., 2F] from the output's gradient [..., F], and its amax as in swiglu_amax."""
+    """Gradient of gate_up [..., 2F] from the output's gradient [..., F], and its amax as in swiglu_amax."""
     gradient, amax = torch.ops.steplab.swiglu_backward_amax(grad, gate_up)
     return gradient, amax
 

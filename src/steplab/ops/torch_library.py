@@ -17,8 +17,8 @@ _library = Library("steplab", "FRAGMENT")
 def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register the operator steplab::{name} and return it.
 
-    `schema` is such as "(Tensor x) -> Tensor". `real` computes the results on every device; `fake` returns empty ones
-    of the same shapes, dtypes and layouts.
+    `schema` is such as "(Tensor x) -> Tensor". `real` computes on every device; `fake` returns results of the same
+    shapes, dtypes and layouts.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, real, "CompositeExplicitAutograd")
@@ -31,8 +31,8 @@ def define_with_amax(
 ) -> None:
     """Register steplab::{name}_amax, which returns the results of `real` and the first result's largest magnitude.
 
-    `arguments` is such as "(Tensor x)". The magnitude is a float32 scalar on the device of the first argument. As its
-    last argument, `real` takes a zero scalar into which its kernel writes the magnitude.
+    `arguments` is such as "(Tensor x)". The magnitude is a float32 scalar on the device of the first argument. `real`
+    takes a last argument, a zero into which its kernel writes it.
     """
 
     def results(found: Any, amax: Tensor) -> tuple[Tensor, ...]:

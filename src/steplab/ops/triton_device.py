@@ -14,9 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not support.
-
-    It also raises under forward-mode differentiation and torch.func, for which kernels have no derivative.
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and under forward-mode
+    differentiation or torch.func.
     """
     if x.dtype not in DTYPES:
         shown = str(x.dtype).removeprefix("torch.")

@@ -46,8 +46,6 @@ ALIGNED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to compute the loss."""
-
     name: str
     summary: str
     in_chunks: bool = True
@@ -80,16 +78,16 @@ def padded_entries(num_entries: int) -> int:
 
 
 def whole_entries(num_entries: int) -> int:
-    """Return the number of vocabulary entries in the first product with the hidden states; a second has the rest.
+    """Number of vocabulary entries in the first product with the hidden states; a second product has the rest.
 
-    On an H200 cuBLAS took four times as long for a vocabulary of 50,257, which is no multiple of 8. Its rows began at
-    multiples of 128 bytes all the same. So it is cut at a multiple of ROW_MULTIPLE. The rest of the weight is copied
-    and padded with zeros: ROW_MULTIPLE rows instead of a full copy.
+    On an H200 cuBLAS took four times as long for a vocabulary of 50,257, no multiple of 8, even with rows at multiples
+    of 128 bytes. So it is cut at a multiple of ROW_MULTIPLE. The rest of the weight is copied and padded with zeros:
+    ROW_MULTIPLE rows instead of a full copy.
     """
     return num_entries if num_entries % ALIGNED == 0 else num_entries // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 def chunk_tokens(num_tokens: int, num_entries: int, item_bytes: int) -> int:
-    """Return the number of tokens in a chunk: all, or the largest power of two with logits of at most CHUNK_BYTES."""
+    """Number of tokens in a chunk: all, or the largest power of two with logits of at most CHUNK_BYTES."""
     most = max(CHUNK_BYTES // (padded_entries(num_entries) * item_bytes), 1)
     return num_tokens if num_tokens <= most else 1 << (most.bit_length() - 1)

@@ -21,8 +21,8 @@ from .errors import Unsupported, UserError
 class UpdateByParts:
     """Divides an optimizer's step into partial steps, which together equal one step over all parameters.
 
-    A new step begins with a repeated parameter, or with a number changed between parts, such as the learning rate. Some
-    optimizers count steps in groups or attributes. Every part starts from their values before the step, so that they
+    A repeated parameter begins the next step, as does a number changed between parts, such as the learning rate. Some
+    optimizers count steps in groups or attributes. Every part starts from the numbers before the step, so that they
     change once.
     """
 
@@ -47,7 +47,7 @@ class UpdateByParts:
         self._left: list[dict[str, float | None]] = []
 
     def of(self, parameters: Sequence[Tensor]) -> None:
-        """Update those of these parameters that have gradients; parameters of other optimizers are ignored.
+        """Update the given parameters that have gradients; parameters of other optimizers are ignored.
 
         Raises Unsupported if a step changes a tensor in a parameter group, or if numbers there depend on the updated
         parameters. The update is then incomplete.
@@ -179,8 +179,9 @@ class UpdateInBackward:
             self._active = before
 
     def finish(self) -> None:
-        """Update parts with missing gradients, and make the current stream wait for all updates. Call it after the last
-        backward pass of a step.
+        """Update modules that still lack some gradients, and make the current stream wait for all updates.
+
+        Call it after the last backward pass of a step.
         """
         for place, missing in enumerate(self._missing):
             if missing:
@@ -223,9 +224,7 @@ class UpdateInBackward:
 
 
 def _hook(update: ReferenceType[UpdateInBackward], place: int) -> Callable[[Tensor], None]:
-    """Return a hook on a parameter's gradient. It stays with the parameter, but does nothing once `update` is
-    deleted.
-    """
+    """A hook on a parameter's gradient. It stays with the parameter, but does nothing once `update` is deleted."""
 
     def arrived(parameter: Tensor) -> None:
         in_use = update()

@@ -91,7 +91,7 @@ def flash_triton_attention(
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three distinct tensors, because torch.compile breaks its graph where a Function gets one tensor twice."""
+    """Three distinct tensors, because torch.compile breaks its graph where a Function gets one tensor twice."""
     if not torch.compiler.is_compiling():
         return q, k, v
     return q, k.view_as(k) if k is q else k, v.view_as(v) if v is k or v is q else v
@@ -116,7 +116,7 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
 
 
 def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn:
-    """Return the attention function of this name, for [B, H, S, D] only. Raises Unsupported with a list of the names.
+    """The attention function of this name, for [B, H, S, D] only. Raises Unsupported with a list of the names.
 
     `span` marks the parts of plain attention for a profiler; fused implementations have no visible parts.
     """
@@ -141,7 +141,7 @@ def attention(
     scale: float | None = None,
     implementation: str = "plain",
 ) -> Tensor:
-    """Return softmax(scale * q k^T) v, computed by the named implementation.
+    """softmax(scale * q k^T) v, computed by the named implementation.
 
     q is [..., H, S, D] with k and v [..., N, K, D], where N divides H (query head h reads key head h * N // H). [batch,
     S, D] is one head, [S, D] one sequence. There is no broadcasting. causal hides keys after the query's own position,

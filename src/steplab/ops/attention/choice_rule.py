@@ -1,8 +1,7 @@
-"""Chooses the implementation for `auto`: the fastest for a GPU, a dtype and a head dimension. It does not import torch.
+"""Chooses the implementation for `auto` without torch: the fastest for a GPU, a dtype and a head dimension.
 
-On H100 and H200 the choice takes at most 3 % longer than the fastest at each measured shape
-(tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, which leaves the choice to
-torch.
+On H100 and H200 it takes at most 3 % longer than the fastest at each measured shape
+(tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
 """
 
 from dataclasses import dataclass
@@ -34,11 +33,11 @@ def choose(
     grouped: bool = False,
     hopper: bool | None = None,
 ) -> Choice:
-    """Return the fastest implementation that takes such inputs, or sdpa for unmeasured ones.
+    """Fastest implementation that takes such inputs, or sdpa for unmeasured ones.
 
-    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is such as bfloat16. `grouped` means that several query
-    heads read one key head. `hopper` is True if flash_triton's Hopper kernels run there; None assumes that as plans do
-    (`planned_on`). Raises ValueError for another dtype or a head dimension below 1.
+    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is such as bfloat16. `grouped`: several query heads
+    read one key head. `hopper`: True if flash_triton's Hopper kernels run there; None assumes that as plans do. Raises
+    ValueError for another dtype or a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"

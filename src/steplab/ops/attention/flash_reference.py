@@ -20,7 +20,7 @@ _INFINITY = float("inf")
 def reference_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, laid out as q, and each row's log-sum-exp, [B, H, S] in float32 (float64 for float64).
+    """The output, laid out as q, and each row's log-sum-exp, [B, H, S] in float32 (float64 for float64).
 
     Algorithm 1. A row's softmax is a quotient of two sums over the keys. Both are taken tile by tile, and scaled down
     each time a higher score turns up ("online softmax").
@@ -64,7 +64,7 @@ def reference_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each laid out as its tensor.
+    """Gradients of q, k and v, each laid out as its tensor.
 
     Algorithm 2. The weights are recomputed from the scores: P = exp(S - log-sum-exp). With dP = dO V^T the scores'
     gradient is dS = P * (dP - D), where D = rowsum(P * dP) = rowsum(dO * O) is one number a row.

@@ -28,7 +28,7 @@ def is_tried(version: str) -> bool:
 
 
 def remedy(version: str) -> str:
-    """Return advice on the version to install if the Hopper kernels do not run with this Triton."""
+    """Advice on the version to install if the Hopper kernels do not run."""
     first, last = (".".join(map(str, tried)) for tried in (TRIED[0], TRIED[-1]))
     if too_old(version):
         return f"install torch {OLDEST_TORCH} or newer, which brings Triton {first} or newer"
@@ -36,7 +36,7 @@ def remedy(version: str) -> str:
 
 
 def installed_triton() -> str | None:
-    """Return the installed version of Triton without importing it; None if absent."""
+    """The installed version of Triton without importing it; None if absent."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def installed_triton() -> str | None:
 
 
 def planned_on(gpu: str) -> bool:
-    """Return True if plans for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assume the Hopper kernels.
+    """True if plans for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assume the Hopper kernels.
 
     They do on Hopper GPUs, unless the Triton installed here is too old.
     """

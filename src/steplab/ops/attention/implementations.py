@@ -24,7 +24,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 class Workspace:
     """float32 memory that a backward pass needs while it runs: `times` tensors of `shape`.
 
-    A tensor has one number for each row of scores, or one for each element of the queries.
+    Each has one number for a row of scores, or one for an element of the queries.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Workspace:
     `widths`.
     """
     widths: tuple[int, ...] = ()
-    """The head dimension is rounded up to the next of these. Only bf16 and fp16 need it, up to the last."""
+    """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1
     of_shared_keys: bool = False
     """True if only grouped-query heads need it; `heads` are then the heads of keys."""
@@ -47,9 +47,7 @@ class Workspace:
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """Return True if tensors with elements of `number_bytes` need this workspace; `shared` means grouped-query
-        heads.
-        """
+        """True if tensors with elements of `number_bytes` need this workspace; `shared`: grouped-query heads."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
@@ -57,7 +55,7 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedOperator:
-    """A torch operator for fused attention, with the layout of its arguments, which its cost depends on."""
+    """A fused attention operator of torch, and the argument layout from which its cost is computed."""
 
     name: str
     """For example aten::_flash_attention_forward."""
@@ -66,13 +64,11 @@ class FusedOperator:
     heads_last: bool = False
     """True if tensors are [B, S, H, D] instead of [B, H, S, D]."""
     backward: bool = False
-    """True if it is the backward operator: its first argument is the output's gradient."""
+    """True for a backward operator: its first argument is the output's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to compute attention."""
-
     name: str
     summary: str
     devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
@@ -83,7 +79,7 @@ class Implementation:
     """Package that must be installed in addition to torch."""
     dtypes: tuple[str, ...] = _ALL
     widest: int | None = None
-    """Largest supported head dimension; None if there is no limit."""
+    """Largest supported head dimension; None: no limit."""
     widest_on_all: int | None = None
     """Largest head dimension that every GPU and library version supports; None if it is `widest`."""
     row_bytes: int = 1
@@ -116,14 +112,13 @@ class Implementation:
     memory_estimate: str = ""
     """Why its predicted memory is only an estimate; empty if it is exact."""
     chosen_by_sdpa: str = ""
-    """Remark for a prediction that takes `sdpa` for this row; empty if torch never chooses it.
-
-    `sdpa` is predicted as the first such row that takes the inputs.
+    """Remark for a prediction of `sdpa` that assumes this implementation, the first such row that takes the inputs.
+    Empty if torch never chooses it.
     """
     benchmarked_on: tuple[str, ...] = ()
     """Kinds of devices on which `steplab attention` measures it by default."""
     operators: tuple[FusedOperator, ...] = ()
-    """Its operators in a trace; empty if the trace has matmuls and a softmax."""
+    """Operators that identify it in a trace; empty if a trace shows matmuls and a softmax."""
 
     @property
     def saved(self) -> str:
@@ -322,7 +317,7 @@ def why_not(
     grouped: bool = False,
     on_every_gpu: bool = False,
 ) -> str | None:
-    """Return why an implementation does not take such inputs, as a clause; None if it does, as far as is known.
+    """Why an implementation does not take such inputs, as a clause; None if it does, as far as is known.
 
     `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. A head_dim of None is not checked.
     on_every_gpu also refuses inputs that some GPU or library version does not take.

@@ -29,7 +29,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
-    """Return the number of (query, key) pairs that are not masked. If causal, query i (from 0) sees keys 0 to i."""
+    """Number of (query, key) pairs that are not masked. If causal, query i (from 0) sees keys 0 to i."""
     if not causal:
         return num_queries * num_keys
     square = min(num_queries, num_keys)
@@ -93,10 +93,10 @@ def _define(name: str, forward: Callable[..., object], backward: Callable[..., o
 
 
 def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
-    """Return a function that calls the operator, or `real` directly if nothing would see the operator.
+    """A function that calls the operator, or `real` directly if nothing would see the operator, judged by the first
+    num_looked_at tensors.
 
-    Only the first num_looked_at tensors are checked. Torch's dispatcher takes longer to call a Python function than
-    some of the kernels take.
+    Torch's dispatcher takes longer to call a Python function than some of the kernels take.
     """
 
     def call(*given: Any) -> Any:
@@ -108,10 +108,8 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 
 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
-    """True if the dispatcher would do more than call the function on a GPU.
-
-    It does for autograd, modes (FLOP counters, selective checkpointing), torch.func, profilers, tensor subclasses, and
-    tensors without values.
+    """True if the dispatcher would do more than call the function on a GPU: for autograd, modes (FLOP counters,
+    selective checkpointing), torch.func, profilers, tensor subclasses, and tensors without values.
     """
     if (
         torch.is_grad_enabled()

@@ -31,8 +31,8 @@ def sdpa_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention; `backend` admits only that kernel, None lets torch choose. Raises
-    Unsupported if the named kernel does not take these inputs.
+    """torch's scaled_dot_product_attention by the kernel `backend` alone; None lets torch choose. Raises Unsupported if
+    the named kernel does not take these inputs.
     """
     grouped = q_BHSD.dim() > 2 and q_BHSD.shape[-3] != k_BHKD.shape[-3]
     if backend is None:
@@ -133,17 +133,16 @@ def _refuse_on_cpu(*tensors: Tensor) -> None:
 
 @cache
 def _compiled(q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype) -> Any:
-    """Return flex_attention compiled for one shape.
+    """flex_attention compiled for one shape.
 
-    torch stops compiling a code object at the ninth shape, and searches them at every call; so each shape gets a copy
-    of the code.
+    torch stops compiling a code object at the ninth shape, and searches them at every call; so each shape gets a copy.
     """
     code = _attend.__code__.replace(co_name=f"_attend_{'x'.join(map(str, (*q_shape, *k_shape[1:3])))}")
     return torch.compile(FunctionType(code, globals()), dynamic=False, fullgraph=True)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
-    """Return the mask with which a query sees keys up to its own position, both counted from the first."""
+    """The mask with which a query sees keys up to its own position, both counted from the first."""
     from torch.nn.attention.flex_attention import BlockMask
 
     part, full = (_constant_lists(fixed(num_queries), fixed(num_keys), device, whole) for whole in (False, True))
@@ -174,7 +173,7 @@ def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole
 
 @cache
 def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
-    """Return the number and list of key blocks that each block of queries sees wholly (or in part); then the same for
+    """Number and list of key blocks that each block of queries sees wholly (else in part); then the same for blocks of
     keys.
 
     A row sees earlier key blocks wholly, the diagonal one in part, as is a block that is not full. torch's
@@ -190,6 +189,6 @@ def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whol
 
 
 def _counted(listed_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's number of entries, [1, 1, R], and [1, 1, R, C] that begins with their columns."""
+    """Each row's number of entries, [1, 1, R], and its columns, entries first, [1, 1, R, C]."""
     order_RC = listed_RC.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return listed_RC.sum(-1, dtype=torch.int32)[None, None], order_RC.to(torch.int32)[None, None].contiguous()

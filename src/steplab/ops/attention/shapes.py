@@ -10,7 +10,7 @@ from .implementations import why_not
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return autocast's dtype on this kind of device; None if autocast is off, as for meta tensors."""
+    """The dtype of autocast on this kind of device; None if autocast is off, as for meta tensors."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -88,7 +88,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
 def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: str | None = None) -> None:
     """Raise Unsupported if the implementation `name` does not support these tensors, by its row in the table.
 
-    `device` is the kind of device that runs the kernel, if not the tensors' own.
+    `device`: the kind of device that runs it, if not the tensors' own.
     """
     kind = device or q.device.type
     if kind == "meta":  # meta computes shapes only
@@ -129,5 +129,5 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def fixed(size: int) -> int:
-    """Return the size as a constant to torch.compile, which otherwise makes it a symbol when shapes change."""
+    """The size as a constant to torch.compile, which otherwise makes it a symbol when shapes change."""
     return len(range(size))

@@ -45,7 +45,9 @@ PREPARED = 64
 """Queries of one program of attention_prepare or attention_finish."""
 
 MOST_TOGETHER = 16
-"""Most heads of a group. Programs of the last group wait longest for each other, so larger groups end later."""
+"""Most heads in a group of the backward kernel. Programs of the last group wait longest for each other, so larger
+groups end later.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Operands:
     """Arguments of the kernels between attention_prepare and attention_finish; `prepared` builds them."""
 
     one_sweep: Tiles | None
-    """Tiles of the kernel that makes all three gradients; None if these tensors take two kernels."""
+    """Tiles of attention_backward, which makes all three gradients; None if these tensors take two kernels."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -85,9 +87,7 @@ def triton_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each laid out as its tensor. Inputs may have any strides, as in
-    `triton_forward`.
-    """
+    """Gradients of q, k and v, each laid out as its tensor. Inputs may have any strides, as in `triton_forward`."""
     inputs = q_BHSD, k_BNKD, v_BNKD, o_BHSD, do_BHSD, lse_BHS
     kind = kind_of(_results, inputs, causal, scale, precision(q_BHSD.dtype))
     dq_BHSD, dk_BNKD, dv_BNKD, room = results = kind.tensors()
@@ -161,11 +161,10 @@ def prepared(
     room: Tensor | None = None,
     stream: int | None = None,
 ) -> Operands:
-    """Return the arguments of the sweeps, from those of `triton_backward`; with a scale below zero, dQ comes out
-    negated.
+    """Run attention_prepare, and return the arguments of the kernels after it.
 
-    `room` is memory divided as by `_layout`, allocated here if None. `stream` is a raw CUDA stream; launches on it are
-    kept.
+    With a scale below zero, these write -dQ. `room` is memory divided as by `_layout`, allocated here if None. Launches
+    on the raw CUDA `stream` are kept.
     """
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)
@@ -196,7 +195,6 @@ def _start_of_prepare(
     o_strides: Shape,
     do_strides: Shape,
 ) -> Start:
-    """Return attention_prepare, ready to launch on (o, do, lse, minus_lse, minus_d, turns)."""
     from .triton_portable import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
@@ -220,7 +218,7 @@ def _num_parts(parts: Columns) -> int:
 
 
 def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write dQ, dK and dV; their layouts must suit the copy engine.
+    """Write dQ, dK and dV; their layouts must suit the copy engine (TMA).
 
     float32 sums take B H S D * 4 bytes of memory, S and D rounded up to multiples of WIDEST_TILE and 32.
     """
@@ -237,9 +235,9 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """Return the kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
+    """Kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
 
-    If a head has a rest of columns, q and do are passed again, for tiles of the rest.
+    If a head has a rest of columns (`Columns`), q and do are passed again, for tiles of the rest.
     """
     from .triton_hopper_backward import attention_backward
     from .triton_portable import attention_finish
@@ -286,7 +284,7 @@ def _starts_of_one_sweep(
 
 
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dK and dV; their layouts must suit the copy engine. `tiles` default to the table's."""
+    """Write dK and dV; their layouts must suit the copy engine (TMA). `tiles` default to the table's."""
     x = operands
     tiles = tiles or tiles_for("backward_kv", x.q, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
@@ -296,7 +294,6 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
 
 @lru_cache(maxsize=256)
 def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    """Return the kernel, ready to launch on (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
     from .triton_portable import attention_backward_kv
 
     numbers = _numbers(q_shape, k_shape, call.scale)
@@ -309,7 +306,7 @@ def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, st
 
 
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dQ, whose layout must suit the copy engine. `tiles` default to the table's."""
+    """Write dQ, as `sweep_for_keys` does."""
     x = operands
     tiles = tiles or tiles_for("backward_q", x.q, x.k.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
@@ -319,7 +316,6 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
 
 @lru_cache(maxsize=256)
 def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    """Return the kernel, ready to launch on (q, k, v, do, dq) of these strides, then -lse and -D."""
     from .triton_portable import attention_backward_q
 
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape

@@ -28,7 +28,7 @@ from .triton_tuning import Tiles, tiles_for
 def triton_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale q k^T) v, laid out as q, and the log-sum-exp of each row of scores, float32 [B, H, S].
+    """softmax(scale q k^T) v, laid out as q, and the log-sum-exp of each row of scores, float32 [B, H, S].
 
     Takes float32, bfloat16 or float16 of any strides, a head dimension up to 256, and key heads N that divide H. A
     query that sees no key gets zeros and -inf. `tiles` default to the table's.
@@ -68,9 +68,10 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> tuple[Start, tuple[Tensor, ...]]:
-    """Return the kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
+    """Kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
 
-    If a head has a rest of columns, the Hopper kernel takes k and v again at the end, for tiles of the rest.
+    If a head has a rest of columns (`Columns`), the Hopper kernel takes k and v again at the end, for tiles of the
+    rest.
     """
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape

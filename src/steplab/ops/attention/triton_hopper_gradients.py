@@ -27,7 +27,7 @@ from .triton_hopper_tiles import (
 )
 
 KEYS = gl.constexpr(128)
-"""Keys of a program, and queries whose sums are passed on together."""
+"""Keys of a program, and queries whose sums of dQ are passed on together."""
 PART = gl.constexpr(32)
 """Columns of dQ added to its sums at a time, for 64 queries: 8 KB in a row."""
 PANEL = gl.constexpr(8)
@@ -47,10 +47,10 @@ DS = gl.constexpr(4)
 @aggregate
 class SharedStorage:
     kv: gl.shared_memory_descriptor
-    """Keys and values, which become their gradients at the end."""
+    """Tiles of keys and values; at the end they hold dK and dV."""
     kv_arrived: gl.shared_memory_descriptor
     mains: gl.shared_memory_descriptor
-    """Tiles of queries and of their output gradients dO, in slots: the main columns."""
+    """Tiles of queries and of dO, in slots: the main columns."""
     rests: gl.shared_memory_descriptor
     """The rest of the columns of queries and dO; unused if there is no rest."""
     numbers: gl.shared_memory_descriptor
@@ -60,7 +60,7 @@ class SharedStorage:
     ds_parts: gl.shared_memory_descriptor
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
-    """Barriers of ds_parts, for tiles of 64 queries: one a tile and consumer."""
+    """Barriers for ds_parts with tiles of 64 queries: one for each tile and consumer."""
     dq_0: gl.shared_memory_descriptor
     """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums in memory."""
     dq_1: gl.shared_memory_descriptor

@@ -14,31 +14,29 @@ from .triton_tuning import Tiles
 
 Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
-"""Rows of a consumer's tile in a Hopper kernel. It equals ROWS in triton_hopper_tiles.py, which needs Triton."""
+"""Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
-"""Columns of dQ added to its sums at a time. It equals PART in triton_hopper_gradients.py."""
+"""Columns of dQ added to its sums at a time: PART in triton_hopper_gradients.py."""
 SUMS_PANEL = 8
-"""Contiguous columns of these sums. It equals PANEL in triton_hopper_gradients.py."""
+"""Contiguous columns of these sums: PANEL in triton_hopper_gradients.py."""
 LEAST_SCALE = 1e-30
 """Replaces a scale of zero, because the kernels divide by it; all exponents stay zero."""
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return queries and a scale above zero that give the same scores. The kernels take the largest score before they
+    """Queries and a scale above zero that give the same scores. The kernels take the largest score before they
     scale.
     """
     return (-q, -scale) if scale < 0 else (q, max(scale, LEAST_SCALE))
 
 
 def base_two(scale: float) -> float:
-    """Return the factor f with exp2(f x) = exp(scale x)."""
+    """The factor f with exp2(f x) = exp(scale x)."""
     return scale * math.log2(math.e)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the precision of float32 products, tf32 or ieee, as set in torch.backends.cuda.matmul; ieee for other
-    dtypes.
-    """
+    """The precision of float32 products, tf32 or ieee, as set in torch.backends.cuda.matmul; ieee for other dtypes."""
     return "tf32" if dtype == torch.float32 and _torch_makes_them_in_tf32() else "ieee"
 
 
@@ -72,7 +70,7 @@ class Form:
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:
-        """Return the descriptor of x, without its constructor's checks, which take longer than some kernels."""
+        """The descriptor of x, without its constructor's checks, which take longer than some kernels."""
         descriptor = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
         return descriptor
@@ -81,7 +79,7 @@ class Form:
 def tile_form(
     tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int, columns: int | None = None
 ) -> Form:
-    """Return the Form of tensors [B, H, S, D] in tiles [1, 1, rows, columns]; `columns` default to the tiles' box."""
+    """The Form of tensors [B, H, S, D] in tiles [1, 1, rows, columns]; `columns` default to the tiles' box."""
     columns = columns or tiles.box
     block = [1, 1, rows, columns]
     if tiles.variant == "portable":
@@ -98,7 +96,7 @@ def tile_form(
 
 
 def number_form(count: int, rows: int) -> Form:
-    """Return the Form of `count` consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
+    """The Form of `count` consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -107,7 +105,7 @@ def number_form(count: int, rows: int) -> Form:
 
 
 def sums_form(count: int) -> Form:
-    """Return the Form of float32 sums [count, SUMS_WIDTH]; the Hopper backward kernel adds to 64 rows at a time."""
+    """The Form of float32 sums [count, SUMS_WIDTH]; the Hopper backward kernel adds to 64 rows at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -125,8 +123,8 @@ def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape
 class Start:
     """A kernel with everything fixed except its tensors: forms of descriptors, numbers, compile-time options.
 
-    To find a compiled kernel, Triton describes each argument in words, which takes longer than a short attention. A
-    Start keeps the compiled kernel. Tensors without a form are passed by address, a multiple of 16 bytes.
+    To find a compiled kernel, Triton describes each argument in words, which takes longer than a short attention; this
+    keeps it. Tensors without a form are passed by address, a multiple of 16 bytes.
     """
 
     def __init__(

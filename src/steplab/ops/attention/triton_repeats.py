@@ -26,7 +26,7 @@ Launch = Callable[[], object]
 
 
 class Address:
-    """Stands in for a tensor in a launch, which reads only its address. It does not keep the tensor alive."""
+    """Stands in for a tensor in a launch, which reads only its address, without keeping the tensor alive."""
 
     __slots__ = ("_address",)
 
@@ -56,16 +56,14 @@ class Launcher:
         self._read.append(given)
 
     def ready(self, stream: int, arguments: Sequence[Any]) -> Launch:
-        """Return the launch on a raw stream, with all arguments converted. It does not call Triton's hooks (see
-        `hooked`).
-        """
+        """The launch on a raw stream, with all arguments converted; without Triton's hooks (see `hooked`)."""
         with self._reading:
             self._reader(*self._grid, stream, *self._of_kernel, *arguments)
             return partial(self._in_c, *self._read.pop())
 
 
 def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
-    """Return a Launcher, or None if this Triton's launcher is unlike the expected one."""
+    """A Launcher, or None if this Triton's launcher is unlike the expected one."""
     try:
         return Launcher(compiled, grid)
     except (ImportError, AttributeError, KeyError, TypeError):
@@ -73,9 +71,7 @@ def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
 
 
 def hooked() -> bool:
-    """Return True if a hook must be called at each launch, as for Triton's profiler. Only Triton's own launches call
-    it.
-    """
+    """True if a hook must be called at each launch, as for Triton's profiler. Only Triton's own launches call it."""
     runtime = _runtime()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
@@ -89,8 +85,8 @@ def _runtime() -> Any:
 
 
 MOST_KEPT = 1024
-"""Most calls whose launches are kept, of some kilobytes each, and most kinds. It holds the layers and micro-steps of a
-large model, forward and backward.
+"""Most calls with kept launches, some kilobytes each, and most kinds: enough for the layers and micro-steps of a large
+model.
 """
 
 Made = tuple[Shape, Shape, torch.dtype]
@@ -120,7 +116,7 @@ class Kind:
         return True
 
     def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
-        """Keep a call's launches for `made_again`, unless one is missing; `needed`: other memory that they read."""
+        """Keep a call's launches for `made_again`, unless one is missing. `needed` is other memory that they read."""
         ready = [launch for launch in launches if launch is not None]
         if self.stream is None or len(ready) < len(launches) or hooked():
             return
@@ -134,7 +130,7 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
-    """Return the Kind of a call with these inputs, which begin with q and k.
+    """The Kind of a call with these inputs, which begin with q and k.
 
     `make` describes the results for the inputs; `more` is all else that the call depends on.
     """

@@ -44,7 +44,7 @@ def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multi
 
 
 def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
-    """Return the numbers of each program's tasks. Each task, in this order, goes to the program that is free first.
+    """Numbers of each program's tasks; each task, in this order, goes to the program that is free first.
 
     The GPU does the same with a program a task. But a program with the whole list loads its next task's tiles while it
     ends one.
@@ -70,7 +70,7 @@ class Task(NamedTuple):
 def tasks_in_order(
     num_heads: int, num_queries: int, num_keys: int, *, rows: int, tile: int, together: int, causal: bool
 ) -> list[Task]:
-    """Return all tasks: heads in groups of `together`, and the longest tasks of a group first."""
+    """All tasks: heads in groups of `together`, and the longest tasks of a group first."""
     first_queries = range(0, num_queries, rows)[::-1]
     of_head = [(first, -(-(min(num_keys, first + rows) if causal else num_keys) // tile)) for first in first_queries]
     groups = [range(first, min(first + together, num_heads)) for first in range(0, num_heads, together)]
@@ -90,9 +90,8 @@ def task_table(
     num_programs: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the programs' tasks on the device, int32 [programs, 3 + 2 most tasks].
-
-    A row has the number of tasks, the head and the first query of each, and room to read one more.
+    """The programs' tasks, int32 [programs, 3 + 2 most tasks]: the number of tasks, the head and the first query of
+    each, and room to read one more.
     """
     refuse_while_capturing(device)
     tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)

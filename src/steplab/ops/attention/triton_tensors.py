@@ -17,7 +17,7 @@ cuTensorMapEncodeTiled)."""
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Division of the head dimension for the matrix units: products are of `main` columns, then of `rest`."""
+    """Division of the head dimension for the tensor cores: products are of `main` columns, then of `rest`."""
 
     main: int
     rest: int
@@ -31,7 +31,7 @@ class Columns:
 
 @cache
 def columns(head_dim: int) -> Columns:
-    """Return the division of `head_dim` columns: in two if a half and less than another half hold them all.
+    """The division of `head_dim` columns: in two if a half and less than another half hold them all.
 
     Only from 65 on: below, a half is narrower than the 128 bytes of shared memory's swizzle.
     """
@@ -46,7 +46,7 @@ def _power_of_two(number: int) -> int:
 
 
 def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
-    """Return the tensor itself if the copy engine can read it; else a copy with rows padded with zeros to 16 bytes.
+    """The tensor itself if the copy engine can read it; else a copy with rows padded with zeros to 16 bytes.
 
     If `products` is tf32, it is rounded to TF32.
     """
@@ -69,7 +69,7 @@ def rounded_to_tf32(x: Tensor) -> Tensor:
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
-    """Return the tensor itself if the copy engine can write it; else memory with padded rows, for `copy_back`."""
+    """The tensor itself if the copy engine can write it; else memory with padded rows, for `copy_back`."""
     if _takes(x_BHSD):
         return x_BHSD
     padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
@@ -99,7 +99,7 @@ def copy_back(written: Tensor, wanted: Tensor) -> None:
 
 
 def strides_of(shape: Shape, strides: Shape) -> list[int]:
-    """Return the strides; dimensions of one element, where strides are never used, get a contiguous tensor's."""
+    """The strides; dimensions of one element, where strides are never used, get a contiguous tensor's."""
     found, expected = list(strides), 1
     for dim in range(len(shape) - 1, -1, -1):
         if shape[dim] == 1:

@@ -18,8 +18,8 @@ _tried: dict[int, str | None] = {}
 
 
 def hopper_kernels_run(head_dim: int = 64) -> bool:
-    """Return True if the Hopper kernels for this head dimension run with the installed Triton. The GPU must be a Hopper
-    GPU.
+    """True if the Hopper kernels for this head dimension run with the installed Triton. The current GPU must be a
+    Hopper GPU.
 
     Raises Unsupported if they must be tested while a CUDA graph is recorded.
     """
@@ -40,7 +40,7 @@ def known_to_run() -> bool | None:
 
 
 def why_not_hopper(version: str, head_dim: int = 64) -> str | None:
-    """Return why the Hopper kernels do not run with this Triton; None if they do. Warns if a trial failed."""
+    """Why the Hopper kernels do not run with this Triton; None if they do. Warns if a trial failed."""
     if too_old(version):
         return f"Triton {version} is too old for them"
     if is_tried(version):
@@ -71,7 +71,6 @@ def _trial(version: str, head_dim: int) -> str | None:
 
 
 def _fault(device: int, head_dim: int) -> str | None:
-    """Compare both passes on a small input with plain attention in float64; return the fault, or None."""
     from .triton_backward import triton_backward
     from .triton_forward import triton_forward
 

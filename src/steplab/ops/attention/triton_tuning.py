@@ -41,13 +41,13 @@ class Tiles:
     queries: int
     keys: int
     stages: int
-    """Tiles of a loop that load at the same time."""
+    """Tiles that load at the same time."""
     warps: int = 4
     """Warps of a program; the Hopper kernels fix theirs by role."""
 
 
 def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
-    """Return the tiles of a kernel for tensors like x [..., D]. Raises Unsupported if the table has no row."""
+    """The tiles of a kernel for tensors like x [..., D]. Raises Unsupported if the table has no row."""
     bits, head_dim = x.element_size() * 8, x.shape[-1]
     found = tiles_if_any(kernel, x.device, bits, head_dim, tokens)
     if found is None:
@@ -66,7 +66,7 @@ def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
 
 
 def kernels_known(device: torch.device) -> Variant | None:
-    """Return the kernels that a GPU runs in 16 bits, without a trial; None if unknown before flash_triton has run."""
+    """The kernels that a GPU runs in 16 bits, without a trial; None if unknown before flash_triton has run."""
     if _gpu(device)[1] != (9, 0):
         return "portable"
     runs = known_to_run()

@@ -49,7 +49,7 @@ def fp8_linear(
 
     Args:
         x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
-        gradients: format of the output's gradient.
+        gradients: fp8 dtype to which the output's gradient is cast.
         weight_gradient: bf16 takes x and the gradient uncast, so neither is needed by columns.
 
     Saved are the weight by columns, and x by columns in fp8 or unchanged. Raises Unsupported unless T, K and N are
@@ -87,9 +87,8 @@ class _Fp8Linear(torch.autograd.Function):
 def output(
     x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return y [T, N], and tensors to save for the backward pass.
-
-    These are w by columns and its inverse scale, then the same of x, or x.
+    """y [T, N], and tensors to save for backward: w in fp8 by columns and its inverse scale, then the same of x, or x
+    itself.
     """
     w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
     x_amax = amax(x_TK) if x_amax is None else x_amax
@@ -106,7 +105,7 @@ def input_and_weight_gradients(
     gradients: torch.dtype,
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [T, K] and dw [N, K]; `saved` comes from output()."""
+    """dx [T, K] and dw [N, K]; `saved` comes from output()."""
     w8_KN, x = Operand(*saved[:2]), saved[2:]
     dy_amax = amax(dy_TN) if dy_amax is None else dy_amax
     if len(x) == 1:
@@ -119,7 +118,7 @@ def input_and_weight_gradients(
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return a bᵀ [M, N] for a [M, S] and b [N, S].
+    """a bᵀ [M, N] for a [M, S] and b [N, S].
 
     `fast` keeps sums to 14 bits, which is faster on Hopper's tensor cores; a CPU sums in float32.
     """
@@ -161,8 +160,8 @@ def fp8_heads(
     gradients: torch.dtype = E5M2,
     weight_gradient: WeightGradient = "fp8",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), with the same arguments
-    and errors.
+    """Queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), with the same arguments and
+    errors.
     """
     refuse_sizes(x_BTK, weight_EK)
     found: tuple[Tensor, Tensor, Tensor] = _Fp8Heads.apply(  # type: ignore[no-untyped-call]
