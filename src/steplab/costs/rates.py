@@ -112,7 +112,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Accuracy of borrowed rates on one GPU without a fit, from steps measured on it."""
+    """Accuracy of borrowed rates on one GPU, from steps measured on it."""
 
     steps: int
     spread: float

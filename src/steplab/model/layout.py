@@ -100,8 +100,8 @@ def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
 
 
 class TransformerStage(nn.Module):
-    """Pipeline stage. It takes tokens (first stage) or the residual stream, and returns the residual stream or logits
-    (last stage).
+    """A pipeline stage: takes tokens (first stage) or the residual stream, returns the residual stream or logits (last
+    stage).
     """
 
     rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)

@@ -44,8 +44,8 @@ class Rates:
 
 
 def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rates: Rates) -> None:
-    """Update a parameter and its two moments in place. This is the reference, as the formula reads (Loshchilov and
-    Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2).
+    """Update a parameter and its two moments in place: the reference, as the formula reads (Loshchilov and Hutter 2019,
+    "Decoupled Weight Decay Regularization", algorithm 2).
     """
     first.add_((1 - rates.beta_1) * (gradient - first))
     second.add_((1 - rates.beta_2) * (gradient.square() - second))

@@ -46,8 +46,8 @@ def add_rms_norm(
 def add_rms_norm_amax(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As add_rms_norm, and normed's largest magnitude: a float32 scalar on the device without a gradient, NaN if there
-    is one.
+    """As add_rms_norm, and normed's largest magnitude: a float32 scalar on the device without a gradient, NaN if any
+    element is.
     """
     wide = _checked(x, branch, weight)
     normed, total, _, amax = torch.ops.steplab.add_rms_norm_amax(x, branch, weight, eps, dtype or wide)

@@ -1,7 +1,7 @@
 """Splits a merged linear layer's output into queries, keys and values with rotary embedding; backward joins their
 gradients.
 
-Each is contiguous as [B, T, heads, D], which attention takes as [B, heads, T, D] without a copy; attention's output
+Each is contiguous as [B, T, heads, D], which attention takes as [B, heads, T, D] without a copy. Attention's output
 then suits the next linear layer. Only the table is saved for the backward pass.
 
 Shape suffixes: B batch, T tokens (context), H heads, N heads of keys and values, D head dimension, E (H + 2 N) D, 2
@@ -42,9 +42,9 @@ _INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 
 
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
+    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D]; queries and keys are rotated.
 
-    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); pairs
+    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4). Pairs
     (x[i], x[i + D/2]) rotate. Computed in float32, rounded once.
 
     For float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises UserError for other shapes and tables,
@@ -65,8 +65,8 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
 def rotary_heads_backward_amax(
     dq_BHTD: Tensor, dk_BNTD: Tensor, dv_BNTD: Tensor, table_2TD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on the device, NaN if
-    there is one.
+    """The gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on the device, NaN
+    if any element is.
     """
     gradients = (x.transpose(1, 2) for x in (dq_BHTD, dk_BNTD, dv_BNTD))
     d_merged_BTE, amax = torch.ops.steplab.rotary_heads_backward_amax(*gradients, table_2TD)

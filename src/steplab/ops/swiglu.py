@@ -39,8 +39,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As swiglu without a derivative, and the result's largest magnitude: a float32 scalar on the device, NaN if there
-    is one.
+    """As swiglu without a derivative, and the result's largest magnitude: a float32 scalar on the device, NaN if any
+    element is.
     """
     _refuse(gate_up)
     output, amax = torch.ops.steplab.swiglu_amax(gate_up)

@@ -134,8 +134,7 @@ class UpdateInBackward:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
-        """Each module's trained parameters are updated together, and so are the optimizer's parameters outside of the
-        modules.
+        """Each module's trained parameters are updated together, and so are the optimizer's other parameters.
 
         Raises Unsupported as UpdateByParts does, and in a run of several processes.
         """

@@ -31,9 +31,7 @@ class Workspace:
     tokens: int = 1
     """Multiple to which the number of tokens is rounded up."""
     width: int | None = None
-    """Multiple to which the head dimension is rounded up. If None, there is one number a row, unless there are
-    `widths`.
-    """
+    """Multiple to which the head dimension is rounded up. None: one number a row, unless there are `widths`."""
     widths: tuple[int, ...] = ()
     """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1

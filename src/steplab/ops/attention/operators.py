@@ -1,7 +1,7 @@
 """FlashAttention-2 forward and backward as operators of torch: steplab::flash_reference_* and steplab::flash_triton_*.
 
-All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor is;
-log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
+All take [B, H, S, D] of any strides. The output is laid out as q, a gradient as its tensor. log-sum-exp is contiguous
+[B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
 
 FLOPs count a multiply-add as two, over the pairs of a query and a key that it sees. Forward has 4 D a pair (S = Q K^T,
 O = P V). Backward has 10 D (S again, dP, dV, dQ and dK; Dao 2023, "FlashAttention-2", section 4.1), even in kernels

@@ -64,7 +64,7 @@ class Operands:
     """-lse / log(2), [B, H, queries] with queries padded to a multiple of WIDEST_TILE."""
     minus_d: Tensor
     sums: Tensor
-    """float32 memory for the sums of dQ in one sweep; empty in two."""
+    """float32 memory for the sums of dQ in one sweep; empty in two sweeps."""
     shared: Tensor
     turns: Tensor
     """int32 zeros that count turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
@@ -235,7 +235,7 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """Kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
+    """The kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
 
     If a head has a rest of columns (`Columns`), q and do are passed again, for tiles of the rest.
     """

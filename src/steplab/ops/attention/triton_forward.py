@@ -68,10 +68,9 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> tuple[Start, tuple[Tensor, ...]]:
-    """Kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
+    """The kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
 
-    If a head has a rest of columns (`Columns`), the Hopper kernel takes k and v again at the end, for tiles of the
-    rest.
+    With a rest of columns (`Columns`), the Hopper kernel takes k and v again at the end, for tiles of the rest.
     """
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape

@@ -62,7 +62,7 @@ class SharedStorage:
     ds_full: gl.shared_memory_descriptor
     """Barriers for ds_parts with tiles of 64 queries: one for each tile and consumer."""
     dq_0: gl.shared_memory_descriptor
-    """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums in memory."""
+    """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums."""
     dq_1: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor

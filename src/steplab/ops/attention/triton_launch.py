@@ -41,7 +41,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def _torch_makes_them_in_tf32() -> bool:
-    """Reads the older of torch's two settings, which raises if the newer was set; then the newer."""
+    """Reads the older of torch's two settings, which raises if the newer was set; then reads the newer."""
     matmul = torch.backends.cuda.matmul
     try:
         return matmul.allow_tf32

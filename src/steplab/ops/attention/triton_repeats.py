@@ -1,11 +1,11 @@
 """Repeats the kernel launches of an earlier call on the same memory.
 
 A layer's tensors get the same addresses each step. A launch depends only on addresses, shapes, strides, type, device,
-stream and a few numbers; if all were seen before, it is repeated without further checks.
+stream and a few numbers. If all were seen before, it is repeated without further checks.
 
 Triton's Python converts tensor descriptors, then a C function calls the driver. This file keeps the arguments of the C
-function, whose call takes microseconds. It records them as Triton passes them, because their order and form change
-between versions. If this Triton differs, launches are not kept.
+function, which takes microseconds. It records them as Triton passes them, because their order and form change between
+versions. If this Triton differs, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -85,9 +85,7 @@ def _runtime() -> Any:
 
 
 MOST_KEPT = 1024
-"""Most calls with kept launches, some kilobytes each, and most kinds: enough for the layers and micro-steps of a large
-model.
-"""
+"""Most calls with kept launches, and most kinds: enough for the layers and micro-steps of a large model."""
 
 Made = tuple[Shape, Shape, torch.dtype]
 

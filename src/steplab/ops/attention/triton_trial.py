@@ -18,8 +18,7 @@ _tried: dict[int, str | None] = {}
 
 
 def hopper_kernels_run(head_dim: int = 64) -> bool:
-    """True if the Hopper kernels for this head dimension run with the installed Triton. The current GPU must be a
-    Hopper GPU.
+    """True if the Hopper kernels for this head dimension run on the current Hopper GPU with the installed Triton.
 
     Raises Unsupported if they must be tested while a CUDA graph is recorded.
     """

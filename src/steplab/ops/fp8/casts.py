@@ -60,7 +60,7 @@ class Operand(NamedTuple):
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of x, a float32 scalar on its device, the same bits each time; NaN if there is one."""
+    """The largest magnitude of x, a float32 scalar on its device, the same bits each time; NaN if any element is."""
     _refuse_other_formats(x)
     found: Tensor = torch.ops.steplab.amax(x)
     return found

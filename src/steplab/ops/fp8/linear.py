@@ -87,8 +87,9 @@ class _Fp8Linear(torch.autograd.Function):
 def output(
     x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """y [T, N], and tensors to save for backward: w in fp8 by columns and its inverse scale, then the same of x, or x
-    itself.
+    """y [T, N], and tensors to save for backward.
+
+    They are w in fp8 by columns and its inverse scale, then the same of x, or x itself.
     """
     w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
     x_amax = amax(x_TK) if x_amax is None else x_amax
@@ -118,7 +119,7 @@ def input_and_weight_gradients(
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a bᵀ [M, N] for a [M, S] and b [N, S].
+    """The product a bᵀ [M, N] of a [M, S] and b [N, S].
 
     `fast` keeps sums to 14 bits, which is faster on Hopper's tensor cores; a CPU sums in float32.
     """
