@@ -158,7 +158,7 @@ class Gpu:
     platform: str = "cuda"
     """Platform of its kernels: cuda or rocm."""
     hardware: HardwareSpec | None = None
-    """Data sheet of a known GPU, with a given memory size applied; None if its figures were measured."""
+    """Data sheet of a known GPU, with a given memory size; None if its figures were measured."""
 
 
 @functools.cache

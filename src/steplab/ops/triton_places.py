@@ -49,7 +49,7 @@ class Implementation:
     name: str
     summary: str
     in_chunks: bool = True
-    """True if it holds the logits of only a chunk of tokens at a time, and forms the gradients in the forward pass."""
+    """True if it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
     in_kernel: bool = False
     """True if softmax, loss and gradient of a chunk are one kernel without temporary tensors."""
 

@@ -67,7 +67,7 @@ class Operands:
     """float32 memory for the sums of dQ in one sweep; empty in two sweeps."""
     shared: Tensor
     turns: Tensor
-    """int32 zeros that count turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
+    """int32 zeros, counters of turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
     keys.
     """
     call: Call
