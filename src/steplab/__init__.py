@@ -6,10 +6,9 @@ A spec goes in, a record comes out, everything else reads records:
     run.median_s, run.interval_s, run.mfu
     steplab.show(run)  # its report at a prompt, its page in a notebook
 
-Every command is a function of the same name: measure (`steplab run`), sweep, study, profile, memory, precision,
-attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note. docs/python.md
-has examples; `steplab run --help` lists the fields of a step. Names load on first use, so importing steplab is
-light and does not import torch.
+Every command is a function of the same name; `steplab run` is measure. docs/python.md has examples, and
+`steplab run --help` lists the fields of a step. Names load on first use, so importing steplab is light and does not
+import torch.
 """
 
 import sys
@@ -102,10 +101,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """This package; a function keeps its name despite a folder of that name.
-
-    Importing steplab.explain.api would otherwise replace the function steplab.explain by the folder.
-    """
+    """This package's class: importing a folder such as steplab.explain does not replace the function of that name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

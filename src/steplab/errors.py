@@ -26,20 +26,20 @@ class UserError(SteplabError):
 
 
 class Inconclusive(SteplabError):
-    """Two measurements that cannot be compared; the message names the differences."""
+    """Raised for two measurements that cannot be compared; the message names their differences."""
 
     exit_code = 3
 
 
 class Remark(UserWarning):
-    """A one-line message during continuing work.
+    """A one-line warning, issued while work continues.
 
-    It is a Python warning, so callers may silence it or make it an error. The command line prints it.
+    Like any Python warning, callers may silence it or make it an error. The command line prints it.
     """
 
 
 class LeftOut(Remark):
-    """A skipped record; work continues."""
+    """Warns of a skipped record; work continues."""
 
     def __init__(self, message: str, error: Exception) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class LeftOut(Remark):
 
 
 def warn_caller(warning: Warning) -> None:
-    """Issue a warning for the line that called steplab, which Python prints, through any layers between."""
+    """Issue a warning at the line that called steplab, however many layers of steplab lie between."""
     frame, depth, level = sys._getframe().f_back, 1, 1
     while frame is not None:
         depth += 1
@@ -69,11 +69,13 @@ class Unsupported(UserError):
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Errors with user messages: steplab's, and two folders' own, which stay independent of steplab for copying."""
+"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, to be copied without the
+rest.
+"""
 
 
 def own_error(error: Exception) -> SteplabError:
-    """An error of `ERRORS` as steplab's, with an exit code."""
+    """Convert an exception of `ERRORS` to a SteplabError, which has an exit code."""
     if isinstance(error, SteplabError):
         return error
     return Unsupported(*error.args) if isinstance(error, UNSUPPORTED) else UserError(*error.args)

@@ -1,7 +1,7 @@
-"""Runs git on the repository around the working folder, which may be anyone's, without running its settings.
+"""Runs git in the working folder without running programs that its repository names.
 
-A repository can name programs: file monitors, hooks, content filters, fetchers. The user's and system's settings stay,
-where git knows the difference.
+The repository may be untrusted, and can name file monitors, hooks, content filters and fetchers. Settings of the user
+and the system still apply, where git distinguishes them.
 """
 
 import os
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
 _VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-"""Fetches nothing, even with a git that ignores the second; status writes nothing."""
+"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and `git status` from writing."""
 _NO_SUCH_SETTING = 1
 """Exit code of `git config` without a match."""
 
 
 def git(*arguments: str, timeout_s: float | None = 5.0) -> str:
-    """Git's output. Raises OSError if git cannot start, subprocess.SubprocessError if it fails."""
+    """Run git and return its stdout, stripped. Raises OSError if git cannot start, subprocess.SubprocessError if it
+    fails.
+    """
     filters = _run(["config", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\."], timeout_s)
     if filters.returncode != _NO_SUCH_SETTING:
         filters.check_returncode()

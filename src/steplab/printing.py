@@ -1,8 +1,8 @@
-"""Removes what could steer the reader of outside text: everything printed passes `leaving` or `plain`.
+"""Makes outside text safe to print: every output passes `leaving` or `plain`.
 
-Records, traces, snapshots and file names may hold escape sequences, which terminals obey, writing-direction marks,
-which reorder lines in editors, and other control characters. `leaving` is for outputs of any format (`cli.output`,
-`views.view`); `plain` is for errors, remarks and text in columns.
+Records, traces, snapshots and file names may hold escape sequences, writing-direction marks and other control
+characters. Terminals obey escape sequences, and editors reorder lines by direction marks. `leaving` serves outputs of
+any format (`cli.output`, `views.view`); `plain` serves errors, remarks and text in columns.
 """
 
 import os
@@ -10,40 +10,40 @@ import re
 import sys
 
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
-"""Control characters (C0 without tab and line feed, DEL, C1), writing-direction marks, line and paragraph separators,
-annotation marks and surrogate halves, as a regular expression's set.
+"""Body of a regular expression's character class: C0 controls without tab and line feed, DEL, C1 controls,
+writing-direction marks, line and paragraph separators, annotation marks and surrogate halves.
 """
 MARK = "written by steplab"
-"""Mark near the beginning of steplab's files, which allows replacing them (lab.files)."""
+"""Text near the beginning of every file that steplab writes; it allows replacing the file (lab.files)."""
 _LONGEST = 1500
-"""Most characters of a message, which may quote a whole argument or line."""
+"""Longest message in characters; a message may quote a whole argument or line."""
 _JSON = ("json", "jsonl")
-"""Formats that are JSON, where control characters become JSON's escapes."""
+"""Output formats that are JSON, where control characters become JSON escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
-"""Characters absent from one-line text."""
+"""Matches a line feed or a character of `_STEERING`, which one-line text must not contain."""
 _CONTROL = re.compile(f"[{_STEERING}]")
 _SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\\\|\x9c)")
-"""Escape sequences obeyed by terminals: control sequences (colours, cursor) and commands (title). None contains
-another's beginning, so repeated beginnings are read once.
+"""Matches escape sequences that terminals obey: control sequences (colours, cursor) and commands (title). No match
+contains the beginning of another, so the search takes linear time.
 """
 _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
 
 
 def leaving(text: str, format: str, *, colored: bool = False) -> str:
-    """Safe text of an output in this format; `colored`: with steplab's colours."""
+    """`text` safe to print in this output format. `colored` keeps steplab's own colour sequences."""
     if format in _JSON:
         return plain_json(text)
     return plain_with_colors(text) if colored else plain(text)
 
 
 def remark(text: str) -> str:
-    """Plain text for a message, shortened in the middle if very long."""
+    """`plain(text)`, shortened in the middle if longer than 1500 characters."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
 
 
 def text_of(value: object) -> str:
-    """str(value); for a value without one (a long int, a failing object), its class."""
+    """str(value), or the class name if str() fails, as for a very long int."""
     try:
         return str(value)
     except Exception:
@@ -51,9 +51,9 @@ def text_of(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, unable to steer the terminal.
+    """Print a message on stderr that cannot steer the terminal.
 
-    Failures to write never end work: the reader may be gone (`2>&1 | head -1`), or the disk full.
+    A failed write raises nothing: the reader may be gone (`2>&1 | head -1`) or the disk full.
     """
     try:
         print(remark(text), file=sys.stderr, flush=True)
@@ -63,25 +63,25 @@ def say(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Text without escape sequences, other control characters spelled out: \x07, \u202e."""
+    r"""`text` without escape sequences and with other control characters spelled out: \x07, \u202e."""
     if text.isprintable():
         return text
     return _CONTROL.sub(_written, _SEQUENCE.sub("", text))
 
 
 def plain_with_colors(text: str) -> str:
-    """As `plain`, but keeping steplab's colours and weights."""
+    """As `plain`, but keeps the escape sequences of steplab's colours, bold and dim."""
     return _COLORED.sub(lambda found: found[1] or (_written(found) if len(found[0]) == 1 else ""), text)
 
 
 def plain_json(text: str) -> str:
-    """The same JSON with control characters as JSON's escapes."""
+    """A JSON text with its control characters written as JSON escapes."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def approximated(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Error handler for `codecs.register_error`: steplab's non-ASCII signs become one ASCII character each, so columns
-    stay aligned; other characters become Python's escapes.
+    """Encoding error handler for `codecs.register_error`. It replaces each of steplab's non-ASCII signs by one ASCII
+    character, so columns stay aligned. Other characters become Python's escapes.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -7,7 +7,7 @@ _CODE = "import sys; sys.path.append(sys.argv.pop(1)); from {} import main; main
 
 
 def python_running(module: str, *arguments: str) -> list[str]:
-    """Command line for `main` of a steplab module with these arguments.
+    """The command line that runs `main` of a steplab module with these arguments.
 
     `-P` keeps the working folder, with a user's `types.py` maybe, out of `sys.path`. PYTHONPATH may name another
     steplab.

@@ -12,11 +12,11 @@ from statistics import median
 CONFIDENCE = 0.95
 """Least probability that an interval contains the true median."""
 FEWEST_FOR_STEADY = 4
-"""Fewest samples for `steady_from`."""
+"""Below this many samples `steady_from` returns None."""
 _FAR = 2.0
-"""Multiple of the median that makes an outlier."""
+"""A sample above this multiple of the median is an outlier."""
 _MANY = 0.25
-"""Share of outliers that makes the median doubtful."""
+"""From this share of outliers on, the median is doubtful."""
 _ROUNDING = 1e-9  # of probabilities by lgamma
 _FEWEST_FOR_DRIFT = 9
 _STEADY_TOLERANCE = 0.05
@@ -24,16 +24,16 @@ _STEADY_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Statistics of raw samples, in their unit."""
+    """Summary statistics in the unit of the raw samples."""
 
     count: int
     median: float
     low: float
-    """Lower end of the 95 % interval of the median, or the smallest of too few samples."""
+    """Lower end of the median's 95 % interval; the smallest sample if `is_interval` is False."""
     high: float
-    """Upper end of the 95 % interval of the median, or the largest of too few samples."""
+    """Upper end of the median's 95 % interval; the largest sample if `is_interval` is False."""
     is_interval: bool
-    """True if `low` and `high` are a 95 % interval, from six samples on; else the range."""
+    """True if `low` and `high` are a 95 % interval, which takes six samples; otherwise they are the range."""
     mean: float
     stdev: float | None
     """Sample standard deviation (n - 1); None for one sample."""
@@ -52,14 +52,17 @@ def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def drift(samples: Sequence[float]) -> float:
-    """Median over the smallest median of the thirds; a disturbance that began or ended raises it. 1 for too few
-    samples.
+    """Median divided by the smallest median of a third; 1 below nine samples.
+
+    A disturbance that began or ended during the measurement raises it.
     """
     return median(samples) / min(medians_of_thirds(samples)) if len(samples) >= _FEWEST_FOR_DRIFT else 1.0
 
 
 def doubtful_outliers(samples: Sequence[float]) -> int:
-    """Samples beyond twice the median, if at least a quarter: the median is then doubtful. Otherwise 0."""
+    """Number of samples beyond twice the median, if at least a quarter are: the median is then doubtful. Otherwise
+    return 0.
+    """
     bound = _FAR * median(samples)
     far = sum(sample > bound for sample in samples)
     return far if far >= _MANY * len(samples) else 0
@@ -98,9 +101,9 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The narrowest symmetric pair of samples that contains the true median with this probability.
+    """Narrowest symmetric pair of samples that encloses the true median with this probability.
 
-    None if even the extremes do not: for 95 %, below six samples. For n independent samples of a continuous
+    None if even the extremes do not, as below six samples for 95 %. For n independent samples of a continuous
     distribution, the number below the median is binomial with p = 1/2. So ranks d and n + 1 - d enclose it with the
     probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). The interval
     covers variation within a process, not between processes or days.
@@ -121,10 +124,10 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
-    """Index of the first step with a steady step time; None if it never settles.
+    """Index of the first step with a steady step time, or None if it never settles.
 
-    Steady from step k: step k, and the median of every three consecutive steps from k on, are within `tolerance` of the
-    median of the second half. Medians of three ignore single hiccups. At least four samples; k is in the first half.
+    Steady means within `tolerance` of the median of the second half. So must be step k, and the median of every three
+    consecutive steps from k on. Medians of three ignore single hiccups. At least four samples; k is in the first half.
     """
     if len(samples) < FEWEST_FOR_STEADY:
         return None

@@ -106,7 +106,9 @@ def signed(value: float, write: Callable[[float], str]) -> str:
 
 
 def format_share(share: float) -> str:
-    """Never rounds to zero: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %', tiny -> '<0.0001 %'."""
+    """Format a percentage that never rounds to zero: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %', tiny ->
+    '<0.0001 %'.
+    """
     if 0 < share < _SMALLEST_SHARE:
         return f"<{100 * _SMALLEST_SHARE:.4f} %"
     return format_percent(share) if share == 0 or abs(share) >= _ONE_DECIMAL_FROM else f"{100 * share:.2g} %"
@@ -131,7 +133,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """A share of one from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
+    """A share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
     cleaned = text.strip()
     try:
         share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
@@ -143,7 +145,9 @@ def parse_share(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """Tokens from '300B', '15T', '1.5e12' (B is 1e9, as in models' names). Raises UserError for other texts."""
+    """Number of tokens from '300B', '15T' or '1.5e12' (B is 1e9, as in models' names). Raises UserError for other
+    texts.
+    """
     cleaned = text.strip()
     scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
     try:
@@ -164,7 +168,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> Decimal:
-    """As parse_bytes, for sizes that need not be whole: 12.3GiB."""
+    """As parse_bytes, but the bytes need not be a whole number: 12.3GiB."""
     cleaned = text.strip().lower()
     number = cleaned.rstrip("kmgtpeib ")
     suffix = cleaned[len(number) :].strip()

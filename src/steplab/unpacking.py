@@ -12,14 +12,14 @@ from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
-"""Called with bytes read of the file, and its size."""
+"""Called with the bytes read so far and the size of the file."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 _SMALL_BYTES = 64 * MIB
-"""Most bytes of a file read as a whole."""
+"""Most bytes that `small_file` returns."""
 _UNPACKER_BYTES = 256 * MIB
-"""Most memory for unpacking; an xz file states its dictionary's size."""
+"""Most memory for decompression; an xz file states the memory that it needs."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:
@@ -27,7 +27,7 @@ def unwatched(done_bytes: int, size_bytes: int) -> None:
 
 
 class Unpacked(io.RawIOBase):
-    """Raw stream of a file's content, up to its end or first damage.
+    """Raw stream of a file's decompressed content, up to its end or first damage.
 
     Reading raises LimitReached beyond `most_bytes`, and OSError as the file does.
     """
@@ -43,7 +43,7 @@ class Unpacked(io.RawIOBase):
         """`file` is read from its position and stays open."""
         super().__init__()
         self.damage: str | None = None
-        """Reason for an early end of a compressed stream; None without one."""
+        """Why a compressed stream ended early; None if it did not."""
         self._file, self._most_bytes = file, most_bytes
         self._on_progress, self._size_bytes = on_progress, size_bytes
         self._num_in = self._num_out = 0
@@ -121,7 +121,7 @@ class Unpacked(io.RawIOBase):
 
 
 def small_file(path: Path) -> bytes:
-    """Unpacked content of a file read as a whole: a study, grid, configuration, table or marks.
+    """The decompressed content of a small file: a study, grid, configuration, table or marks.
 
     Raises OSError as files do, also for damage or more than 64 MiB.
     """
@@ -147,13 +147,13 @@ class _Member(Protocol):
 
     @property
     def rest(self) -> bytes:
-        """Input behind the end of the stream."""
+        """Input after the end of the compressed stream."""
 
     @property
     def needs_input(self) -> bool: ...
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        """At most `most` bytes, and the remaining input."""
+        """At most `most` decompressed bytes, and the input not yet used."""
 
 
 class _Gzip:

@@ -1,10 +1,10 @@
-"""Bytes on the wire, bus bandwidth, and a line through measured times.
+"""Bytes on the wire and bus bandwidth of collectives, and a line fitted to their measured times.
 
-Bus bandwidth follows nccl-tests (PERFORMANCE.md): algorithm bandwidth S / t, times the least bytes that each rank sends
-in a ring over the message's S. It compares with the links' bandwidth for any collective and number of ranks.
+Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times the least bytes that each rank
+sends in a ring, over S. It compares with the links' bandwidth for any collective and number of ranks.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, optionally plus gamma · n for n
-ranks. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire. A term gamma · n for n ranks is
+optional. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
 negative.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from steplab.specs.comm import CommSpec
 
 FEWEST_SIZES = 3
-"""Two points always fit a line exactly."""
+"""Fewest sizes for a fit: two points always fit a line exactly."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -46,12 +46,14 @@ class Line:
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""
     worst_relative: float
-    """The relative difference of largest magnitude, with its sign."""
+    """The (fitted - measured) / measured of largest magnitude, with its sign."""
 
 
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
-    """The model that fits the points best, `by_rank` with a term for the number of ranks. None for too few points:
-    FEWEST_SIZES sizes are needed, and `by_rank` two world sizes and a fourth point."""
+    """Fit the line to measured times; `by_rank` adds the term for the number of ranks.
+
+    None for fewer than FEWEST_SIZES different sizes. `by_rank` also needs two world sizes and four points.
+    """
     sizes = {point.wire_bytes for point in points}
     worlds = {point.world_size for point in points}
     if len(sizes) < FEWEST_SIZES or (by_rank and (len(worlds) < 2 or len(points) < 4)):

@@ -1,12 +1,12 @@
-"""Formulas of data parallelism: communication's time in a step, and sharding's savings of memory.
+"""Formulas of data parallelism: seconds of communication in a step, and memory that sharding saves.
 
-**Time.** Gradients of s bytes travel in n equal buckets. A call takes o seconds at any size, and a byte 1/w seconds. A
-bucket, and all buckets alone on the link, take
+**Time.** Gradients of s bytes travel in n equal buckets, one in each collective call. A call takes o seconds at any
+size, and a byte 1/w seconds. A bucket, and all buckets without computation, take
 
     c(n) = o + s / (n w)            alone(n) = n o + s / w
 
-In a backward pass of b seconds with evenly appearing gradients, bucket i of n is ready at i b / n. If the link keeps
-up, c <= b / n, only the last bucket remains after it; otherwise the link works without a pause from b / n on:
+If gradients appear evenly over a backward pass of b seconds, bucket i of n is ready at i b / n. If the link keeps up
+(c <= b / n), only the last bucket remains after the pass. Otherwise the link works without a pause from b / n on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 
@@ -34,12 +34,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The time of a call of one collective: o + bytes / w. Raises ValueError unless both are above zero."""
+    """Time of one collective call: o + bytes / w. Raises ValueError unless both constants are positive."""
 
     bytes_per_s: float
-    """w: gradient bytes per second, without counting that an all-reduce moves each twice."""
+    """w: gradient bytes per second. Each counts once, although an all-reduce moves it twice."""
     call_s: float
-    """o: seconds of an empty call."""
+    """o: seconds of a call with an empty message."""
 
     def __post_init__(self) -> None:
         if not (self.bytes_per_s > 0 and self.call_s > 0):
@@ -52,16 +52,18 @@ class Link:
         return num_buckets * self.bucket_s(num_bytes, num_buckets)
 
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
-        """Time left after a backward pass of `backward_s` with evenly appearing gradients, if all calls overlap."""
+        """Seconds of communication left after a backward pass of `backward_s`, if gradients appear evenly and all calls
+        overlap.
+        """
         bucket_s = self.bucket_s(num_bytes, num_buckets)
         return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
 
     def serial_s(self, num_bytes: float, num_buckets: float) -> float:
-        """Time left after the backward pass if each call's o is exposed and the link keeps up."""
+        """Seconds that remain after the backward pass if each call's o is exposed and the link keeps up."""
         return num_buckets * self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
-        """The bucket with the least `serial_s`: sqrt(s w o), at most all bytes."""
+        """Bucket size with the least `serial_s`: sqrt(s w o), at most `num_bytes`."""
         return min(math.sqrt(num_bytes * self.bytes_per_s * self.call_s), num_bytes)
 
     def least_serial_s(self, num_bytes: float) -> float:
@@ -69,9 +71,11 @@ class Link:
 
 
 def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
-    """The link with `alone_s` of `num_bytes` in these numbers of calls closest to the measurements. Least squares of
-    relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls, or
-    if the best fit has no positive bandwidth and o.
+    """Fit a Link to measured times: `alone_s[i]` is the time of `num_bytes` in `num_calls[i]` calls without
+    computation.
+
+    It minimizes squares of relative errors, because the times span orders of magnitude. None with fewer than two
+    different numbers of calls, or if the best fit has no positive bandwidth and o.
     """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
@@ -90,13 +94,12 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
 
 
 def peer_copy_memory_bytes(num_bytes: float, size: int) -> float:
-    """m: bytes that each of `size` GPUs moves through its memory when peer copies average `num_bytes` bytes of
-    gradients."""
+    """m: the bytes that each of `size` GPUs moves through its memory. Peer copies average `num_bytes` of gradients."""
     return (5 * size - 3) / size * num_bytes
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
-    """At least one, and at most the number of gradients, which are not divided."""
+    """Number of buckets, from one to the number of gradients: a gradient is never divided."""
     return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
 
 
@@ -112,8 +115,11 @@ class StateBytes:
 
 
 def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
-    """Bytes that each of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3, divided evenly.
-    `parameter_bytes`: of one parameter; `states`: values of that size that the optimizer keeps for it."""
+    """Bytes that each of `size` ranks holds under a ZeRO stage: 0 (nothing divided), 1, 2 or 3.
+
+    `parameter_bytes` is the size of one value, `states` the optimizer's values for each parameter. Ranks hold equal
+    parts.
+    """
     whole = num_parameters * parameter_bytes
     state = states * whole
     return StateBytes(

@@ -9,7 +9,7 @@ forward + backward, because the backward pass has two products for each of the f
 
 Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
 
-The number of parameters of the plain Transformer, by closed form.
+The file also has the plain Transformer's number of parameters in closed form.
 """
 
 from typing import Literal, TypedDict
@@ -21,7 +21,10 @@ from steplab.specs.step import AUTOCAST, StepSpec
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """A tied weight counts once. Without heads (planning only): only the matrices of the feed-forward blocks."""
+    """Number of the model's parameters; a tied weight counts once.
+
+    Without heads (planning only), it counts only matrices of the feed-forward blocks.
+    """
     d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
     matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
     if shape.num_heads == 0:
@@ -33,8 +36,9 @@ def num_parameters(shape: TransformerShape) -> int:
 
 
 def num_embedding_parameters(shape: TransformerShape) -> int:
-    """Parameters that are looked up and cost no FLOPs: learned positions, and the token embedding unless it is also the
-    head's weight."""
+    """Number of parameters that are looked up and cost no FLOPs: learned positions, and the token embedding unless it
+    is also the head's weight.
+    """
     tokens = 0 if shape.head == "tied" else shape.vocab_size
     return (tokens + shape.learned_positions) * shape.d_model
 
@@ -59,7 +63,7 @@ def _num_biases(shape: TransformerShape) -> int:
 Convention = Literal["causal", "full", "params"]
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf16"}
-"""Precision of a step -> data type of its matrix multiplications, with the peak for MFU."""
+"""Maps a step's precision to the data type of its matmuls, which selects the peak for MFU."""
 
 
 class ModelSizes(TypedDict):
@@ -79,7 +83,7 @@ def model_flops_per_token(
     context: int,
     backward: bool,
 ) -> float | None:
-    """FLOPs that a token needs under a convention; None if it uses an unknown size."""
+    """FLOPs that a token needs under a convention; None if the convention uses a size that is None."""
     passes = 3 if backward else 1
     if convention == "params":
         return passes * 2.0 * num_parameters
@@ -100,12 +104,12 @@ def executed_flops_per_token(
     num_layers: int | None,
     attention_width: int | None,
 ) -> float | None:
-    """Matmul FLOPs that the implementation executes per token, recomputation included: the numerator of HFU.
+    """Matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
 
-    Materialised scores take two products forward and four backward, each over the whole square. A fused kernel skips
-    the masked half but recomputes the scores in its backward pass: two products forward, five backward (Dao 2023,
-    section 3.1). `sdpa` is assumed to choose a fused kernel. Checkpointing adds the recomputed FLOPs; None if these are
-    unknown, as for another library's blocks.
+    Attention with materialised scores takes two products forward and four backward, each over the whole square. A fused
+    kernel skips the masked half but recomputes the scores in its backward pass. So it takes two products forward and
+    five backward (Dao 2023, section 3.1). `sdpa` is assumed to choose a fused kernel. None if a size is None, or if
+    checkpointing recomputes another library's blocks.
     """
     if num_embedding_parameters is None or num_layers is None or attention_width is None:
         return None
@@ -128,14 +132,15 @@ def executed_flops_per_token(
 
 
 def _recomputed_linear(shape: TransformerShape) -> float:
-    """FLOPs per token of the linear layers that a checkpointed block reruns: all except the last, because torch stops
-    before it, and a compiler leaves it out."""
+    """FLOPs per token of the linear layers that a checkpointed block reruns: all except the last, which torch and
+    compilers skip.
+    """
     last = shape.d_model * shape.d_ff
     return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)
 
 
 def _every_second_linear(shape: TransformerShape) -> float:
-    """The same for every second linear layer."""
+    """FLOPs per token of every second linear layer of a block."""
     of_input, inner = list(shape.query_key_value_widths), [shape.d_ff] * (len(shape.feed_forward_layers) - 1)
     output = of_input[:1]
     if shape.projections == "merged":

@@ -1,7 +1,7 @@
-"""Seconds of one kernel on a GPU: the roofline, with the shares of it that kernels reach.
+"""Predicts the seconds of one kernel on a GPU: a roofline, times the shares of it that kernels reach.
 
 A kernel with F FLOPs and M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few microseconds
-(Williams, Waterman and Patterson 2009, "Roofline"); a and b are the fitted shares of `costs.rates`. Predictions (plan)
+(Williams, Waterman and Patterson 2009, "Roofline"). The fitted shares a and b are in `costs.rates`. Predictions (plan)
 and findings on measured steps (explain) both use it.
 """
 
@@ -16,20 +16,23 @@ from steplab.ops.attention.hopper_kernels import planned_on
 from steplab.specs.step_choices import FP8
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of one thread block's result, as in cuBLAS's and CUTLASS's kernels."""
+"""Rows and columns of a matmul's result that one thread block computes, as in cuBLAS and CUTLASS."""
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
-"""Parts of the inner dimension that different blocks sum if there are few tiles."""
+"""Split-K factors: numbers of thread blocks that share one tile's inner dimension if there are few tiles."""
 _SMOOTH = 5
-"""Exponent of the sum that replaces a maximum: near equality, compute and memory hinder each other."""
+"""Exponent p of (compute^p + memory^p)^(1/p), which replaces max(compute, memory). Near equality, compute and memory
+hinder each other.
+"""
 _ALIGNED_BYTES = 16
-"""Rows that begin at no multiple of this cannot be copied in one piece."""
+"""Rows must begin at a multiple of this many bytes to be copied in one piece."""
 _UNALIGNED = 6.0
-"""Factor of a half-precision product with rows of single elements: 5.4 to 7.4 in the record of a vocabulary of 50,257;
-less for pairs and fours."""
+"""Slowdown of a half-precision matmul with rows aligned to single elements. It is 5.4 to 7.4 in the record of a
+vocabulary of 50,257, and less for pairs and fours.
+"""
 _HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
-"""Head dimensions that torch's FlashAttention-2 is compiled for; others are similar."""
+"""Head dimensions that torch's FlashAttention-2 is compiled for; other fused kernels are similar."""
 USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
-"""Implementations with rates for missing ones, by True for fp32."""
+"""Attention implementation that lends its rates to one without rates. The key is True for fp32."""
 
 
 class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -42,7 +45,9 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def row_lengths(self) -> tuple[int, int]:
-        """Elements of a row of the first matrix and of the result in memory; the second's is one of these."""
+        """Elements of a row in memory, of the first matrix and of the result. The second matrix has one of the same
+        lengths.
+        """
         return self.m if self.transposed else self.k, self.n
 
     def padded(self, multiple: int) -> "Product":
@@ -67,8 +72,10 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Rates of the number format; without a fit, bf16's, because tensor cores work equally in all formats. TF32 reaches
-    fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192.
+    """Fitted rates of matmuls in this number format; without a fit, bf16's, because tensor cores work equally in all
+    formats.
+
+    TF32 takes fp32's share of the peak: 0.77 and 0.76 on an H200 at 8192.
     """
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
@@ -77,8 +84,11 @@ def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
 
 
 def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
-    """Seconds of a batched matrix product. The result is cut into tiles, which the multiprocessors process in waves.
-    The best of the usual tiles is assumed, and the inner dimension is split if that fills the last wave better."""
+    """Predict the seconds of a batched matmul.
+
+    The result is cut into tiles, which the multiprocessors process in waves. The fastest of the usual tiles is assumed,
+    with split-K if that fills the last wave better.
+    """
     rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
     num_sms = gpu.multiprocessors
     per_sm = gpu.peaks[dtype] * rates.peak_share / (num_sms or 1)
@@ -110,7 +120,7 @@ def _waves(exact: float, partial_wave: float) -> float:
 
 
 def head_columns(width: int) -> int:
-    """Columns that fused attention computes for a head: kernels are compiled for a few widths."""
+    """Head dimension as fused attention pads it: kernels are compiled for a few widths."""
     return next((known for known in _HEAD_WIDTHS if known >= width), width)
 
 
@@ -121,8 +131,10 @@ def rated_attention(name: str, dtype: str, gpu: str) -> str:
 
 
 def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates]:
-    """Rates by pass of an implementation in a number format, or of the usual one if it was not measured. In fp32 fused
-    attention has other kernels, without tensor cores and with separate rates."""
+    """Fitted rates of an implementation by pass, or of `USUAL_ATTENTION` if it was not measured.
+
+    In fp32, fused attention has other kernels, without tensor cores and with separate rates.
+    """
     known = gpu.rates.attention
     own = rated_attention(name, dtype, gpu.name)
     return known[own if own in known else USUAL_ATTENTION[dtype == "fp32"]]
@@ -131,9 +143,11 @@ def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates
 def attention_s(
     name: str, scores: Product, dtype: str, gpu: Gpu, *, backward: bool = False, causal: bool = True
 ) -> float:
-    """Seconds of one pass of fused attention; `scores`: queries times keys. A causal mask leaves half of the scores,
-    plus a share for the tiles that it cuts, at most all. Each score counts the columns of a head, as the kernel pads
-    them, and `softmax_width` for its exponential."""
+    """Predict the seconds of one pass of fused attention; `scores` is the product of queries and keys.
+
+    A causal mask leaves half of the scores, plus a share for the tiles that it cuts. Each score costs the padded head
+    dimension for its products, and `softmax_width` for its exponential.
+    """
     rates = attention_rates(name, dtype, gpu)["backward" if backward else "forward"]
     keys = min(scores.n, scores.n / 2 + rates.diagonal) if causal else scores.n
     flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward

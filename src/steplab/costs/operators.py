@@ -1,11 +1,11 @@
-"""FLOPs and bytes of one call of an operator, from the shapes and types of its inputs, and traffic of an update.
+"""FLOPs and bytes of one operator call, from the shapes and types of its inputs, and traffic of an optimizer step.
 
-A multiply-add of a matrix product counts as two; other operators count the formula's operations per element. Bytes:
-each input read once and each output written once. An unlisted operator has no cost: None, not zero.
+A multiply-add of a matrix product counts as two FLOPs; other operators count the formula's operations per element. Each
+input is read once and each output written once. An unlisted operator has no cost: None, not zero.
 
-Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half of it if causal, and 2.5 times as many
-backward (Dao 2023, "FlashAttention-2", section 4.1). Its bytes: queries, keys, values and output once, and backward
-their gradients once.
+Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half of them if causal. Backward has 2.5 times
+as many (Dao 2023, "FlashAttention-2", section 4.1). It moves queries, keys, values and output once, and backward their
+gradients once.
 """
 
 import math
@@ -16,7 +16,7 @@ from steplab.ops.attention.implementations import TABLE
 from steplab.specs.attention import AttentionSpec
 
 FLOATING_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes of an element of the floating-point types, the widest first."""
+"""Bytes per element of the floating-point types, widest first."""
 _ITEM_BYTES = FLOATING_BYTES | {"int64": 8, "int32": 4, "int16": 2, "bool": 1, "uint8": 1, "int8": 1}
 DTYPES_OF_TRACES = {
     "float": "fp32",
@@ -59,8 +59,10 @@ Rule = Callable[[Sequence[Tensor]], Cost]
 
 
 def operator_cost(name: str, tensors: Sequence[Tensor]) -> Cost | None:
-    """`name` is like aten::mm; None without a rule. Inputs of an Inductor kernel (triton_*) include its outputs: the
-    bytes are their sum, and the FLOPs are unknown.
+    """Cost of a call of `name`, such as aten::mm; None without a rule.
+
+    The tensors of an Inductor kernel (triton_*) include its outputs. Its bytes are their sum, and its FLOPs are
+    unknown.
     """
     if name.startswith("triton_"):
         return Cost(flops=None, moved_bytes=sum(t.size_bytes for t in tensors)) if tensors else None
@@ -107,7 +109,9 @@ def _linear(tensors: Sequence[Tensor]) -> Cost:
 
 
 def _pointwise(flops: int) -> Rule:
-    """`flops` FLOPs per output element; the output has the broadcast shape and the widest of the inputs' types."""
+    """Rule with `flops` FLOPs per output element. The output has the broadcast shape and the widest of the inputs'
+    types.
+    """
 
     def cost(tensors: Sequence[Tensor]) -> Cost:
         out = math.prod(_broadcast([t.shape for t in tensors]))
@@ -118,7 +122,9 @@ def _pointwise(flops: int) -> Rule:
 
 
 def _like_first(flops: int, inputs: int = 1) -> Rule:
-    """`flops` FLOPs per element of the first input, which the output resembles; `inputs` inputs are read."""
+    """Rule with `flops` FLOPs per element of the first input. It reads `inputs` inputs; the output resembles the
+    first.
+    """
 
     def cost(tensors: Sequence[Tensor]) -> Cost:
         first = tensors[0]
@@ -213,7 +219,9 @@ _FLOPS_AN_ELEMENT = {
 
 
 def flops_of_elements(name: str, elements: int) -> int:
-    """FLOPs of an operator other than a product, from the elements of its largest tensor; 0 for a copy."""
+    """FLOPs of an operator other than a matmul, from the element count of its largest tensor; 0 if unlisted, as for a
+    copy.
+    """
     stem = name.removeprefix("_foreach_")
     return elements * _FLOPS_AN_ELEMENT.get(stem, _FLOPS_AN_ELEMENT.get(stem.removesuffix("_"), 0))
 
@@ -250,28 +258,30 @@ _RULES: dict[str, Rule] = {
 
 
 UPDATE_PASSES = {"adamw_fused": 7, "adamw_foreach": 20, "adamw_loop": 20, "sgd": 3}
-"""Passes over a parameter's bytes. In one kernel AdamW reads parameter, gradient and two moments and writes all except
-the gradient.
+"""Passes of an optimizer step over a parameter's bytes. The fused AdamW kernel reads parameter, gradient and two
+moments, and writes all except the gradient.
 
-Operator by operator it makes 20 passes: decay 2, first moment 3 (lerp), second moment 2 + 3 (mul, addcmul), root 2,
+Operator by operator, AdamW makes 20 passes: decay 2, first moment 3 (lerp), second moment 2 + 3 (mul, addcmul), root 2,
 correction 2, epsilon 2, update 4 (addcdiv). A test counts them as torch runs.
 """
 
 
 BACKWARD_FLOPS = 2.5
-"""FLOPs of the backward pass as a multiple of the forward pass's."""
+"""FLOPs of attention's backward pass as a multiple of its forward pass's."""
 
 
 _FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
-"""Operators with a cost that depends on an argument other than a tensor."""
+"""Fused attention operators, with a cost that depends on the causal flag too."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
-"""The efficient kernel's mask is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
+"""The efficient kernel's causal flag is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
 
 
 def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence[str]) -> Cost | None:
-    """Cost of a call; `scalars` has the text of each argument, '' for a tensor. None if the tensors are not an
-    attention's; a cost without FLOPs if the causal flag is unknown."""
+    """Cost of a fused attention call; `scalars` has the text of each argument, '' for a tensor.
+
+    None if the tensors' shapes are not an attention's. FLOPs are None if the causal flag is unknown.
+    """
     known = _FUSED[name]
     try:
         q, k = tensors[known.backward : known.backward + 2]
@@ -289,8 +299,9 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 
 
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
-    """FLOPs of an attention alone, by pass: forward, backward, both. `heads` counts queries. They do not depend on the
-    implementation, which may execute more (masked scores) or less (no recomputation).
+    """FLOPs of an attention by pass: forward, backward, both. `spec.heads` counts query heads.
+
+    They do not depend on the implementation, which may execute more (masked scores) or less (no recomputation).
     """
     forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
     if spec.causal:

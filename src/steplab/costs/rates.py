@@ -1,7 +1,7 @@
-"""The shares of a GPU's stated peak and bandwidth that kernels reach, and the table of fitted ones.
+"""Fitted rates of GPUs: the shares of the stated peak and bandwidth that kernels reach.
 
-benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry uses the first entry's shares of
-its stated figures, with a wider interval unless measured steps on it narrow that.
+benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry borrows the shares of the first
+entry. Its predictions have wider intervals unless measured steps on it narrow them.
 """
 
 import dataclasses
@@ -19,99 +19,104 @@ from steplab.units import format_bytes
 
 
 class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See kernel_time.product_s."""
+    """Parameters of kernel_time.product_s."""
 
     fixed_s: float
     peak_share: float
     """Share of the stated dense peak that a long product reaches on full tiles."""
     ramp_k: float
-    """Elements that a tile's first load and last store add to the inner dimension."""
+    """Length of the inner dimension that takes as long as a tile's first load and last store."""
     bandwidth_share: float
     partial_wave: float
     """0: a partly filled last wave of tiles takes as long as a full one; 1: only its part."""
 
 
 class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See kernel_time.attention_s."""
+    """Parameters of kernel_time.attention_s."""
 
     fixed_s: float
     peak_share: float
-    """Share of the stated dense peak that its products reach."""
+    """Share of the stated dense peak that attention's matmuls reach."""
     softmax_width: float
-    """Columns of a head that would take as long as the exponentials of its scores."""
+    """Columns of a head that would take as long as the exponential of one score."""
     diagonal: float
-    """Keys beyond those that the causal mask leaves to a query, because whole tiles are computed."""
+    """Keys that a query computes beyond those that the causal mask leaves, because tiles are whole."""
 
 
 class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See kernel_time.streaming_s."""
+    """Parameters of kernel_time.streaming_s."""
 
     fixed_s: float
     cached_gain: float
-    """Relative gain in speed of a small tensor, in the cache, over a large one."""
+    """Relative gain in speed of a small tensor, held by the cache, over a large one."""
     cached_bytes: float
-    """Moved bytes that reduce that gain to 1/e."""
+    """Moved bytes at which `cached_gain` has fallen to 1/e."""
     shares: dict[str, float]
-    """Share of the stated bandwidth by operator ('copy', 'copy strided'; 'fused' and 'fused reduction' for compiled
-    kernels; 'default' for all others)."""
+    """Share of the stated bandwidth that each operator reaches, such as 'copy' and 'copy strided'. Compiled kernels are
+    'fused' and 'fused reduction'; 'default' is for all others.
+    """
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Python's time for each kernel, and for compiling, on measured CPUs."""
+    """Python's launch times per kernel, and compile times, on measured CPUs."""
 
     eager_s: float
-    """Python's seconds per kernel of an eager step, on the quickest CPU."""
+    """Python's seconds to launch a kernel of an eager step, on the quickest CPU; `eager_slow_s`: on the slowest."""
     eager_slow_s: float
     compiled_s: float
-    """Python's seconds per kernel of a compiled step, on the quickest CPU."""
+    """Python's seconds to launch a kernel of a compiled step, on the quickest CPU."""
     compiled_slow_s: float
     triton_s: float
-    """Python's seconds per kernel of a step with Triton's block operators, on the quickest CPU."""
+    """Python's seconds to launch a kernel of a step with Triton's block operators, on the quickest CPU."""
     triton_slow_s: float
     compile_blocks_s: float
-    """Seconds to compile identical blocks, with an empty Inductor cache."""
+    """Seconds to compile all identical blocks at once, with an empty Inductor cache."""
     compile_layer_s: float
-    """Seconds for each block of a model that is compiled as a whole, likewise."""
+    """Seconds for each block of a model compiled as a whole, with an empty Inductor cache."""
     forward_call_s: float = 0.0
-    """Python's seconds per operator that an eager third-party model calls forward, views included, with all Python
-    around it; 0: not known."""
+    """Python's seconds per operator call in the forward pass of an eager third-party model, views included; 0 if
+    unknown.
+    """
     backward_call_s: float = 0.0
-    """The same for operators that autograd calls."""
+    """Python's seconds per operator call in the backward pass of an eager third-party model; 0 if unknown."""
 
     def paces(self, launcher: str) -> tuple[float, float]:
-        """Seconds of Python per kernel, on the quickest CPU and on the slowest; `StepSpec.launcher`."""
+        """Python's seconds to launch a kernel, on the quickest CPU and on the slowest; `launcher` as in StepSpec."""
         return getattr(self, f"{launcher}_s"), getattr(self, f"{launcher}_slow_s")
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How kernels within a step differ from kernels alone."""
+    """How kernels within a step differ from kernels measured alone."""
 
     gap_s: float
-    """Seconds between a kernel and the next, while Python is ahead."""
+    """Idle seconds between two kernels while Python launches ahead of the GPU."""
     replayed_gap_s: float
-    """The same if a CUDA graph launches the kernels."""
+    """Idle seconds between two kernels of a replayed CUDA graph."""
     product_factor: float
     streaming_factor: float
     throttle_from: float
-    """Share of the stated peak of tensor cores, over the whole step, above which the power limit lowers the clock."""
+    """Share of the tensor cores' peak, over the whole step, above which the power limit lowers the clock."""
     throttle: float
-    """Growth of the time of products for each unit of that share above it."""
+    """Relative growth of matmul time for each unit of the step's share of the peak above `throttle_from`."""
     hidden_update: float = 0.0
     """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
-    """Half of the 90 % interval around the central value, as a share of it, by kind of fit. 'traced': third-party
-    models, held out by family. 'elsewhere': formats without a fit, and GPUs without a fit or a measured step."""
+    """Half of the 90 % interval as a share of the central value, by kind of fit.
+
+    'traced' is for third-party models, held out by family. 'elsewhere' is for formats without a fit, and GPUs without a
+    fit or a measured step.
+    """
 
     def gap(self, replayed: bool) -> float:
         return self.replayed_gap_s if replayed else self.gap_s
 
 
 class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU without a fit on which steps were measured, predicted by borrowed shares."""
+    """Accuracy of borrowed rates on one GPU, from steps measured on it."""
 
     steps: int
     spread: float
-    """Largest error of 19 of 20 of them, as a share of the measured time."""
+    """Largest error of 19 of 20 measured steps, as a share of the measured time."""
     until_utc: str
 
 
@@ -120,15 +125,15 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
     until_utc: str
     held_out: dict[str, list[str]] = {}
-    """Records left out of the fit: by field of a step, the values."""
+    """Values by field of StepSpec; steps with one of them are left out of the fit, for checking."""
     products: dict[str, ProductRates]
     streaming: StreamingRates
     attention: dict[str, dict[str, AttentionRates]]
-    """By implementation and pass: forward, backward."""
+    """Rates by implementation, then by pass: forward, backward."""
     host: HostRates
     step: StepRates
     borrowers: dict[str, Borrower] = {}
-    """GPUs that borrow these shares and were measured, by name."""
+    """GPUs with measured steps that borrow these rates, by name."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,30 +147,29 @@ class Gpu:
     """Dense FLOP/s by number format."""
     bandwidth_bytes_per_s: float
     multiprocessors: int | None
-    """Number of streaming multiprocessors; None: not known, and tiles are assumed to fill all waves."""
+    """Number of SMs. If None (unknown), tiles are assumed to fill all waves."""
     rates: GpuRates
     is_fitted: bool
-    """True if the rates were fitted on this GPU."""
     sources: tuple[str, ...]
     is_stated: bool = True
     """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
     peak_sources: dict[str, str] = field(default_factory=dict)
     device_names: tuple[str, ...] = ()
     platform: str = "cuda"
-    """Target of its kernels: cuda or rocm."""
+    """Platform of its kernels: cuda or rocm."""
     hardware: HardwareSpec | None = None
-    """The known GPU, with the memory that was given; None: its figures were measured."""
+    """Data sheet of a known GPU, with a given memory size; None if its figures were measured."""
 
 
 @functools.cache
 def fitted_rates() -> tuple[GpuRates, ...]:
-    """The committed rates of GPUs; others borrow the first one's shares."""
+    """The committed rates of all fitted GPUs."""
     text = resources.files("steplab.costs").joinpath("rates.toml").read_text(encoding="utf-8")
     return tuple(msgspec.toml.decode(text, type=_File).gpu)
 
 
 LEAST_PER_S = 1e9
-"""A given figure below it was meant in TFLOP/s or TB/s: every GPU has more FLOPs and bytes per second."""
+"""Least plausible FLOP/s or bytes/s of a GPU. A lower given figure was meant in TFLOP/s or TB/s."""
 
 
 def gpu_named(
@@ -175,8 +179,11 @@ def gpu_named(
     bandwidth_bytes_per_s: float | None = None,
     memory_bytes: int | None = None,
 ) -> Gpu:
-    """A known GPU with the committed rates, its figures replaced by given ones; peak: FLOP/s by number format,
-    memory_bytes: stated capacity. Raises UserError for an unknown GPU, and for a figure that is not positive."""
+    """A known GPU with its committed rates; given figures replace the data sheet's.
+
+    `peak` is FLOP/s by number format, `memory_bytes` the stated capacity. Raises UserError for an unknown GPU, and for
+    a peak or bandwidth that is implausible.
+    """
     gpu = gpu_of(hardware_named(name))
     if memory_bytes is not None and gpu.hardware is not None:
         named = f"{gpu.name} with {format_bytes(memory_bytes)}"
@@ -202,7 +209,7 @@ def gpu_named(
 
 
 def gpu_of(hardware: HardwareSpec) -> Gpu:
-    """A known GPU with its own committed rates, or else with those that others borrow."""
+    """The GPU of a data sheet with its own committed rates, or with borrowed ones."""
     table = fitted_rates()
     return gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
 
@@ -232,8 +239,10 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
 
 
 def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_per_s: float) -> Gpu:
-    """A device that is not known, from `steplab doctor`'s measurements of large products and a large copy: with the
-    figures that borrowed shares turn into these."""
+    """A device without a data sheet, from `steplab doctor`'s measurements of large matmuls and a large copy.
+
+    Its peaks and bandwidth are these figures divided by borrowed shares.
+    """
     rates = fitted_rates()[0]
     others = rates.products["bf16"].peak_share
     shares = {dtype: each.peak_share for dtype, each in rates.products.items()}

@@ -15,7 +15,7 @@ class Roofline:
     hardware: HardwareSpec | None
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matrix products in a number format; None: not stated."""
+        """Dense FLOP/s of matrix products in a number format; None if not stated."""
         stated = self.hardware.peak_flops(dtype) if self.hardware else None
         return stated.flops_per_s if stated else None
 
@@ -23,12 +23,12 @@ class Roofline:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:
-        """Least FLOPs per byte of a peak-bound operator."""
+        """FLOPs per byte from which the peak limits an operator, not bandwidth."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return peak / bandwidth if peak and bandwidth else None
 
     def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
-        """The least time that the roofline allows; None if the peak or the bandwidth is unknown."""
+        """Least seconds that the roofline allows; None if the peak or the bandwidth is unknown."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return max(flops / peak, moved_bytes / bandwidth) if peak and bandwidth else None
 

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
-    """Build the model with random weights from the spec's seed. `span` marks a built-in model's computation outside of
-    modules for a profiler: parts of plain attention, and the loss. Raises Unsupported for a planning-only size, and
-    UserError for an unusable factory or configuration.
+    """Build the spec's model with random weights from its seed, and the function that makes its batches.
+
+    `span` marks computation outside of modules for a profiler: parts of plain attention, and the loss. Raises
+    Unsupported for a planning-only size, and UserError for an unusable factory or configuration.
     """
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":
@@ -102,9 +103,12 @@ def _head_loss(implementation: str, span: Span, x_NC: Tensor, weight_VC: Tensor,
 
 
 def build_factory(spec: StepSpec, device: torch.device) -> Workload:
-    """Call the user's factory, named as package.module:function, with the arguments `batch`, `context`, `device` and
-    `seed` that it takes; it returns `(module, make_batch)` or a callable that runs one whole step. Raises UserError if
-    it cannot be found or returns something else. The factory's own exceptions pass through."""
+    """Build the workload of a user's factory, named as package.module:function.
+
+    It is called with those arguments of `batch`, `context`, `device` and `seed` that it takes. It returns `(module,
+    make_batch)` or a callable that runs one whole step. Raises UserError if it cannot be found or returns something
+    else. Its own exceptions pass through.
+    """
     factory = _find(spec.model.name)
     offered = {"batch": spec.batch, "context": spec.context, "device": device, "seed": spec.seed}
     parameters = inspect.signature(factory).parameters.values()
@@ -131,7 +135,8 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
 
 def knows_tokens(spec: StepSpec) -> bool:
     """True if a step has batch times context tokens; False for a factory that sizes its batches itself. Raises
-    UserError for a factory that cannot be found."""
+    UserError for a factory that cannot be found.
+    """
     return spec.model.kind != "factory" or not _not_taken(_find(spec.model.name), ("batch", "context"))
 
 

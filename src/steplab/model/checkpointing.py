@@ -1,8 +1,8 @@
 """Calls the plain Transformer's blocks: unchanged, or with activations recomputed in the backward pass.
 
-A checkpointed block keeps only its input; its backward pass reruns its forward pass up to the last tensor that it needs
+A checkpointed block keeps only its input. Its backward pass reruns its forward pass up to the last tensor that it needs
 (torch's early stop), which skips the last matmul. The non-reentrant variant works under torch.compile and gives the
-same bits. Without dropout, random state is not kept.
+same bits. Random state is not kept, because the model has no dropout.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ _KEPT_BY_SELECTIVE = [
     REFERENCE.forward_overload,
     TRITON.forward_overload,
 ]
-"""Operators that are expensive to compute for the size of their result."""
+"""Operators that selective checkpointing does not rerun: they are expensive for the size of their result."""
 _KEPT_IF_COMPILED = [*_KEPT_BY_SELECTIVE, rotary_heads.OPERATOR.default]
 
 
@@ -43,8 +43,10 @@ _LINEAR = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
 
 
 def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
-    """Contexts of a block's forward pass and of its recomputation. Compiled code also keeps queries, keys and values
-    after rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both.
+    """Contexts for torch's checkpoint: of a block's forward pass and of its recomputation.
+
+    Compiled code also keeps queries, keys and values after rotation. The compiler then drops the kept product before
+    them, of as many bytes; eager code would keep both.
     """
     kept = _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
     linear = Counter[bool]()
@@ -60,7 +62,7 @@ def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
 
 
 Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
-"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), to be recomputed in backward"""
+"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), with activations recomputed in backward"""
 
 
 def block_caller(checkpointing: str) -> BlockCaller:
@@ -77,7 +79,7 @@ def block_caller(checkpointing: str) -> BlockCaller:
 
 
 def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
-    """Change a block's forward pass in place: it is recomputed, compiled, or both.
+    """Replace a block's forward pass in place by one that is compiled, recomputed in backward, or both.
 
     No parameter is renamed, and hooks on the block itself stay outside. The compiler also sees the recomputation, and
     decides what to keep. Exception: a fully recomputed block that is split over ranks reruns its compiled forward pass,
@@ -85,7 +87,6 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
     Args:
         index: the block's place, from 0.
-        checkpointing, compile_mode: as in StepSpec.
         split: True if the block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward

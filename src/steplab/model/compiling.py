@@ -13,7 +13,7 @@ from steplab.ops.columns import lower_join
 
 @cache
 def what_inductor_lacks() -> dict[str, str]:
-    """Steplab's changes to Inductor that this torch does not support, with the reason."""
+    """The changes to Inductor that the installed torch does not support, each with the reason."""
     lacks = {}
     try:
         lower_join()
@@ -32,7 +32,7 @@ FP32_GRADIENTS = "fp32 gradients of products"
 
 
 def notes_on_compiling() -> tuple[str, ...]:
-    """Missing optimizations of a compiled step with this torch."""
+    """A sentence for each optimization that a compiled step lacks with the installed torch."""
     return tuple(
         f"torch {torch.__version__} compiles without {what}, which costs time: {why}"
         for what, why in what_inductor_lacks().items()
@@ -54,16 +54,19 @@ def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compile each repeated block's forward pass in place, so that gradients appear as backward proceeds. Hooks on a
-    block stay outside of its compiled code. Raises Unsupported as repeated_blocks does."""
+    """Compile each repeated block's forward pass alone, in place, so that gradients appear as backward proceeds.
+
+    Hooks on a block stay outside of its compiled code. Raises Unsupported as repeated_blocks does.
+    """
     for block in repeated_blocks(module):
         block.forward = compiled_forward(block, block.forward, "block")
         block.compiled_within = True  # type: ignore[assignment]
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks: the modules of its largest nn.ModuleList, each once even if listed twice. Raises
-    Unsupported if it has no such list."""
+    """The modules of the model's largest nn.ModuleList, each once even if listed twice. Raises Unsupported if it has no
+    such list.
+    """
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     if not lists:
         raise Unsupported(

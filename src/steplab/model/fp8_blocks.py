@@ -1,8 +1,8 @@
-"""Blocks with linear layers in fp8: the plain Transformer's by steplab.ops.fp8, any model's by torchao.
+"""Converts linear layers of blocks to fp8: the plain Transformer's by steplab.ops.fp8, any model's by torchao.
 
 Modules are replaced in place by others of the same parameters, after weights are loaded. The head, the embedding, norms
-and attention stay. With fused block operators, norms, SwiGLU and the rotary embedding return the largest magnitudes of
-their results, which saves another read.
+and attention stay. With fused block operators, norm, SwiGLU and rotary kernels also return the largest magnitude of
+their results, which saves casts another read.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """
@@ -28,7 +28,7 @@ class Fp8Linear(nn.Linear):
 
 
 class AddRMSNormAmax(AddRMSNorm):
-    """Also returns the largest magnitude of the products' input."""
+    """Also returns the largest magnitude of the normed tensor, for its cast to fp8."""
 
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         return add_rms_norm_amax(x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=_BF16)
@@ -71,8 +71,10 @@ def products_in_fp8(module: nn.Module) -> None:
 
 
 def products_by_torchao(module: nn.Module) -> None:
-    """Let torchao convert the linear layers within a model's repeated blocks, with a scale per tensor. Raises
-    Unsupported without torchao, blocks, or a layer with multiples of 16 as inputs and outputs.
+    """Convert linear layers within a model's repeated blocks by torchao, with a scale per tensor.
+
+    Only layers with multiples of 16 as inputs and outputs are converted. Raises Unsupported without torchao, blocks, or
+    such a layer.
     """
     try:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]

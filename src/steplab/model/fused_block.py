@@ -1,7 +1,8 @@
 """The plain Transformer's block with one kernel for each part between matrix products.
 
-It serves merged projections, RMSNorm, rotary embedding and SwiGLU, with that block's parameter names. It takes and
-returns the residual stream as two tensors, stream and branch. The next norm adds them, so the sum needs no kernel.
+It supports merged projections, RMSNorm, rotary embedding and SwiGLU, with the plain block's parameter names. It takes
+and returns the residual stream as two tensors, stream and branch. The next norm's kernel adds them, so the sum needs no
+kernel.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """
@@ -23,7 +24,7 @@ Stream = tuple[Tensor, Tensor]
 
 class AddRMSNorm(nn.RMSNorm):
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """(normed, sum); normed is in autocast's format, so that the next product needs no cast."""
+        """(normed, x + branch). normed has autocast's dtype, so that the next product needs no cast."""
         return add_rms_norm(
             x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=autocast_dtype(x_BTC.device.type) or x_BTC.dtype
         )
@@ -50,10 +51,10 @@ class FusedSwiGLU(MergedSwiGLU):
 
 
 class FusedBlock(Block):
-    """Attention, then feed-forward, each on the norm of the stream plus the branch before it."""
+    """Attention, then feed-forward. The norm before each also adds the previous branch to the stream."""
 
     fp32_gradients_of_products = True
-    """Compiled alone, it makes gradients of fp32 weights in fp32, in their product (model/gradient_products)."""
+    """True: compiled alone, it computes gradients of fp32 weights directly in fp32 (model/gradient_products)."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         nn.Module.__init__(self)
@@ -69,7 +70,7 @@ class FusedBlock(Block):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """A branch of zeros, so that the first block runs the same code as the others."""
+        """x and a branch of zeros, so that the first block runs the same code as the others."""
         return x_BTC, torch.zeros_like(x_BTC, dtype=autocast_dtype(x_BTC.device.type))
 
     @staticmethod

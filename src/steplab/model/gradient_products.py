@@ -1,4 +1,4 @@
-"""Gradients of fp32 weights straight from their products: a change of Inductor's graphs.
+"""An Inductor graph pass: matmuls write gradients of fp32 weights in fp32, without a cast.
 
 Under autocast a weight's gradient is a rounded bf16 product, which another kernel casts to fp32. cuBLAS sums products
 in fp32 anyway, and can write its sums unrounded. The compiled backward pass then has one kernel less for each weight,
@@ -18,7 +18,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
-    """Replaces casts of products to fp32 that leave the graph, as weights' gradients do, on CUDA."""
+    """Replaces a matmul and its cast to fp32 by a matmul with an fp32 result, on CUDA. The cast must be an output of
+    the graph, as weights' gradients are.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         for cast in graph.find_nodes(op="call_function", target=_prims.convert_element_type.default):
@@ -32,12 +34,12 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """A single object, so that torch.compile sees one setting for all functions."""
+    """The one shared pass, so that torch.compile sees the same options for all functions."""
     return GradientsOfProducts()
 
 
 def _product_of(cast: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The half-precision product on a GPU that only this cast reads, and the views in between."""
+    """The half-precision GPU matmul that only this cast reads, or None; and the views in between."""
     views: list[fx.Node] = []
     node = cast.args[0]
     while isinstance(node, fx.Node) and len(node.users) == 1:

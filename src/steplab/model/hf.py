@@ -1,6 +1,6 @@
-"""Models of the transformers library: their configuration, random weights, a loss.
+"""Builds models of the transformers library from a configuration, with random weights and a loss.
 
-`architectures` in a configuration names the model. Without it, the model is causal, except for encoders (BERT: masked
+`architectures` in the configuration names the model. Without it, the model is causal, except for encoders (BERT: masked
 tokens), encoder-decoders (T5: sequences) and vision models (ViT: classification).
 """
 
@@ -22,15 +22,17 @@ from steplab.specs.checkpointing import SELECTIVE, differs_by_block
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
-"""Values of StepSpec's attention for transformers: its own code, or torch's kernels."""
+"""Attention choices for transformers models: plain is their own code, the others are torch's kernels."""
 _MOST_LAYERS = 10_000
 _INNER = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
 _LONGEST_REASON = 300
-"""The longest error in characters: for an unknown model_type transformers lists all known types."""
+"""Most characters quoted from an error: transformers may list all types that it knows."""
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
-    """The model of a config.json. Raises Unsupported without transformers, and for a model of another kind."""
+    """Build the model of a config.json. Raises Unsupported without transformers, and unless it is a language model or
+    an image classifier.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise Unsupported(f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'")
     import transformers
@@ -178,7 +180,7 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
 
 
 class WithSdpaBackend(nn.Module):
-    """Its scaled_dot_product_attention calls use one kernel only."""
+    """Runs a model with scaled_dot_product_attention limited to one kernel."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""The plain Transformer's split over the ranks of the tensor axis, and its stages of a pipeline.
+"""Splits the plain Transformer over tensor-parallel ranks, and into pipeline stages.
 
-Queries, keys, values, gate and up are split by outputs, output and down by inputs, so that attention and the
-feed-forward block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part
-of the sequence, norms included: tokens are gathered before the first products, and sums of the last ones scattered
+Queries, keys, values, gate and up are split by outputs, output and down by inputs. So attention and the feed-forward
+block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part of the
+sequence, norms included. Tokens are gathered before the first products, and sums of the last ones scattered
 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding and learned
 positions are split by rows, the head by outputs; the loss reads split logits. Grouped heads are split by heads of keys
 and values.
 
-Stages are runs of blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
+A stage is a run of consecutive blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,11 @@ from steplab.specs.layout import blocks_of_stage
 from steplab.specs.model import TransformerShape
 
 _TOKENS = Shard(1)
-"""The layout of a tensor [B, T, ...] with T / tp tokens on each rank."""
+"""DTensor placement of a tensor [B, T, ...] with T / tp tokens on each rank."""
 
 
 def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
-    """The parallel style of each submodule of Transformer or of TransformerStage, by name."""
+    """The ParallelStyle of each submodule of Transformer or of TransformerStage, by name."""
     *wide, last = shape.feed_forward_layers
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
@@ -63,15 +63,19 @@ def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
 
 
 def arrive_whole(embedding: nn.Module) -> None:
-    """Copy the embedding's output for compiled blocks. Otherwise it may be a running collective, wrapped in a torch
-    tensor class, and a compiled block returns an unusable gradient for it.
+    """Clone the embedding's output for compiled blocks.
+
+    Otherwise it may be a running collective, wrapped in a torch tensor class, and a compiled block returns an unusable
+    gradient for it.
     """
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
 def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
-    """The loss of each rank's logits [N, V / tp] on a mesh of one axis; call it within `ready_for_loss`. `loss` must be
-    torch's cross_entropy."""
+    """A loss function for logits split by vocabulary, [N, V / tp] on each rank of a mesh of one axis.
+
+    Call it within `ready_for_loss`. `loss` must be torch's cross_entropy.
+    """
 
     def of_parts(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         whole_NV = DTensor.from_local(logits_NV, mesh, [Shard(1)])
@@ -83,7 +87,7 @@ def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
 
 @contextmanager
 def ready_for_loss() -> Iterator[None]:
-    """A context: torch's cross_entropy, forward and backward, takes logits split by vocabulary."""
+    """Context in which torch's cross_entropy, forward and backward, takes logits split by vocabulary."""
     with loss_parallel():
         yield
 
@@ -96,7 +100,9 @@ def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
 
 
 class TransformerStage(nn.Module):
-    """Tokens (first stage) or the residual stream in; the residual stream or logits (last stage) out."""
+    """A pipeline stage: takes tokens (first stage) or the residual stream, returns the residual stream or logits (last
+    stage).
+    """
 
     rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
 
@@ -125,7 +131,7 @@ class TransformerStage(nn.Module):
 
 
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
-    """`whole` is emptied, so that parameters of other stages are freed."""
+    """The pipeline stages with these numbers. `whole` is emptied, so that parameters of other stages are freed."""
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
     del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

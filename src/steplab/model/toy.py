@@ -1,7 +1,7 @@
 """Two layers with a norm between them: the smallest model that shows every rule of autocast.
 
-Under fp16 or bf16 autocast on a CUDA GPU the first layer and the logits are in low precision, the norm, the loss,
-parameters and gradients in fp32. Pass your own model to steplab through a function like `toy`.
+Under fp16 or bf16 autocast on a CUDA GPU the first layer and the logits are in low precision. The norm, the loss,
+parameters and gradients are in fp32. Pass your own model to steplab through a function like `toy`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class ToyModel(nn.Module):
 
 
 def toy(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
-    """The model, and batches of batch x context random examples."""
+    """The model, and a function that makes batches of batch x context random examples."""
     num_examples = batch * context
 
     def make_batch() -> tuple[Tensor, Tensor]:

@@ -22,10 +22,12 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits_NV, targets_N) -> scalar"""
 
 HeadLossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x_NC, weight_VC, targets_N) -> the loss of the logits x weight^T, a scalar"""
+"""(x_NC, weight_VC, targets_N) -> scalar loss of the logits x weight^T"""
 
 BlockCaller = Callable[[int, nn.Module, Tensor, Tensor | None], Tensor]
-"""(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), as in model.checkpointing"""
+"""(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), perhaps recomputed in backward
+(model.checkpointing)
+"""
 
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
@@ -53,7 +55,7 @@ class Transformer(nn.Module):
         call_block: BlockCaller = call_plainly,
         block: "type[Block] | None" = None,
     ) -> None:
-        """`head_loss` replaces the output head and `loss`; `block`: class of the blocks; None: Block."""
+        """`head_loss` replaces the output head and `loss`. `block` is the class of the blocks, by default Block."""
         super().__init__()
         self.loss = loss
         self.head_loss = head_loss
@@ -105,7 +107,7 @@ def norm_of(shape: TransformerShape) -> nn.Module:
 
 class Block(nn.Module):
     compiled_within: bool = False
-    """True if its forward pass is compiled; hooks on its submodules would then cause another compilation."""
+    """True if the forward pass is compiled. Hooks on submodules would then cause another compilation."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
@@ -128,8 +130,9 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention of several heads; groups of them may read the same keys and values (Ainslie et al. 2023,
-    "GQA")."""
+    """Causal multi-head self-attention; groups of query heads may share keys and values (Ainslie et al. 2023,
+    "GQA").
+    """
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
@@ -207,8 +210,9 @@ def rotary_table(context: int, head_dim: int) -> Tensor:
 
 
 def rotate(x_BHTD: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table (learned
-    positions) x is returned unchanged."""
+    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision. Without a table (learned
+    positions) return x unchanged.
+    """
     if rotary_2TD is None:
         return x_BHTD
     cos_TD, sin_TD = rotary_2TD

@@ -28,11 +28,11 @@ class Workload:
     inner_width: int | None = None
     is_causal: bool = True
     num_active_parameters: int | None = None
-    """Parameters that one token uses in a mixture of experts; None: all."""
+    """Parameters that one token uses in a mixture of experts; None if it uses all."""
     experts: tuple[int, int] | None = None
-    """Number of experts of a block, and of those that a token takes; None: no experts."""
+    """Number of experts in a block, and number of them that a token uses; None without experts."""
     knows_tokens: bool = True
-    """True if its batches have the spec's batch and context, so that the tokens of a step are known."""
+    """True if a step has the spec's batch times context tokens."""
     notes: tuple[str, ...] = ()
 
 
@@ -46,8 +46,8 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar to differentiate: the module's result, its `.loss` or ["loss"], or the single scalar of a tuple such
-    as (logits, loss). Raises UserError without one.
+    """The scalar to differentiate: the model's result, its `.loss` or ["loss"], or the single scalar of a tuple such as
+    (logits, loss). Raises UserError without one.
     """
     loss = output.get("loss", output) if isinstance(output, dict) else getattr(output, "loss", output)
     if isinstance(loss, (tuple, list)):
@@ -70,7 +70,7 @@ def _shown(value: Any) -> str:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Tied ones count once, as in nn.Module.parameters."""
+    """Count parameters, tied ones once, as in nn.Module.parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -81,5 +81,5 @@ def num_lookup_parameters(module: nn.Module) -> int | None:
 
 
 def random_tokens(vocab_size: int, batch: int, context: int, device: torch.device) -> Tensor:
-    """Uniform token ids, [batch, context]: the values do not change the work, but zeros would run faster."""
+    """Uniform token ids [batch, context]. The values do not change the work, but zeros would run faster."""
     return torch.randint(vocab_size, (batch, context), device=device)

@@ -1,7 +1,7 @@
-"""AdamW with one kernel for all parameters of a group, float32 or bfloat16 with float32 masters.
+"""AdamW with one kernel for all parameters of a group: float32, or bfloat16 with float32 masters.
 
 Autocast rounds a linear layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32.
-A bfloat16 weight, written as its rounded master, enters the same products with the same gradient, so numbers stay equal
+A bfloat16 weight, kept as its rounded master, enters the same products with the same gradient. So numbers stay equal
 without these casts.
 """
 
@@ -28,7 +28,7 @@ class Rates:
     eps: float
     weight_decay: float
     step: int
-    """Counted from 1."""
+    """Number of this step, from 1."""
 
     @property
     def decay(self) -> float:
@@ -44,8 +44,9 @@ class Rates:
 
 
 def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rates: Rates) -> None:
-    """Update a parameter and its two moments in place, as the formula reads: the reference (Loshchilov and Hutter 2019,
-    "Decoupled Weight Decay Regularization", algorithm 2)."""
+    """Update a parameter and its two moments in place: the reference, as the formula reads (Loshchilov and Hutter 2019,
+    "Decoupled Weight Decay Regularization", algorithm 2).
+    """
     first.add_((1 - rates.beta_1) * (gradient - first))
     second.add_((1 - rates.beta_2) * (gradient.square() - second))
     denominator = second.sqrt() * rates.second_correction + rates.eps
@@ -55,8 +56,8 @@ def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tenso
 def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
     """Convert linear layers' weights and biases to bfloat16, in place; return their float32 values by parameter.
 
-    Run the step under autocast as before. Unchanged are parameters shared with another kind of module (an embedding
-    tied to the head), in `stay`, or not in float32. Load weights first: masters copy the current values.
+    Run the step under autocast as before. Parameters stay if they are in `stay`, not in float32, or shared with another
+    kind of module (an embedding tied to the head). Load weights first: masters copy the current values.
     """
     staying = {id(parameter) for parameter in stay}
     linear: dict[int, nn.Parameter] = {}
@@ -82,15 +83,14 @@ _RATES = 3
 class OneKernelAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for contiguous float32 parameters, and for bfloat16 weights with float32 masters.
 
-    The kernel runs on CUDA, and on a CPU under TRITON_INTERPRET=1; elsewhere torch's operators do, which is slow.
-
-    For a bfloat16 weight, a step reads the bfloat16 gradient, updates master and moments in float32 and writes the
-    rounded master (Micikevicius et al. 2018, "Mixed Precision Training", section 3.1): 28 bytes a parameter, as in
+    The kernel runs on CUDA, and on a CPU under TRITON_INTERPRET=1; elsewhere torch's operators do, which is slow. For a
+    bfloat16 weight, a step reads the bfloat16 gradient, updates master and moments in float32 and writes the rounded
+    master (Micikevicius et al. 2018, "Mixed Precision Training", section 3.1). It moves 28 bytes a parameter, as in
     float32.
 
-    The state has torch's names and `master`, so either class loads the other's. A CUDA graph can capture a step: take
-    one before, keep the optimizer as long as the graph, and pass a learning rate that changes as a tensor on the
-    device.
+    The state has torch's names and `master`, so either class loads the other's. A CUDA graph can capture a step after
+    one step outside of it. Keep the optimizer as long as the graph, and pass a changing learning rate as a tensor on
+    the device.
     """
 
     def __init__(
@@ -103,8 +103,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
         *,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """masters: float32 values of bfloat16 parameters, from `bf16_with_masters`, updated in place. `step` raises
-        UserError for a weight that differs from its master.
+        """masters: float32 values of bfloat16 parameters, from `bf16_with_masters`; a step updates them in place.
+
+        `step` raises UserError for a weight that differs from its master.
         """
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
@@ -123,7 +124,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         self.__dict__.setdefault("_versions", {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises Unsupported, and adds nothing, for options and parameters that it does not support."""
+        """Add parameters. Raises Unsupported, and adds nothing, for unsupported options and parameters."""
         _refuse_other_options(param_group)
         super().add_param_group(param_group)
         added = self.param_groups.pop()
@@ -136,8 +137,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments and masters; without masters, as from torch, they stay. Raises Unsupported for the state of
-        AMSGrad, of an ascent, or of Adam with weight decay.
+        """Load moments and masters. A state without masters, as torch's, leaves them unchanged.
+
+        Raises Unsupported for the state of AMSGrad, of `maximize`, or of Adam with coupled weight decay.
         """
         for group in state_dict["param_groups"]:
             _refuse_other_options(group)
@@ -158,8 +160,10 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters with a gradient; returns the closure's result. Raises Unsupported in a capture without
-        an earlier step, and UserError for a weight that differs from its master.
+        """Update all parameters with a gradient; return the closure's result.
+
+        Raises Unsupported in a CUDA graph's capture without an earlier step, and UserError for a weight that differs
+        from its master.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -215,8 +219,9 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return found
 
     def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
-        """Tables with addresses that the graph copies from CPU memory in each replay. A capture cannot allocate that
-        memory, so the step before provides it, and no later step gets it.
+        """Tables with addresses that the graph copies from CPU memory in each replay.
+
+        A capture cannot allocate that memory, so the step before provides it, and no later step uses it.
         """
         before = self._tables.get(key)
         if before is None or before.on_host is None:
@@ -234,8 +239,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
 
 Tensors = tuple[Tensor, ...]
-"""The float32 tensor to update, its gradient, its two moments and its number of steps; then the bfloat16 weight, if
-any."""
+"""(values, gradient, exp_avg, exp_avg_sq, step), then the bfloat16 weight if `values` is its float32 master."""
 
 
 class _Settings:
@@ -260,7 +264,7 @@ class _Tables:
     where: list[list[int]]
     sizes: list[int]
     on_host: Tensor | None
-    """CPU memory that `addresses` was copied from; None once a CUDA graph copies from it."""
+    """CPU memory from which `addresses` was copied; None once a CUDA graph copies from it."""
     addresses: Tensor
     counts: Tensor
     firsts: Tensor

@@ -1,8 +1,8 @@
 """linear_cross_entropy(): one signature over every implementation, chosen by name and never swapped silently.
 
-Chunked losses with a reduction form their gradients in the forward pass and save only these; backward multiplies them
-by the gradient of the loss, in place. Without a reduction each token has its own gradient of the loss, unknown in the
-forward pass: inputs are saved, and backward recomputes the logits.
+Chunked losses with a reduction form their gradients in the forward pass and save only these. Backward multiplies them
+in place by the gradient of the loss. Without a reduction, each token's gradient of the loss is unknown in the forward
+pass. So inputs are saved, and backward recomputes the logits.
 
 Shape suffixes: N tokens, C width of the hidden state, V entries of the vocabulary.
 """
@@ -123,15 +123,17 @@ class TokenLosses(torch.autograd.Function):
 
 
 def reduced(losses_N: Tensor, targets_N: Tensor, *, mean: bool, ignore_index: int) -> Tensor:
-    """The mean is over targets that are not ignored (at least one)."""
+    """The sum of the losses, or their mean over targets that are not ignored; NaN if all are."""
     total = losses_N.sum()
     return total / (targets_N != ignore_index).sum() if mean else total
 
 
 def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass. The number of
-    targets stays on the device. If the logits' gradients are fp16, backward applies a mean's factor, because the
-    smaller ones would be zero."""
+    """The factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass.
+
+    The number of targets stays on the device. If the logits' gradients are fp16, backward applies a mean's factor,
+    because smaller gradients would round to zero.
+    """
     one = torch.ones((), dtype=sum_dtype(dtype), device=targets_N.device)
     if not mean:
         return one, None

@@ -1,6 +1,7 @@
 """Loss and gradients of the last linear layer, for a chunk of tokens at a time (docs/cross_entropy.md).
 
-For each chunk, logits = hidden W^T + b. Each row (`Terms`) gives the loss and is overwritten by its gradient G. Then
+For each chunk, logits = hidden W^T + b. Each row of logits gives its token's loss (`Terms`), and is overwritten by its
+gradient, a row of G. Then
 
     d hidden = G W
     d W += G^T hidden
@@ -48,8 +49,8 @@ class Terms:
 RowStep = Callable[[Tensor, Tensor, Tensor, Tensor | None, Terms], None]
 """(logits_nV, targets_n, losses_n, scale_n, terms): writes the losses, and overwrites the logits.
 
-With a scale, each row becomes its gradient times the row's scale; without, its content is undefined. A target outside
-of the vocabulary that is not ignored has a loss of NaN.
+With a scale, each row of logits becomes its gradient times the row's scale; without, its content is undefined. A target
+outside of the vocabulary that is not ignored has a loss of NaN.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -60,8 +61,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """The number format of a stored gradient: the mean's gradients are too small for fp16 before a loss scale is
-    applied."""
+    """The dtype of a stored gradient: float32 for fp16, in which a mean's gradients are too small before a loss scale
+    is applied.
+    """
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
@@ -77,8 +79,11 @@ def losses_in_chunks(
     wanted: Sequence[bool],
     rows: RowStep,
 ) -> tuple[Tensor, Gradients]:
-    """Losses [N] in `sum_dtype`, and the wanted gradients of sum(scale * losses) in each tensor's `gradient_dtype`. The
-    matrix products take their factors in `dtype`. Without a scale there are no gradients."""
+    """Losses [N] in `sum_dtype`, and the wanted gradients of sum(scale * losses) for hidden, weight and bias.
+
+    Gradients have each tensor's `gradient_dtype`. The matrix products take their factors in `dtype`. Without a scale
+    there are no gradients.
+    """
     num_tokens, num_entries = hidden_NC.shape[0], weight_VC.shape[0]
     losses_N = hidden_NC.new_empty(num_tokens, dtype=sum_dtype(dtype))
     d_hidden_NC, d_weight_VC, d_bias_V = (
@@ -118,7 +123,7 @@ def losses_in_chunks(
 class _Columns:
     entries: slice
     filled_up: slice
-    """The product's columns of logits, including padding: its logits and gradients are zero and ignored."""
+    """Columns of the padded logits that this product writes. Logits and gradients of padding are zero and ignored."""
     weight: Tensor
     bias: Tensor | None
 
@@ -144,7 +149,7 @@ def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """out = a b, or out += a b, summed in the format of `out`: the factors' or a wider one."""
+    """Compute out = a b, or out += a b with `add`, summed in the dtype of `out`: the factors' or a wider one."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif out.is_cuda:
@@ -158,7 +163,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
 
 
 def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: Tensor | None, terms: Terms) -> None:
-    """A RowStep in plain PyTorch: the reference of the kernel."""
+    """A RowStep in plain PyTorch, the reference for the kernel."""
     num_entries = logits_nV.shape[1]
     x_nV = logits_nV.to(losses_n.dtype)
     is_ignored_n1 = (targets_n == terms.ignore_index).unsqueeze(1)
@@ -191,8 +196,11 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
 
 
 BLOCK, NUM_WARPS = 16384, 32
-"""Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. The fastest of
-eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy --tiles)."""
+"""Columns of a row that a program loads at a time, and its warps: 16 columns in 64 registers of a thread.
+
+The fastest of eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy
+--tiles).
+"""
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 
@@ -273,7 +281,7 @@ def _fake_losses(
 
 
 def _fake_scale(gradient: Tensor, factor: Tensor) -> None:
-    """Nothing is made."""
+    """The operator works in place and returns nothing."""
 
 
 def _flops(hidden: Sequence[int], weight: Sequence[int], *others: Any, **kwargs: object) -> int:

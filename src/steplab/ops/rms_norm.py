@@ -1,7 +1,7 @@
-"""RMSNorm of a residual stream with a branch added to it, and the stream with the branch.
+"""Adds a branch to a residual stream and takes the RMSNorm of the sum in one kernel; returns both.
 
-The backward pass reads the rows once: it adds the gradient of the stream to the norm's, and gives both inputs'
-gradients in their formats. Saved for it are the sum, the weight and one number for each row.
+The backward pass reads the rows once: it adds the sum's gradient to the norm's, and writes both inputs' gradients in
+their dtypes. Saved for it are the sum, the weight and one number for each row.
 """
 
 from typing import Any
@@ -32,9 +32,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(normed, sum) for x and branch [..., C] and weight [C]: sum = x + branch, normed = its RMSNorm in `dtype`.
 
-    The sum is in the wider of both formats, as torch's own; dtype defaults to it. Computed in float32 and rounded once.
+    The sum has the wider dtype of x and branch, as in torch; `dtype` defaults to it. Computed in float32 and rounded
+    once.
+
     For float32, bfloat16 and float16 on CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for shapes that
-    differ, Unsupported for other formats and devices.
+    differ, Unsupported for other dtypes and devices.
     """
     wide = _checked(x, branch, weight)
     normed, total, _ = torch.ops.steplab.add_rms_norm(x, branch, weight, eps, dtype or wide)
@@ -44,8 +46,9 @@ def add_rms_norm(
 def add_rms_norm_amax(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed, sum, amax), with normed's largest magnitude, a float32 scalar on its device without a gradient; NaN if
-    there is one."""
+    """As add_rms_norm, and normed's largest magnitude: a float32 scalar on the device without a gradient, NaN if any
+    element is.
+    """
     wide = _checked(x, branch, weight)
     normed, total, _, amax = torch.ops.steplab.add_rms_norm_amax(x, branch, weight, eps, dtype or wide)
     return normed, total, amax
@@ -115,7 +118,7 @@ def _fake_forward(
 def _fake_backward(
     grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The branch's gradient is empty if it equals x's to the bit."""
+    """The branch's gradient is empty if it equals x's to the bit; the caller then takes x's."""
     of_x, of_branch = dtypes
     grad_x = total.new_empty(total.shape, dtype=of_x)
     grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)

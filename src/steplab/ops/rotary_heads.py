@@ -1,6 +1,7 @@
-"""Queries, keys and values of one merged linear layer with rotary embedding, and one joined gradient of them.
+"""Splits a merged linear layer's output into queries, keys and values with rotary embedding; backward joins their
+gradients.
 
-Each is contiguous as [B, T, heads, D], which attention takes as [B, heads, T, D] without a copy; attention's output
+Each is contiguous as [B, T, heads, D], which attention takes as [B, heads, T, D] without a copy. Attention's output
 then suits the next linear layer. Only the table is saved for the backward pass.
 
 Shape suffixes: B batch, T tokens (context), H heads, N heads of keys and values, D head dimension, E (H + 2 N) D, 2
@@ -18,8 +19,10 @@ from .triton_device import on_device_of, refuse_second_derivative, refuse_unserv
 
 
 def plain_rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, D], keys and values [B, N, T, D]; the table is [2, T, D/2] (Su et al. 2021, section 3.4). The
-    reference, as the formulas read."""
+    """Queries [B, H, T, D], keys and values [B, N, T, D]: the reference, as the formulas read.
+
+    The table is [2, T, D/2] (Su et al. 2021, section 3.4).
+    """
     head_dim = 2 * table_2TD.shape[-1]
     num_kv_heads = (merged_BTE.shape[-1] // head_dim - num_heads) // 2
     heads_BETD = merged_BTE.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -34,17 +37,18 @@ def _rotated(x_BHTD: Tensor, table_2TD: Tensor) -> Tensor:
 
 
 ELEMENTS, NUM_WARPS = 1024, 4
-"""Pairs of a program's tile (rows x the power of two that holds D/2), and its warps."""
+"""Pairs (x[i], x[i + D/2]) of a program's tile (rows x the power of two that holds D/2), and its warps."""
 _INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 
 
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
+    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D]; queries and keys are rotated.
 
-    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); pairs
-    (x[i], x[i + D/2]) rotate. Computed in float32, rounded once; for float32, bfloat16 and float16 on CUDA (CPU:
-    TRITON_INTERPRET=1). Raises UserError for other shapes and tables, Unsupported for other formats and devices, and
-    for a trained table.
+    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4). Pairs
+    (x[i], x[i + D/2]) rotate. Computed in float32, rounded once.
+
+    For float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises UserError for other shapes and tables,
+    Unsupported for other dtypes and devices, and for a trained table.
     """
     if not _fit(merged_BTE.shape, table_2TD.shape, num_heads) or table_2TD.dtype != torch.float32:
         raise UserError(
@@ -61,8 +65,9 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
 def rotary_heads_backward_amax(
     dq_BHTD: Tensor, dk_BNTD: Tensor, dv_BNTD: Tensor, table_2TD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on its device, NaN
-    if there is one."""
+    """The gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on the device, NaN
+    if any element is.
+    """
     gradients = (x.transpose(1, 2) for x in (dq_BHTD, dk_BNTD, dv_BNTD))
     d_merged_BTE, amax = torch.ops.steplab.rotary_heads_backward_amax(*gradients, table_2TD)
     return d_merged_BTE, amax
@@ -150,7 +155,7 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor
 OPERATOR = define(
     "rotary_heads", "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward
 )
-"""steplab::rotary_heads, which selective checkpointing names."""
+"""The operator steplab::rotary_heads, for selective checkpointing."""
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor table)"
 define("rotary_heads_backward", f"{_GRADIENTS} -> Tensor", _backward, _fake_backward)
 define_with_amax("rotary_heads_backward", _GRADIENTS, 1, _backward, _fake_backward)

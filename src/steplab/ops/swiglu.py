@@ -1,7 +1,7 @@
-"""silu(gate) * up of one joined tensor, with a gradient in one piece; only the joined tensor is saved for it.
+"""SwiGLU's silu(gate) * up, where gate and up are halves of one tensor, and so are their gradients.
 
-torch.compile, FLOP counters, profilers and checkpointing see the operators steplab::swiglu and its backward, and do not
-look into them.
+Only that tensor is saved for backward. torch.compile, FLOP counters, profilers and checkpointing see the operators
+steplab::swiglu and its backward, and do not look into them.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from .triton_device import on_device_of, refuse_second_derivative, refuse_unserv
 
 
 def plain_swiglu(gate_up: Tensor) -> Tensor:
-    """The reference, as the formula reads (Shazeer 2020, "GLU Variants Improve Transformer"), in the precision of its
-    input.
+    """The reference in the input's precision, as the formula reads (Shazeer 2020, "GLU Variants Improve
+    Transformer").
     """
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
@@ -28,9 +28,10 @@ _INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for [..., 2F], the gate first: [..., F], in the same format. Computed in float32, rounded once;
-    for float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises UserError for an odd last dimension,
-    Unsupported for other formats and devices.
+    """silu(gate) * up [..., F] for gate_up [..., 2F] with the gate first, in the same dtype.
+
+    Computed in float32, rounded once; for float32, bfloat16 and float16 on CUDA (CPU: TRITON_INTERPRET=1). Raises
+    UserError for an odd last dimension, Unsupported for other dtypes and devices.
     """
     _refuse(gate_up)
     output: Tensor = torch.ops.steplab.swiglu(gate_up)
@@ -38,14 +39,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without a derivative, and its largest magnitude: a float32 scalar on its device, NaN if there is one."""
+    """As swiglu without a derivative, and the result's largest magnitude: a float32 scalar on the device, NaN if any
+    element is.
+    """
     _refuse(gate_up)
     output, amax = torch.ops.steplab.swiglu_amax(gate_up)
     return output, amax
 
 
 def swiglu_backward_amax(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of gate_up [..., 2F] from the output's [..., F], and its amax as in swiglu_amax."""
+    """Gradient of gate_up [..., 2F] from the output's gradient [..., F], and its amax as in swiglu_amax."""
     gradient, amax = torch.ops.steplab.swiglu_backward_amax(grad, gate_up)
     return gradient, amax
 

@@ -15,8 +15,10 @@ _library = Library("steplab", "FRAGMENT")
 
 
 def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """`schema` is such as "(Tensor x) -> Tensor". `real` computes it on every device; `fake` returns results of the
-    same shapes, formats and layouts.
+    """Register the operator steplab::{name} and return it.
+
+    `schema` is such as "(Tensor x) -> Tensor". `real` computes on every device; `fake` returns results of the same
+    shapes, dtypes and layouts.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, real, "CompositeExplicitAutograd")
@@ -27,9 +29,11 @@ def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[...,
 def define_with_amax(
     name: str, arguments: str, num_results: int, real: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """steplab::{name}_amax of arguments such as "(Tensor x)": the results of `real`, then the first one's largest
-    magnitude, a float32 scalar on the device of the first argument. After the arguments, `real` takes a tensor of 0
-    into which its kernel writes that magnitude."""
+    """Register steplab::{name}_amax, which returns the results of `real` and the first result's largest magnitude.
+
+    `arguments` is such as "(Tensor x)". The magnitude is a float32 scalar on the device of the first argument. `real`
+    takes a last argument, a zero into which its kernel writes it.
+    """
 
     def results(found: Any, amax: Tensor) -> tuple[Tensor, ...]:
         return (found, amax) if num_results == 1 else (*found, amax)
@@ -45,5 +49,5 @@ def define_with_amax(
 
 
 def define_derivative(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """Both as in torch.library.register_autograd."""
+    """Register the derivative of steplab::{name}; both functions are as in torch.library.register_autograd."""
     register_autograd(f"steplab::{name}", backward, setup_context=save, lib=_library)

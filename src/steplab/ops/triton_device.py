@@ -1,4 +1,4 @@
-"""Refusals of Triton's kernels, and the device on which they start."""
+"""Refuses tensors that Triton's kernels do not support, and selects the device on which kernels start."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and for missing derivatives:
-    forward-mode and torch.func's.
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and under forward-mode
+    differentiation or torch.func.
     """
     if x.dtype not in DTYPES:
         shown = str(x.dtype).removeprefix("torch.")
@@ -28,7 +28,7 @@ def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
 
 
 def refuse_func_grad(what: str, instead: str) -> None:
-    """Raise Unsupported within torch.func.grad, vjp and jacrev: torch's own error names a class that the caller never
+    """Raise Unsupported within torch.func.grad, vjp and jacrev. torch's own error names a class that the caller never
     wrote.
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
@@ -40,14 +40,15 @@ def refuse_func_grad(what: str, instead: str) -> None:
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
-    """Raise Unsupported in a backward pass that will be differentiated: torch would take its missing gradients for
-    zero."""
+    """Raise Unsupported in a backward pass that will be differentiated. torch would take the missing second derivative
+    for zero.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise Unsupported(f"the second derivative of {what}", "its backward pass has none", instead)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton starts kernels on the current device, whatever the tensors' is."""
+    """Context that makes x's GPU current, because Triton starts kernels on the current device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)

@@ -1,25 +1,31 @@
-"""Devices and program sizes of Triton's kernels, and the table of losses; without torch, so that plans can read it.
-Kernels run on CUDA, and on a CPU under Triton's interpreter, which is slow and for tests."""
+"""Devices and block sizes of Triton's kernels, and the table of loss implementations.
+
+It does not import torch, so that plans can read it. Kernels run on CUDA, and on a CPU under Triton's interpreter, which
+is slow and for tests.
+"""
 
 import os
 from dataclasses import dataclass
 
 ADAMW_BLOCK, ADAMW_WARPS = 512, 4
-"""Elements of a program of AdamW's kernel, and its warps: one load of 16 bytes for each thread and float32 tensor, in
-38 registers.
+"""Elements of a program of AdamW's kernel, and its warps. Each thread loads 16 bytes of each float32 tensor, in 38
+registers.
 
-A program of 1,024 with masters takes 128 registers, and lengthens an update during a backward pass, though not one
+A program of 1,024 with masters takes 128 registers. It lengthens an update during a backward pass, though not one
 alone.
 """
 RATES_BLOCK = 128
-"""Tensors per program of the rates' kernel: one per thread."""
+"""Tensors per program of adamw_rates_kernel: one per thread."""
 NUM_PROGRAMS = 528
-"""Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200; the same on every GPU, because it
-decides the order of sums of the weight's gradient.
+"""Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200.
+
+It is the same on every GPU, because it decides the order of sums of the weight's gradient.
 """
 
 FP8_MULTIPLE = 16
-"""Tokens, inputs and outputs of a linear layer in fp8 are multiples of this: operands are read by 16 bytes."""
+"""Tokens, inputs and outputs of an fp8 linear layer must be multiples of this, because operands are read by 16
+bytes.
+"""
 
 
 def runs_on(device_type: str) -> bool:
@@ -31,16 +37,15 @@ CHUNK_BYTES = 2**29
 cuBLAS's tile sizes, and enough for products as fast as the whole batch's.
 """
 ROW_MULTIPLE = 64
-"""Rows of logits are padded to a multiple of this many elements, to begin at multiples of 16 bytes, one load."""
+"""Rows of logits are padded to a multiple of this many elements, so that each begins at a multiple of 16 bytes."""
 ALIGNED = 8
-"""A vocabulary that is no multiple of this, 16 bytes of bf16, has its last entries in a separate product:
-`whole_entries`."""
+"""A vocabulary that is no multiple of this (16 bytes of bf16) has a separate product for its last entries:
+`whole_entries`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to compute the loss."""
-
     name: str
     summary: str
     in_chunks: bool = True
@@ -73,16 +78,16 @@ def padded_entries(num_entries: int) -> int:
 
 
 def whole_entries(num_entries: int) -> int:
-    """Entries of a vocabulary in the first product with the hidden states.
+    """Number of vocabulary entries in the first product with the hidden states; a second product has the rest.
 
-    On an H200 cuBLAS took four times as long for a vocabulary of 50,257, which is no multiple of 8, although its rows
-    began at multiples of 128 bytes. So it is cut at a multiple of ROW_MULTIPLE, and the rest of the weight is copied
-    and padded with zeros: ROW_MULTIPLE rows instead of a full copy.
+    On an H200 cuBLAS took four times as long for a vocabulary of 50,257, no multiple of 8, even with rows at multiples
+    of 128 bytes. So it is cut at a multiple of ROW_MULTIPLE. The rest of the weight is copied and padded with zeros:
+    ROW_MULTIPLE rows instead of a full copy.
     """
     return num_entries if num_entries % ALIGNED == 0 else num_entries // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 def chunk_tokens(num_tokens: int, num_entries: int, item_bytes: int) -> int:
-    """Tokens in a chunk: all, or the largest power of two with logits of at most CHUNK_BYTES."""
+    """Number of tokens in a chunk: all, or the largest power of two with logits of at most CHUNK_BYTES."""
     most = max(CHUNK_BYTES // (padded_entries(num_entries) * item_bytes), 1)
     return num_tokens if num_tokens <= most else 1 << (most.bit_length() - 1)

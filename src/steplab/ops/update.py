@@ -1,4 +1,4 @@
-"""Updates of some of an optimizer's parameters, while others' gradients are still being made or averaged.
+"""Updates some of an optimizer's parameters while gradients of others are still computed or averaged.
 
 An optimizer that treats each parameter independently, as AdamW and SGD do, can update it at any time after its gradient
 is final. Clipping by the norm of all gradients, a gradient scaler, and optimizers over all parameters together (LBFGS)
@@ -19,16 +19,18 @@ from .errors import Unsupported, UserError
 
 
 class UpdateByParts:
-    """Partial steps of an optimizer, which together equal one step over all parameters.
+    """Divides an optimizer's step into partial steps, which together equal one step over all parameters.
 
-    A repeated parameter begins the next update, as does a number changed between parts, such as the learning rate. Some
-    optimizers count steps in groups or attributes: every part starts from the numbers before the update, so they change
-    once.
+    A repeated parameter begins the next step, as does a number changed between parts, such as the learning rate. Some
+    optimizers count steps in groups or attributes. Every part starts from the numbers before the step, so that they
+    change once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Groups added to the optimizer later are not updated. Raises Unsupported for LBFGS, and for an optimizer that
-        wraps another, as sharding ones do."""
+        """Parameter groups added to the optimizer later are not updated.
+
+        Raises Unsupported for LBFGS, and for an optimizer that wraps another, as sharding ones do.
+        """
         self._optimizer = optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise self._unsupported("it updates all parameters as one vector")
@@ -45,9 +47,11 @@ class UpdateByParts:
         self._left: list[dict[str, float | None]] = []
 
     def of(self, parameters: Sequence[Tensor]) -> None:
-        """Update the parameters that have gradients; parameters of other optimizers are ignored. Raises
-        Unsupported, with the update incomplete, if a step changes a tensor in a parameter group, or if numbers there
-        depend on the updated parameters."""
+        """Update the given parameters that have gradients; parameters of other optimizers are ignored.
+
+        Raises Unsupported if a step changes a tensor in a parameter group, or if numbers there depend on the updated
+        parameters. The update is then incomplete.
+        """
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         parts: list[list[Tensor]] = [[] for _ in groups]
@@ -107,7 +111,7 @@ def _versions(group: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 class UpdateInBackward:
-    """Updates of parameters that begin in the backward pass and overlap with its rest.
+    """Updates parameters during the backward pass, as soon as their gradients are final.
 
         update = UpdateInBackward(optimizer, model.blocks)
         stream = torch.cuda.Stream(priority=-1)
@@ -130,8 +134,10 @@ class UpdateInBackward:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
-        """The trained parameters of each module are updated together, and so are the optimizer's others. Raises
-        Unsupported as UpdateByParts does, and if processes have joined a group."""
+        """Each module's trained parameters are updated together, and so are the optimizer's other parameters.
+
+        Raises Unsupported as UpdateByParts does, and in a run of several processes.
+        """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             why = "it would use each rank's own gradients, which are averaged later"
             raise Unsupported(
@@ -164,7 +170,7 @@ class UpdateInBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context where backward passes add to gradients, without updates."""
+        """Context in which backward passes add to gradients, without updates."""
         before, self._active = self._active, False
         try:
             yield
@@ -172,8 +178,9 @@ class UpdateInBackward:
             self._active = before
 
     def finish(self) -> None:
-        """Update parts with missing gradients, and make the current stream wait for all updates. Call it after the last
-        backward pass of a step.
+        """Update modules that still lack some gradients, and make the current stream wait for all updates.
+
+        Call it after the last backward pass of a step.
         """
         for place, missing in enumerate(self._missing):
             if missing:
@@ -187,7 +194,7 @@ class UpdateInBackward:
     def _begin(self) -> None:
         self._missing = [set(part) for part in self._parts]
         self._made_on: list[set[torch.cuda.Stream]] = [set() for _ in self._parts]
-        """Streams of a part's gradients: a model may have several."""
+        """Streams that compute a part's gradients: a model may use several."""
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
         with self._lock:
@@ -216,7 +223,7 @@ class UpdateInBackward:
 
 
 def _hook(update: ReferenceType[UpdateInBackward], place: int) -> Callable[[Tensor], None]:
-    """Hooks stay with a parameter; a replaced update ignores them."""
+    """A hook on a parameter's gradient. It stays with the parameter, but does nothing once `update` is deleted."""
 
     def arrived(parameter: Tensor) -> None:
         in_use = update()

@@ -91,8 +91,7 @@ def flash_triton_attention(
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as three distinct tensors, because torch.compile breaks its graph where a Function gets one tensor
-    twice."""
+    """Three distinct tensors, because torch.compile breaks its graph where a Function gets one tensor twice."""
     if not torch.compiler.is_compiling():
         return q, k, v
     return q, k.view_as(k) if k is q else k, v.view_as(v) if v is k or v is q else v
@@ -117,8 +116,10 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
 
 
 def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn:
-    """The function of a name, for [B, H, S, D] only; raises Unsupported with a list of the names. `span` marks the
-    parts of plain attention for a profiler; fused implementations have no visible parts."""
+    """The attention function of this name, for [B, H, S, D] only. Raises Unsupported with a list of the names.
+
+    `span` marks the parts of plain attention for a profiler; fused implementations have no visible parts.
+    """
     if implementation == "plain" and span is not no_span:
         return partial(plain_attention, span=span)
     try:
@@ -140,12 +141,12 @@ def attention(
     scale: float | None = None,
     implementation: str = "plain",
 ) -> Tensor:
-    """softmax(scale * q k^T) v, by the named implementation.
+    """softmax(scale * q k^T) v, computed by the named implementation.
 
-    q is [..., H, S, D] with k and v [..., N, K, D], where N divides H (query head h reads key head h * N // H); [batch,
+    q is [..., H, S, D] with k and v [..., N, K, D], where N divides H (query head h reads key head h * N // H). [batch,
     S, D] is one head, [S, D] one sequence. There is no broadcasting. causal hides keys after the query's own position,
-    both counted from the first. scale defaults to 1 / sqrt(D). Returns q's shape and dtype; under autocast its dtype,
-    except plain.
+    both counted from the first. scale defaults to 1 / sqrt(D). The result has q's shape and dtype; under autocast its
+    dtype is autocast's, except for plain.
 
     Raises UserError for other shapes and mixed types or devices, Unsupported for an unknown name and for inputs that
     the implementation does not support.

@@ -1,4 +1,4 @@
-"""`auto`: the fastest implementation for a GPU, a dtype and a head dimension, chosen without torch.
+"""Chooses the implementation for `auto` without torch: the fastest for a GPU, a dtype and a head dimension.
 
 On H100 and H200 it takes at most 3 % longer than the fastest at each measured shape
 (tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
@@ -17,9 +17,9 @@ WIDEST = 128
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     implementation: str
-    """A name that attention() takes, never auto."""
+    """A name that attention() takes, except auto."""
     reason: str
-    """Half a sentence: 'the fastest measured on H100 and H200 in bfloat16'."""
+    """A phrase such as 'the fastest measured on H100 and H200 in bfloat16'."""
 
 
 def choose(
@@ -33,11 +33,11 @@ def choose(
     grouped: bool = False,
     hopper: bool | None = None,
 ) -> Choice:
-    """The fastest implementation that takes such inputs; sdpa for unmeasured ones.
+    """Fastest implementation that takes such inputs, or sdpa for unmeasured ones.
 
-    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` as bfloat16. `grouped`: several query heads read one
-    key head. `hopper`: True if flash_triton's Hopper kernels run there; None: as a plan assumes. Raises ValueError for
-    another dtype or a head dimension below 1.
+    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is such as bfloat16. `grouped`: several query heads
+    read one key head. `hopper`: True if flash_triton's Hopper kernels run there; None assumes that as plans do. Raises
+    ValueError for another dtype or a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"

@@ -1,6 +1,6 @@
 """FlashAttention-2 in tiled PyTorch, to be read with the paper: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 
-It rounds where a kernel on tensor cores does: products of tiles, the weights P and the scores' gradient dS are in the
+It rounds where a kernel on tensor cores does. Products of tiles, the weights P and the scores' gradient dS are in the
 inputs' type, sums in float32 (float64 for float64). A row without keys, or with only -inf scores, gives zeros and a
 log-sum-exp of -inf; +inf and NaN give NaN.
 
@@ -20,9 +20,11 @@ _INFINITY = float("inf")
 def reference_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output, laid out as q is, and log-sum-exp of each row of scores, [B, H, S] in float32 (float64 for float64).
+    """The output, laid out as q, and each row's log-sum-exp, [B, H, S] in float32 (float64 for float64).
+
     Algorithm 1. A row's softmax is a quotient of two sums over the keys. Both are taken tile by tile, and scaled down
-    each time a higher score turns up ("online softmax")."""
+    each time a higher score turns up ("online softmax").
+    """
     wide = _wide(q_BHSD.dtype)
     o_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:-1], dtype=wide, device=q_BHSD.device)
@@ -62,9 +64,11 @@ def reference_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each laid out as its own tensor is. Algorithm 2. The weights are recomputed from the
-    scores: P = exp(S - log-sum-exp). With dP = dO V^T the scores' gradient is dS = P * (dP - D), where D = rowsum(P *
-    dP) = rowsum(dO * O) is one number a row."""
+    """Gradients of q, k and v, each laid out as its tensor.
+
+    Algorithm 2. The weights are recomputed from the scores: P = exp(S - log-sum-exp). With dP = dO V^T the scores'
+    gradient is dS = P * (dP - D), where D = rowsum(P * dP) = rowsum(dO * O) is one number a row.
+    """
     wide, dtype = _wide(q_BHSD.dtype), q_BHSD.dtype
     d_BNRS1 = _grouped((do_BHSD.to(wide) * o_BHSD.to(wide)).sum(-1, keepdim=True), k_BNKD)
     # A row of -inf only: its weights are exp(-inf - 0) = 0.
@@ -100,7 +104,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped(x_BHSE: Tensor, k_BNKD: Tensor) -> Tensor:
-    """[B, N, R, S, any] of [B, N R, S, any]: query heads by the key head they read."""
+    """Reshape [B, N R, S, any] to [B, N, R, S, any]: query heads grouped by the key head that they read."""
     num_key_heads = k_BNKD.shape[1]
     return x_BHSE.unflatten(1, (num_key_heads, x_BHSE.shape[1] // max(num_key_heads, 1)))
 

@@ -1,5 +1,8 @@
-"""FlashAttentionReference and FlashAttentionTriton: attention that keeps no scores, and its gradient. They save exactly
-q, k, v, the output and the log-sum-exp of each row of scores, of q's shape without its last dimension."""
+"""The autograd Functions of flash attention, FlashAttentionReference and FlashAttentionTriton, which keep no scores.
+
+They save exactly q, k, v, the output and the log-sum-exp of each row of scores, of q's shape without its last
+dimension.
+"""
 
 from typing import Any
 
@@ -19,8 +22,8 @@ class _FlashAttention(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
-        """softmax(scale q k^T) v, with shapes and errors as in api.attention; is_causal and scale as there.
-        torch.compile calls `forward` directly.
+        """Return softmax(scale q k^T) v, with shapes and errors as in api.attention. torch.compile calls `forward`
+        directly.
         """
         # torch.func's transforms need a Function in another form, and forward-mode differentiation an error. Torch has
         # no public way to detect either.
@@ -67,7 +70,7 @@ class FlashAttentionTriton(_FlashAttention):
 
 
 class _Transformable(torch.autograd.Function):
-    """The same for torch.func, which needs saved tensors as outputs, and a rule for vmap."""
+    """The same attention for torch.func, which needs saved tensors as outputs, and a rule for vmap."""
 
     @staticmethod
     def forward(
@@ -100,7 +103,9 @@ class _Transformable(torch.autograd.Function):
 
 
 class _Underivable(torch.autograd.Function):
-    """Gradients that refuse a second derivative, which torch would otherwise omit silently."""
+    """Passes gradients through, and raises Unsupported for a second derivative, which torch would otherwise omit
+    silently.
+    """
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""The choice of flash_triton's kernels in bf16 and fp16: for Hopper, in Gluon, or portable ones.
+"""Decides between flash_triton's kernels in bf16 and fp16: Hopper kernels in Gluon, or portable ones.
 
 Gluon's interface changes with Triton's versions. With an untested version, triton_trial tests the kernels at their
 first call. This file imports neither torch nor Triton, so that plans can read it.
@@ -7,11 +7,11 @@ first call. This file imports neither torch nor Triton, so that plans can read i
 import importlib.metadata
 
 OLDEST = (3, 6)
-"""Earlier versions of Triton lack parts of Gluon that the kernels use."""
+"""Oldest Triton with all parts of Gluon that the Hopper kernels use."""
 OLDEST_TORCH = "2.10"
 """The first torch that requires Triton 3.6."""
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
-"""Versions that compile every kernel (tests/golden/hopper_kernels.json)."""
+"""Triton versions that compile every Hopper kernel (tests/golden/hopper_kernels.json)."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def is_tried(version: str) -> bool:
 
 
 def remedy(version: str) -> str:
-    """The version to install if they do not run with this Triton."""
+    """Advice on the version to install if the Hopper kernels do not run."""
     first, last = (".".join(map(str, tried)) for tried in (TRIED[0], TRIED[-1]))
     if too_old(version):
         return f"install torch {OLDEST_TORCH} or newer, which brings Triton {first} or newer"
@@ -36,7 +36,7 @@ def remedy(version: str) -> str:
 
 
 def installed_triton() -> str | None:
-    """The installed version of Triton, read without an import; None if absent."""
+    """The installed version of Triton without importing it; None if absent."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -44,8 +44,10 @@ def installed_triton() -> str | None:
 
 
 def planned_on(gpu: str) -> bool:
-    """True if a plan for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assumes them: on Hopper GPUs, unless the
-    Triton installed here is too old."""
+    """True if plans for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assume the Hopper kernels.
+
+    They do on Hopper GPUs, unless the Triton installed here is too old.
+    """
     words = gpu.removeprefix("NVIDIA ").split()
     installed = installed_triton()
     return bool(words) and words[0].startswith(("H1", "H2", "H8", "GH")) and not (installed and too_old(installed))

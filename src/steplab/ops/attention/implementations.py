@@ -1,8 +1,8 @@
-"""The table of attention implementations: the source of choices, help, refusals, `auto`, plans, FLOPs, memory and
+"""The table of attention implementations, read for choices, help, refusals, `auto`, plans, FLOPs, memory and
 documentation.
 
 A new implementation is a row, its code, and the name of its function in api.py. This file imports nothing, so that
-plans work without torch. Limits are the CUDA kernels', and assumed for ROCm. torch's are from its
+plans work without torch. Limits are those of the CUDA kernels, and assumed for ROCm. torch's are from its
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for NVIDIA GPUs from Ampere on;
 tests/gpu/test_attention_table_on_gpu.py tests them all.
 """
@@ -22,20 +22,21 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
-    """float32 memory held by a backward pass: one number a row of scores, or one an element of the queries. `times`
-    tensors [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up].
+    """float32 memory that a backward pass needs while it runs: `times` tensors of `shape`.
+
+    Each has one number for a row of scores, or one for an element of the queries.
     """
 
     what: str
     tokens: int = 1
-    """Tokens are rounded up to its multiple."""
+    """Multiple to which the number of tokens is rounded up."""
     width: int | None = None
-    """The head dimension is rounded up to its multiple; None: one number a row, unless there are `widths`."""
+    """Multiple to which the head dimension is rounded up. None: one number a row, unless there are `widths`."""
     widths: tuple[int, ...] = ()
     """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1
     of_shared_keys: bool = False
-    """True if it exists only where several heads of queries share keys, and has the keys' heads."""
+    """True if only grouped-query heads need it; `heads` are then the heads of keys."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
         rows = batch, heads, _rounded_up(tokens, self.tokens)
@@ -44,7 +45,7 @@ class Workspace:
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """True if tensors of these formats need it."""
+        """True if tensors with elements of `number_bytes` need this workspace; `shared`: grouped-query heads."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
@@ -52,70 +53,70 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedOperator:
-    """An operator of torch for fused attention, and its arguments that determine the cost."""
+    """A fused attention operator of torch, and the argument layout from which its cost is computed."""
 
     name: str
     """For example aten::_flash_attention_forward."""
     causal: int
-    """Position of the causal flag, or of the mask's kind, among the arguments."""
+    """Index of the argument with the causal flag or the kind of mask."""
     heads_last: bool = False
-    """True if tensors are [B, S, H, D] and not [B, H, S, D]."""
+    """True if tensors are [B, S, H, D] instead of [B, H, S, D]."""
     backward: bool = False
-    """True if the output's gradient is the first argument, and gradients of queries, keys and values are the results.
-    """
+    """True for a backward operator: its first argument is the output's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to compute attention."""
-
     name: str
     summary: str
     devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
-    """Kinds of supported devices; rocm: AMD GPUs, which torch calls cuda."""
+    """Supported kinds of devices; rocm means AMD GPUs, which torch calls cuda."""
     trains_on_cpu: bool = True
     """True if it has a backward pass on a CPU."""
     package: str | None = None
-    """Package that it needs in addition to torch."""
+    """Package that must be installed in addition to torch."""
     dtypes: tuple[str, ...] = _ALL
     widest: int | None = None
-    """Largest head dimension; None: no limit."""
+    """Largest supported head dimension; None: no limit."""
     widest_on_all: int | None = None
-    """Largest head dimension on every GPU and in every version; None: the same."""
+    """Largest head dimension that every GPU and library version supports; None if it is `widest`."""
     row_bytes: int = 1
     """The bytes of one head of one token must be a multiple of this."""
     empty: bool = True
-    """True if it takes no queries, or no keys."""
+    """True if it accepts zero queries or zero keys."""
     single_token: bool = True
-    """True if it takes one query with one key."""
+    """True if it accepts one query with one key."""
     causal_offset: bool = True
-    """True if it takes a causal mask with more queries than keys or fewer."""
+    """True if it accepts a causal mask with unequal numbers of queries and keys."""
     grouped: bool = True
     materialises_scores: bool = False
     """True if scores and softmax [B, H, S, K] are in memory. Otherwise backward recomputes them from saved queries,
     keys, values, output and log-sum-exp.
     """
     deterministic: bool | None = None
-    """True if CUDA gradients have the same bits every time; atomic additions of dQ do not. None: unknown, or up to the
-    chosen implementation. Measured on an H100 with torch 2.11 in bf16.
+    """True if CUDA gradients have the same bits every time; atomic additions of dQ prevent that.
+
+    None if unknown, or if it chooses among other implementations. Measured on an H100 with torch 2.11 in bf16.
     """
     saved_rows: int = 1
-    """Tokens of the saved log-sum-exp are rounded up to its multiple."""
+    """Multiple to which the tokens of the saved log-sum-exp are rounded up."""
     output_heads_together: bool = False
     """True if the output is [B, S, H, D] in memory, which the output projection takes without a copy."""
     copies_below: int = 1
-    """Inputs and gradients are copied, padded, unless a head's bytes of one token are its multiple."""
+    """Inputs and gradients are copied and padded unless one head of one token has a multiple of this many bytes."""
     workspaces: tuple[Workspace, ...] = ()
     expands_groups: bool = False
-    """True if backward makes gradients of keys and values for every head of queries, then sums them."""
+    """True if backward computes gradients of keys and values for every query head, then sums them."""
     memory_estimate: str = ""
-    """Why a prediction of its memory is an estimate; empty: it is exact."""
+    """Why its predicted memory is only an estimate; empty if it is exact."""
     chosen_by_sdpa: str = ""
-    """Remark of a prediction; empty: never torch's choice. `sdpa` is the first such row that takes the inputs."""
+    """Remark for a prediction of `sdpa` that assumes this implementation, the first such row that takes the inputs.
+    Empty if torch never chooses it.
+    """
     benchmarked_on: tuple[str, ...] = ()
     """Kinds of devices on which `steplab attention` measures it by default."""
     operators: tuple[FusedOperator, ...] = ()
-    """Its operators in a trace; empty if the trace has matmuls and a softmax."""
+    """Operators that identify it in a trace; empty if a trace shows matmuls and a softmax."""
 
     @property
     def saved(self) -> str:
@@ -314,10 +315,10 @@ def why_not(
     grouped: bool = False,
     on_every_gpu: bool = False,
 ) -> str | None:
-    """Why an implementation does not take such inputs, as half a sentence; None: it does, as far as is known.
+    """Why an implementation does not take such inputs, as a clause; None if it does, as far as is known.
 
-    `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table; head_dim None: unknown. on_every_gpu:
-    refuse inputs that some GPU or library version does not take.
+    `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. A head_dim of None is not checked.
+    on_every_gpu also refuses inputs that some GPU or library version does not take.
     """
     row = _BY_NAME[name]
     if device not in row.devices:

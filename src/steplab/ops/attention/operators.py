@@ -1,7 +1,7 @@
 """FlashAttention-2 forward and backward as operators of torch: steplab::flash_reference_* and steplab::flash_triton_*.
 
-All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor is;
-log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
+All take [B, H, S, D] of any strides. The output is laid out as q, a gradient as its tensor. log-sum-exp is contiguous
+[B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
 
 FLOPs count a multiply-add as two, over the pairs of a query and a key that it sees. Forward has 4 D a pair (S = Q K^T,
 O = P V). Backward has 10 D (S again, dP, dV, dQ and dK; Dao 2023, "FlashAttention-2", section 4.1), even in kernels
@@ -29,7 +29,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
-    """Pairs of a query and a key that it sees: query i (from 0) sees keys 0 to i if causal, else all."""
+    """Number of (query, key) pairs that are not masked. If causal, query i (from 0) sees keys 0 to i."""
     if not causal:
         return num_queries * num_keys
     square = min(num_queries, num_keys)
@@ -81,7 +81,7 @@ class Operators:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
     """(do, q, k, v, o, lse, causal, scale) -> (dq, dk, dv)"""
     forward_overload: OpOverload
-    """`forward` as torch's modes see it."""
+    """The OpOverload that torch's dispatch modes see when `forward` is called."""
 
 
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
@@ -93,8 +93,11 @@ def _define(name: str, forward: Callable[..., object], backward: Callable[..., o
 
 
 def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
-    """The operator, or its function directly if nothing would see the operator, judged by the first num_looked_at
-    tensors. Torch's dispatcher takes longer to call a Python function than some of the kernels take."""
+    """A function that calls the operator, or `real` directly if nothing would see the operator, judged by the first
+    num_looked_at tensors.
+
+    Torch's dispatcher takes longer to call a Python function than some of the kernels take.
+    """
 
     def call(*given: Any) -> Any:
         if torch.compiler.is_compiling() or _is_seen(given[:num_looked_at]):
@@ -166,7 +169,7 @@ def _triton_backward(
 
 
 def _interpreter_lacks(q: Tensor) -> bool:
-    """Triton's interpreter, which runs on a CPU, multiplies the bits of bfloat16 as integers."""
+    """True if Triton's interpreter, which runs on a CPU, would multiply bfloat16's bits as integers."""
     return q.is_cpu and q.dtype == torch.bfloat16
 
 

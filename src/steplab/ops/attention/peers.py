@@ -31,8 +31,9 @@ def sdpa_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """torch's fused attention; backend None lets torch choose, a name admits only that kernel. Raises Unsupported if
-    the named kernel does not take these inputs."""
+    """torch's scaled_dot_product_attention by the kernel `backend` alone; None lets torch choose. Raises Unsupported if
+    the named kernel does not take these inputs.
+    """
     grouped = q_BHSD.dim() > 2 and q_BHSD.shape[-3] != k_BHKD.shape[-3]
     if backend is None:
         return scaled_dot_product_attention(q_BHSD, k_BHKD, v_BHKD, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -56,7 +57,7 @@ def sdpa_attention(
 def flash_attn_4_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Attention by flash_attn.cute.flash_attn_func, which has heads after positions. Raises Unsupported without the
+    """Attention by flash_attn.cute.flash_attn_func, called with positions before heads. Raises Unsupported without the
     package, or for inputs that it does not take.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
@@ -84,14 +85,15 @@ if TYPE_CHECKING:
 # torch.nn.attention.flex_attention is imported at its use: it imports the compiler, which takes seconds.
 
 BLOCK = 128
-"""Queries, and keys, of a block of the mask: flex_attention's own default."""
+"""Queries, and keys, in a block of FlexAttention's mask: torch's default."""
 
 
 def flex_attention_compiled(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Attention by flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a CPU it raises
-    Unsupported for gradients, and without queries or keys.
+    """Attention by flex_attention, compiled at a shape's first use; within torch.compile, inlined.
+
+    On a CPU it raises Unsupported for gradients, and without queries or keys.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     if q_BHSD.device.type == "cpu":
@@ -131,15 +133,16 @@ def _refuse_on_cpu(*tensors: Tensor) -> None:
 
 @cache
 def _compiled(q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype) -> Any:
-    """One shape's compiled function. torch stops compiling a code object at the ninth shape, and searches them at every
-    call; so each shape gets a copy.
+    """flex_attention compiled for one shape.
+
+    torch stops compiling a code object at the ninth shape, and searches them at every call; so each shape gets a copy.
     """
     code = _attend.__code__.replace(co_name=f"_attend_{'x'.join(map(str, (*q_shape, *k_shape[1:3])))}")
     return torch.compile(FunctionType(code, globals()), dynamic=False, fullgraph=True)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
-    """The mask of a query that sees keys up to its own position, both counted from the first."""
+    """The mask with which a query sees keys up to its own position, both counted from the first."""
     from torch.nn.attention.flex_attention import BlockMask
 
     part, full = (_constant_lists(fixed(num_queries), fixed(num_keys), device, whole) for whole in (False, True))
@@ -170,9 +173,11 @@ def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole
 
 @cache
 def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
-    """For each block of queries, number and list of key blocks seen wholly (or in part); then the same for keys. A row
-    sees earlier key blocks wholly, the diagonal one in part, as is a block that is not full. torch's create_block_mask
-    needs a byte for every pair.
+    """Number and list of key blocks that each block of queries sees wholly (else in part); then the same for blocks of
+    keys.
+
+    A row sees earlier key blocks wholly and the diagonal one in part, as blocks that are not full. torch's
+    create_block_mask needs a byte for every pair.
     """
     num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
     with torch.inference_mode(False):  # kept for training steps, even if first made in inference
@@ -184,6 +189,6 @@ def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whol
 
 
 def _counted(listed_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of entries of each row, [1, 1, R], and their columns, which come first in [1, 1, R, C]."""
+    """Each row's number of entries, [1, 1, R], and its columns, entries first, [1, 1, R, C]."""
     order_RC = listed_RC.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return listed_RC.sum(-1, dtype=torch.int32)[None, None], order_RC.to(torch.int32)[None, None].contiguous()

@@ -10,14 +10,14 @@ from .implementations import why_not
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Autocast's dtype; None if it is off, as for meta tensors."""
+    """The dtype of autocast on this kind of device; None if autocast is off, as for meta tensors."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in autocast's type if it is on, as scaled_dot_product_attention gets them; float64 stays."""
+    """Cast tensors to autocast's dtype if it is on, as for scaled_dot_product_attention; float64 stays."""
     dtype = autocast_dtype(q.device.type)
     if dtype is None:
         return q, k, v
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise UserError, with the fix, for tensors with shapes other than api.attention's."""
+    """Raise UserError, with the fix, unless shapes, types and devices are as api.attention requires."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
@@ -86,8 +86,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: str | None = None) -> None:
-    """Raise Unsupported if the table of implementations excludes these tensors for `name`. device: the kind of device
-    that computes it, if not the tensors' own."""
+    """Raise Unsupported if the implementation `name` does not support these tensors, by its row in the table.
+
+    `device`: the kind of device that runs it, if not the tensors' own.
+    """
     kind = device or q.device.type
     if kind == "meta":  # meta computes shapes only
         return
@@ -109,7 +111,7 @@ def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: st
 
 
 def as_four_dims(x: Tensor) -> Tensor:
-    """[B, H, S, D] of a valid tensor: a view if strides admit one, always for up to 4 dimensions."""
+    """Reshape a valid tensor to [B, H, S, D]: a view for up to 4 dimensions, and for more if strides admit one."""
     dims = x.dim()
     if dims == 4:
         return x

@@ -1,5 +1,6 @@
-"""flash_triton's backward pass: three gradients from forward's saved tensors; triton_portable.py explains the
-algorithm."""
+"""flash_triton's backward pass: launches the kernels that compute dQ, dK and dV; triton_portable.py explains the
+algorithm.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,33 +42,37 @@ from .triton_tensors import (
 from .triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_if_any
 
 PREPARED = 64
-"""Queries that a program of the first kernel prepares, and one of the last finishes."""
+"""Queries of one program of attention_prepare or attention_finish."""
 
 MOST_TOGETHER = 16
-"""Most heads of a group: programs of the last group wait longest for each other, so larger groups end later."""
+"""Most heads in a group of the backward kernel. Programs of the last group wait longest for each other, so larger
+groups end later.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Inputs of the kernels between the first and the last; see `prepared`."""
+    """Arguments of the kernels between attention_prepare and attention_finish; `prepared` builds them."""
 
     one_sweep: Tiles | None
-    """Tiles of the kernel that makes all three gradients; None if there is no such kernel for these tensors."""
+    """Tiles of attention_backward, which makes all three gradients; None if these tensors take two kernels."""
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2) [B, H, queries], padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
+    """-lse / log(2), [B, H, queries] with queries padded to a multiple of WIDEST_TILE."""
     minus_d: Tensor
     sums: Tensor
-    """Memory for the sums of dQ, if made in one sweep; else empty."""
+    """float32 memory for the sums of dQ in one sweep; empty in two sweeps."""
     shared: Tensor
     turns: Tensor
-    """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise for shared keys."""
+    """int32 zeros, counters of turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
+    keys.
+    """
     call: Call
     stream: int | None
-    """The raw stream, if the launches are to be kept."""
+    """The raw CUDA stream if launches are kept for repeats, else None."""
     launches: list[Launch | None]
 
 
@@ -82,7 +87,7 @@ def triton_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each laid out as its tensor; of any strides, as in `triton_forward`."""
+    """Gradients of q, k and v, each laid out as its tensor. Inputs may have any strides, as in `triton_forward`."""
     inputs = q_BHSD, k_BNKD, v_BNKD, o_BHSD, do_BHSD, lse_BHS
     kind = kind_of(_results, inputs, causal, scale, precision(q_BHSD.dtype))
     dq_BHSD, dk_BNKD, dv_BNKD, room = results = kind.tensors()
@@ -118,8 +123,9 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) ->
 class _Layout(NamedTuple):
     one_sweep: Tiles | None
     parts: list[int]
-    """Numbers of 32 bits: -lse, -D, sums, shared, turns. All except the last are multiples of 128, as the copy engine
-    needs."""
+    """Sizes of -lse, -D, sums, shared and turns, in 32-bit numbers. All except the last are multiples of 128, as the
+    copy engine needs.
+    """
 
 
 def _layout_for(q: Tensor, k: Tensor) -> _Layout:
@@ -155,8 +161,11 @@ def prepared(
     room: Tensor | None = None,
     stream: int | None = None,
 ) -> Operands:
-    """Inputs of the sweeps, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated.
-    room: memory divided as by `_layout`; None: allocated here. stream: a raw stream; launches on it are kept."""
+    """Run attention_prepare, and return the arguments of the kernels after it.
+
+    With a scale below zero, these write -dQ. `room` is memory divided as by `_layout`, allocated here if None. Launches
+    on the raw CUDA `stream` are kept.
+    """
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)
     q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
@@ -186,7 +195,6 @@ def _start_of_prepare(
     o_strides: Shape,
     do_strides: Shape,
 ) -> Start:
-    """The kernel for (o, do, lse, minus_lse, minus_d, turns)."""
     from .triton_portable import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
@@ -210,8 +218,10 @@ def _num_parts(parts: Columns) -> int:
 
 
 def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write all three; their layouts must suit the copy engine. Needs B H S D * 4 bytes of memory for sums in float32,
-    S and D rounded up to multiples of WIDEST_TILE and 32."""
+    """Write dQ, dK and dV; their layouts must suit the copy engine (TMA).
+
+    float32 sums take B H S D * 4 bytes of memory, S and D rounded up to multiples of WIDEST_TILE and 32.
+    """
     x = operands
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride(), dq.stride()
     start, finish = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
@@ -225,8 +235,10 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and for (sums, dq). If a head has a rest of
-    columns, q and do are passed again, for tiles of the rest."""
+    """The kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
+
+    If a head has a rest of columns (`Columns`), q and do are passed again, for tiles of the rest.
+    """
     from .triton_hopper_backward import attention_backward
     from .triton_portable import attention_finish
 
@@ -272,7 +284,7 @@ def _starts_of_one_sweep(
 
 
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dK and dV; their layouts must suit the copy engine. tiles: None: from the table."""
+    """Write dK and dV; their layouts must suit the copy engine (TMA). `tiles` default to the table's."""
     x = operands
     tiles = tiles or tiles_for("backward_kv", x.q, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
@@ -282,7 +294,6 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
 
 @lru_cache(maxsize=256)
 def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
     from .triton_portable import attention_backward_kv
 
     numbers = _numbers(q_shape, k_shape, call.scale)
@@ -295,7 +306,7 @@ def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, st
 
 
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dQ, likewise."""
+    """Write dQ, as `sweep_for_keys` does."""
     x = operands
     tiles = tiles or tiles_for("backward_q", x.q, x.k.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
@@ -305,7 +316,6 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
 
 @lru_cache(maxsize=256)
 def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
     from .triton_portable import attention_backward_q
 
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape

@@ -28,9 +28,11 @@ from .triton_tuning import Tiles, tiles_for
 def triton_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v and the natural logarithm of the sums of exponentials. Takes float32, bfloat16 or float16
-    of any strides, a head dimension up to 256, and key heads N that divide H. The output is laid out as q is;
-    log-sum-exp is float32 [B, H, S]. A query that sees no key gets zeros and -inf. tiles: None: from the table."""
+    """softmax(scale q k^T) v, laid out as q, and the log-sum-exp of each row of scores, float32 [B, H, S].
+
+    Takes float32, bfloat16 or float16 of any strides, a head dimension up to 256, and key heads N that divide H. A
+    query that sees no key gets zeros and -inf. `tiles` default to the table's.
+    """
     products = precision(q_BHSD.dtype)
     inputs = q_BHSD, k_BNKD, v_BNKD
     kind = kind_of(_results, inputs, causal, scale, products, tiles)
@@ -66,8 +68,10 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> tuple[Start, tuple[Tensor, ...]]:
-    """The kernel for (q, k, v, o, lse), with strides of the first four, and its further tensors. If a head has a rest
-    of columns, the kernel for Hopper takes k and v again after them, for tiles of the rest."""
+    """The kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
+
+    With a rest of columns (`Columns`), the Hopper kernel takes k and v again at the end, for tiles of the rest.
+    """
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads

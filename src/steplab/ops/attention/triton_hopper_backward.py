@@ -1,9 +1,9 @@
 """The backward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
-A program has one head, or two in a row that share keys, and 128 of its keys, 64 for each of two consumers, and visits
-the queries that see them. Each consumer makes half of a query tile's dQ from the dS of both, and a separate warp has
-the copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128 queries for up to 64
-columns of keys, else 64, as registers permit.
+A program has 128 keys of one head, or of two in a row that share keys, and visits the queries that see them. Two
+consumers (warp groups) have 64 of the keys each, and each makes half of a query tile's dQ from the dS of both. A
+separate warp has the copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128
+queries up to a head dimension of 64, else 64, as registers permit.
 
 Note "turns": sums of floats depend on their order. So every 128 queries of a head have a counter for each consumer's
 half, and a program waits for its turn. It waits only for lower numbers, which start earlier, so all terminate. The

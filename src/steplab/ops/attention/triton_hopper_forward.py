@@ -39,7 +39,9 @@ from .triton_hopper_tiles import (
 )
 
 RAISE = gl.constexpr(8.0)
-"""In powers of two. Weights are then at most 2^8, with the same relative error in bf16 and fp16."""
+"""Rise of a row's largest score that changes the subtracted maximum, in powers of two. Weights are then at most 2^8,
+with the same relative error in bf16 and fp16.
+"""
 
 
 @gluon.jit

@@ -27,9 +27,9 @@ from .triton_hopper_tiles import (
 )
 
 KEYS = gl.constexpr(128)
-"""Keys of a program, and queries whose sums are passed on together."""
+"""Keys of a program, and queries whose sums of dQ are passed on together."""
 PART = gl.constexpr(32)
-"""Columns of the sums that are added together, for 64 queries: 8 KB in a row."""
+"""Columns of dQ added to its sums at a time, for 64 queries: 8 KB in a row."""
 PANEL = gl.constexpr(8)
 """Columns that are contiguous, as [64, 8]: 32 bytes a query.
 
@@ -47,20 +47,20 @@ DS = gl.constexpr(4)
 @aggregate
 class SharedStorage:
     kv: gl.shared_memory_descriptor
-    """Keys and values, which become their gradients at the end."""
+    """Tiles of keys and values; at the end they hold dK and dV."""
     kv_arrived: gl.shared_memory_descriptor
     mains: gl.shared_memory_descriptor
-    """Queries and their gradients, in slots: their main columns."""
+    """Tiles of queries and of dO, in slots: the main columns."""
     rests: gl.shared_memory_descriptor
-    """The rest of their columns; unused if there is no rest."""
+    """The rest of the columns of queries and dO; unused if there is no rest."""
     numbers: gl.shared_memory_descriptor
-    """-log-sum-exp and -D of these, in two slots."""
+    """-log-sum-exp and -D of the queries, in two slots."""
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     ds_parts: gl.shared_memory_descriptor
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
-    """Barriers of ds_parts, for tiles of 64 queries: one a tile and consumer."""
+    """Barriers for ds_parts with tiles of 64 queries: one for each tile and consumer."""
     dq_0: gl.shared_memory_descriptor
     """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums."""
     dq_1: gl.shared_memory_descriptor

@@ -38,13 +38,13 @@ def reinterpret(x, dtype, shape, layout, _semantic=None):
 
 
 ROWS = gl.constexpr(64)
-"""Rows of a consumer, as many as a product of one group of warps has."""
+"""Rows of a consumer's tile: as many as a product of one warp group has."""
 NUM_CONSUMERS = gl.constexpr(2)
-"""Groups with registers for their sums; the loading warp is not counted. Forward has three if sums are narrow."""
+"""Warp groups that multiply; the loading warp is not counted. Forward has three if sums are narrow."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-"""Registers a thread of a consumer, of 65,536 in all, by the number of consumers."""
+"""Registers for each thread of a consumer, of 65,536 in all, by the number of consumers."""
 LOADER_REGISTERS = 24
-"""Registers a thread of the loading warps, which hold only addresses."""
+"""Registers for each thread of the loading warps, which hold only addresses."""
 
 
 @aggregate
@@ -86,9 +86,11 @@ class Ring:
 
 @aggregate
 class NamedRing:
-    """A ring of tiles in two parts, whose slots are released at num_slots named barriers, from first_name on. An
-    arrival at a named barrier costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as in Ring)
-    one thread arrives for all, and its four warps wait for each other first."""
+    """A Ring of tiles in two parts, with named barriers for released slots: num_slots of them, from first_name on.
+
+    An arrival at a named barrier costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as in
+    Ring) one thread arrives for all, and its four warps wait for each other first.
+    """
 
     mains: gl.shared_memory_descriptor
     rests: gl.shared_memory_descriptor

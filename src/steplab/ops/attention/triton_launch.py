@@ -1,4 +1,4 @@
-"""Launching of flash_triton's kernels, for both passes."""
+"""Launches flash_triton's kernels, for both passes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +16,32 @@ Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
-"""Columns of dQ that are added together to its sums: PART in triton_hopper_gradients.py."""
+"""Columns of dQ added to its sums at a time: PART in triton_hopper_gradients.py."""
 SUMS_PANEL = 8
-"""Contiguous columns: PANEL there."""
+"""Contiguous columns of these sums: PANEL in triton_hopper_gradients.py."""
 LEAST_SCALE = 1e-30
 """Replaces a scale of zero, because the kernels divide by it; all exponents stay zero."""
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale above zero with the same scores: the kernels take the largest score before they scale."""
+    """Queries and a scale above zero that give the same scores. The kernels take the largest score before they
+    scale.
+    """
     return (-q, -scale) if scale < 0 else (q, max(scale, LEAST_SCALE))
 
 
 def base_two(scale: float) -> float:
-    """Factor for exp2 instead of exp with the scale."""
+    """The factor f with exp2(f x) = exp(scale x)."""
     return scale * math.log2(math.e)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Precision of float32 products, as in torch's own (torch.backends.cuda.matmul); no effect for other formats."""
+    """The precision of float32 products, tf32 or ieee, as set in torch.backends.cuda.matmul; ieee for other dtypes."""
     return "tf32" if dtype == torch.float32 and _torch_makes_them_in_tf32() else "ieee"
 
 
 def _torch_makes_them_in_tf32() -> bool:
-    """By the older of torch's two settings, which raises if the newer was set; then by the newer."""
+    """Reads the older of torch's two settings, which raises if the newer was set; then reads the newer."""
     matmul = torch.backends.cuda.matmul
     try:
         return matmul.allow_tf32
@@ -62,13 +64,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A descriptor without its address."""
+    """A tensor descriptor without its address."""
 
     kind: type[Any]
     fields: dict[str, Any]
 
     def of(self, x: Tensor | Address) -> Any:
-        """The tensor's descriptor, without its constructor's checks, which take longer than some kernels."""
+        """The descriptor of x, without its constructor's checks, which take longer than some kernels."""
         descriptor = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
         return descriptor
@@ -77,7 +79,7 @@ class Form:
 def tile_form(
     tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int, columns: int | None = None
 ) -> Form:
-    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, columns]; columns None: all of a tile."""
+    """The Form of tensors [B, H, S, D] in tiles [1, 1, rows, columns]; `columns` default to the tiles' box."""
     columns = columns or tiles.box
     block = [1, 1, rows, columns]
     if tiles.variant == "portable":
@@ -94,7 +96,7 @@ def tile_form(
 
 
 def number_form(count: int, rows: int) -> Form:
-    """The form of consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
+    """The Form of `count` consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -103,7 +105,7 @@ def number_form(count: int, rows: int) -> Form:
 
 
 def sums_form(count: int) -> Form:
-    """The form of float32 sums [count, SUMS_WIDTH]; the backward kernel for Hopper adds to 64 rows at a time."""
+    """The Form of float32 sums [count, SUMS_WIDTH]; the Hopper backward kernel adds to 64 rows at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -119,9 +121,9 @@ def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape
 
 
 class Start:
-    """A kernel with everything fixed except the tensors: forms, numbers, compile-time options.
+    """A kernel with everything fixed except its tensors: forms of descriptors, numbers, compile-time options.
 
-    Triton describes each argument in words to find a compiled kernel, which takes longer than a short attention; this
+    To find a compiled kernel, Triton describes each argument in words, which takes longer than a short attention; this
     keeps it. Tensors without a form are passed by address, a multiple of 16 bytes.
     """
 
@@ -135,8 +137,9 @@ class Start:
         self._constants: list[Any] = []
 
     def __call__(self, *tensors: Tensor, stream: int | None = None) -> Launch | None:
-        """Launch on the current device and stream. Returns the launch, to be repeated, if the raw stream is given and
-        the kernel has run before.
+        """Launch on the current device and stream.
+
+        Return the launch, to be repeated, if the raw stream is given and the kernel has run before; else None.
         """
         if self._compiled is None:
             self._compile(tensors)

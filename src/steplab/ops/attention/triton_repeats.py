@@ -1,11 +1,11 @@
-"""Repeats of calls on the same memory, by replaying their launches.
+"""Repeats the kernel launches of an earlier call on the same memory.
 
 A layer's tensors get the same addresses each step. A launch depends only on addresses, shapes, strides, type, device,
-stream and a few numbers; if all were seen before, it is repeated without further checks.
+stream and a few numbers. If all were seen before, it is repeated without further checks.
 
-Triton's Python converts tensor descriptors, then a C function calls the driver. This file keeps the first step's
-result; the second takes microseconds. It records the arguments to that function, so their order and form, which change
-between versions, are written nowhere here. If this Triton differs, launches are not kept.
+Triton's Python converts tensor descriptors, then a C function calls the driver. This file keeps the arguments of the C
+function, which takes microseconds. It records them as Triton passes them, because their order and form change between
+versions. If this Triton differs, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ Launch = Callable[[], object]
 
 
 class Address:
-    """A tensor's address, without keeping the tensor alive: a launch reads nothing else of it."""
+    """Stands in for a tensor in a launch, which reads only its address, without keeping the tensor alive."""
 
     __slots__ = ("_address",)
 
@@ -56,14 +56,14 @@ class Launcher:
         self._read.append(given)
 
     def ready(self, stream: int, arguments: Sequence[Any]) -> Launch:
-        """The launch on a raw stream, with all arguments read; without Triton's hooks (see `hooked`)."""
+        """The launch on a raw stream, with all arguments converted; without Triton's hooks (see `hooked`)."""
         with self._reading:
             self._reader(*self._grid, stream, *self._of_kernel, *arguments)
             return partial(self._in_c, *self._read.pop())
 
 
 def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
-    """None if this Triton's launcher is unlike the expected one."""
+    """A Launcher, or None if this Triton's launcher is unlike the expected one."""
     try:
         return Launcher(compiled, grid)
     except (ImportError, AttributeError, KeyError, TypeError):
@@ -71,7 +71,7 @@ def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
 
 
 def hooked() -> bool:
-    """True if a hook must be called at each launch, as for Triton's profiler: only Triton's own launches call it."""
+    """True if a hook must be called at each launch, as for Triton's profiler. Only Triton's own launches call it."""
     runtime = _runtime()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
@@ -85,8 +85,7 @@ def _runtime() -> Any:
 
 
 MOST_KEPT = 1024
-"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. Also the limit of
-kinds."""
+"""Most calls with kept launches, and most kinds: enough for the layers and micro-steps of a large model."""
 
 Made = tuple[Shape, Shape, torch.dtype]
 
@@ -96,7 +95,7 @@ class Kind:
     """Calls that differ only in the addresses of their tensors."""
 
     stream: int | None
-    """The raw stream; None if launches are not kept: on a CPU, or a GPU that is not the current one."""
+    """The raw CUDA stream. None if launches are not kept: on a CPU, or a GPU that is not the current one."""
     device: torch.device
     made: tuple[Made, ...]
 
@@ -106,7 +105,7 @@ class Kind:
         return [_empty(*like) for like in self.made]
 
     def made_again(self, tensors: Sequence[Tensor]) -> bool:
-        """Repeat the launches on these tensors; False if unknown."""
+        """Repeat the launches kept for these tensors; return False if there are none."""
         known = _known.get((self, *map(_address, tensors)))
         if known is None or hooked():
             return False
@@ -115,7 +114,7 @@ class Kind:
         return True
 
     def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
-        """Keep a call's launches, unless one is missing; `needed`: other memory that they read."""
+        """Keep a call's launches for `made_again`, unless one is missing. `needed` is other memory that they read."""
         ready = [launch for launch in launches if launch is not None]
         if self.stream is None or len(ready) < len(launches) or hooked():
             return
@@ -129,8 +128,9 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
-    """`make` describes the results for the inputs, which begin with q and k; `more` is all else that the call depends
-    on.
+    """The Kind of a call with these inputs, which begin with q and k.
+
+    `make` describes the results for the inputs; `more` is all else that the call depends on.
     """
     q, k, *_ = inputs
     device = q.get_device()

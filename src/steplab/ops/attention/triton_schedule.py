@@ -1,5 +1,6 @@
-"""The order of the Hopper kernels' work, and its division over programs. Heads go in groups with tensors that fit the
-L2 cache together, so programs find each other's loads there.
+"""Orders the work of the Hopper kernels and divides it over programs.
+
+Heads go in groups with tensors that fit the L2 cache together, so programs find each other's loads there.
 """
 
 import heapq
@@ -16,13 +17,15 @@ from .triton_repeats import refuse_while_capturing
 CACHE_SHARE = 16 * 2**20
 """Bytes of the L2 cache (an H200's has 60 MiB) for a group's tensors; in trials, 8 to 32 MiB were equal."""
 PAIRS_TOGETHER = 8
-"""The fewest pairs of heads that CACHE_SHARE must hold for pairs to be used; in trials, four gained nothing."""
+"""Pairs of heads that CACHE_SHARE must hold before programs take heads in pairs; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""Fewest programs a multiprocessor for pairs of heads, so that all end together; measured from 3.9 on."""
+"""Fewest programs for each multiprocessor before programs take heads in pairs, so that all end together. Measured from
+3.9 on.
+"""
 START_OF_TASK = 0.6
-"""Time of a task without its tiles, in times of a tile; from trials."""
+"""Fixed time of a task, as a multiple of the time of one tile of keys; from trials."""
 MOST_DEALT = 2**17
-"""Tasks worth dealing out; beyond, a plain order evens out."""
+"""Most tasks that `dealt` balances; with more, a plain order evens out."""
 
 
 def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
@@ -30,7 +33,7 @@ def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
 
 
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
-    """Heads that share keys and that a program of the backward kernel takes one after the other: 1 or 2.
+    """Return how many heads a program of the backward kernel takes one after the other: 1, or 2 that share keys.
 
     With two it passes on half as many sums of dK and dV. But a pair's programs are in both heads' sequences at a time,
     so the L2 cache must hold some pairs. Only half of num_programs remain, and each multiprocessor must get some. So
@@ -41,8 +44,11 @@ def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multi
 
 
 def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
-    """Tasks by number for each program, each task to the program that is free first, in this order. The GPU does the
-    same with a program a task; but a program with the whole list loads its next task's tiles while it ends one."""
+    """Numbers of each program's tasks; each task, in this order, goes to the program that is free first.
+
+    The GPU does the same with a program a task. But a program with the whole list loads its next task's tiles while it
+    ends one.
+    """
     rows: list[list[int]] = [[] for _ in range(min(num_programs, len(lengths)))]
     if len(lengths) > MOST_DEALT:
         return [list(range(first, len(lengths), len(rows))) for first in range(len(rows))]
@@ -58,13 +64,13 @@ class Task(NamedTuple):
     head: int
     first_query: int
     num_tiles: int
-    """Tiles of keys that they see; tasks are dealt by this number."""
+    """Tiles of keys that the task's queries see; programs get tasks by this number."""
 
 
 def tasks_in_order(
     num_heads: int, num_queries: int, num_keys: int, *, rows: int, tile: int, together: int, causal: bool
 ) -> list[Task]:
-    """Heads in groups of `together`, in a group the longest tasks first."""
+    """All tasks: heads in groups of `together`, and the longest tasks of a group first."""
     first_queries = range(0, num_queries, rows)[::-1]
     of_head = [(first, -(-(min(num_keys, first + rows) if causal else num_keys) // tile)) for first in first_queries]
     groups = [range(first, min(first + together, num_heads)) for first in range(0, num_heads, together)]
@@ -84,8 +90,9 @@ def task_table(
     num_programs: int,
     device: torch.device,
 ) -> Tensor:
-    """int32 [programs, 3 + 2 most tasks]: a program's number of tasks, the head and the first query of each, and room
-    to read one more."""
+    """The programs' tasks, int32 [programs, 3 + 2 most tasks]: the number of tasks, the head and the first query of
+    each, and room to read one more.
+    """
     refuse_while_capturing(device)
     tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
     lists = dealt([task.num_tiles for task in tasks], num_programs)

@@ -1,5 +1,7 @@
-"""Tensors as the kernels need them: readable by the copy engine, in tiles with sizes of powers of two. Shape suffixes:
-B batch, H heads, S positions, D head dimension."""
+"""Prepares tensors for the kernels: readable by the copy engine (TMA), in tiles with sizes of powers of two.
+
+Shape suffixes: B batch, H heads, S positions, D head dimension.
+"""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,20 +17,23 @@ cuTensorMapEncodeTiled)."""
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The head dimension for the matrix units: products are of `main` columns, then of `rest`."""
+    """Division of the head dimension for the tensor cores: products are of `main` columns, then of `rest`."""
 
     main: int
     rest: int
-    """0, or a power of two: 80 columns are 64 and 16; 128 would multiply 48 by zero."""
+    """0, or a power of two. 80 columns are 64 and 16; padded to 128, products would multiply 48 zeros."""
     box: int
-    """Columns of a tile in shared memory, the next power of two; the copy engine fills up with zeros. Tensors that the
-    kernels for Hopper load repeatedly come as two tiles, of `main` and of `rest`."""
+    """Columns of a tile in shared memory: the next power of two, filled up with zeros by the copy engine.
+
+    Tensors that the Hopper kernels load repeatedly come as two tiles, of `main` and of `rest`.
+    """
 
 
 @cache
 def columns(head_dim: int) -> Columns:
-    """The division of `head_dim` columns: in two if a half and less than another half hold them all. Only from 65 on:
-    below, a half is narrower than the 128 bytes of shared memory's swizzle.
+    """The division of `head_dim` columns: in two if a half and less than another half hold them all.
+
+    Only from 65 on: below, a half is narrower than the 128 bytes of shared memory's swizzle.
     """
     box = max(16, _power_of_two(head_dim))
     main = box // 2
@@ -41,8 +46,10 @@ def _power_of_two(number: int) -> int:
 
 
 def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
-    """The tensor itself if the copy engine takes it; else a copy with rows padded with zeros to 16 bytes. products:
-    tf32 rounds it for them."""
+    """The tensor itself if the copy engine can read it; else a copy with rows padded with zeros to 16 bytes.
+
+    If `products` is tf32, it is rounded to TF32.
+    """
     if products == "tf32":
         x_BHSD = rounded_to_tf32(x_BHSD)
     if _takes(x_BHSD):
@@ -62,7 +69,7 @@ def rounded_to_tf32(x: Tensor) -> Tensor:
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
-    """The tensor itself if the copy engine can write it; else memory with padded rows, to copy from."""
+    """The tensor itself if the copy engine can write it; else memory with padded rows, for `copy_back`."""
     if _takes(x_BHSD):
         return x_BHSD
     padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
@@ -92,7 +99,7 @@ def copy_back(written: Tensor, wanted: Tensor) -> None:
 
 
 def strides_of(shape: Shape, strides: Shape) -> list[int]:
-    """Strides; in dimensions of one element, where they are never used, a contiguous tensor's."""
+    """The strides; dimensions of one element, where strides are never used, get a contiguous tensor's."""
     found, expected = list(strides), 1
     for dim in range(len(shape) - 1, -1, -1):
         if shape[dim] == 1:

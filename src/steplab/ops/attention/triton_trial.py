@@ -1,4 +1,4 @@
-"""Tests the Hopper kernels on a small input with an untested Triton, before anything relies on them."""
+"""Tests the Hopper kernels on a small input before their first use with an untested Triton."""
 
 import warnings
 from math import sqrt
@@ -14,12 +14,14 @@ CLOSE = 0.02
 """Largest relative error, by norm, that passes: bf16 makes 0.002 to 0.01, a wrong kernel about 1."""
 _thread = local()
 _tried: dict[int, str | None] = {}
-"""Why the kernels do not run with an untested Triton, by head dimension; None: they do."""
+"""Why the Hopper kernels do not run with an untested Triton, by head dimension; None if they do."""
 
 
 def hopper_kernels_run(head_dim: int = 64) -> bool:
-    """True if the Hopper kernels for heads of this width run with this Triton, on a GPU that they support. Raises
-    Unsupported if they must be tested while a CUDA graph is recorded."""
+    """True if the Hopper kernels for this head dimension run on the current Hopper GPU with the installed Triton.
+
+    Raises Unsupported if they must be tested while a CUDA graph is recorded.
+    """
     if getattr(_thread, "trying", False):
         return True
     import triton
@@ -28,7 +30,7 @@ def hopper_kernels_run(head_dim: int = 64) -> bool:
 
 
 def known_to_run() -> bool | None:
-    """The same for all widths, without a trial; None: not known."""
+    """As `hopper_kernels_run` for all head dimensions, but without a trial; None if unknown."""
     import triton
 
     if too_old(triton.__version__) or is_tried(triton.__version__):
@@ -37,7 +39,7 @@ def known_to_run() -> bool | None:
 
 
 def why_not_hopper(version: str, head_dim: int = 64) -> str | None:
-    """Why the Hopper kernels do not run; None: they do. Warns if a trial failed."""
+    """Why the Hopper kernels do not run with this Triton; None if they do. Warns if a trial failed."""
     if too_old(version):
         return f"Triton {version} is too old for them"
     if is_tried(version):
@@ -68,7 +70,6 @@ def _trial(version: str, head_dim: int) -> str | None:
 
 
 def _fault(device: int, head_dim: int) -> str | None:
-    """The fault of both passes on a small input, against plain attention in float64; None: they are right."""
     from .triton_backward import triton_backward
     from .triton_forward import triton_forward
 

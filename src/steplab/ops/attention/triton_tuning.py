@@ -1,4 +1,4 @@
-"""The kernel and its tiles for a GPU and a shape: from a committed table, never searched for at first use.
+"""Looks up the kernel and its tiles for a GPU and a shape in a committed table; nothing is tuned at first use.
 
 The table (triton_tiles.toml) has rows for GPUs by name, for a compute capability ("sm90"), and for "any" GPU, in this
 order of preference. `python -m benchmarks.tune_attention` measures candidates and writes the rows of the present GPU.
@@ -27,21 +27,21 @@ WIDEST_TILE = 128
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
     kernel: Kernel
-    """backward makes all gradients in one sweep, backward_kv and backward_q in two."""
+    """backward makes all gradients in one sweep; backward_kv and backward_q are two sweeps."""
     gpu: str
-    """A GPU in torch's spelling, sm90 and the like, or any."""
+    """A GPU's name in torch, a compute capability such as sm90, or any."""
     bits: int
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
     columns: int | None = None
-    """Largest head dimension of the row; None: any of the box."""
+    """Largest head dimension for this row; None if any that `box` holds."""
     tokens: int | None = None
-    """Longest sequence of the row; None: any."""
+    """Longest sequence for this row; None if any."""
     variant: Variant
     queries: int
     keys: int
     stages: int
-    """Tiles that load at a time."""
+    """Tiles that load at the same time."""
     warps: int = 4
     """Warps of a program; the Hopper kernels fix theirs by role."""
 
@@ -66,7 +66,7 @@ def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
 
 
 def kernels_known(device: torch.device) -> Variant | None:
-    """The kernels of a GPU in 16 bits, without a trial; None: not known before flash_triton has run."""
+    """The kernels that a GPU runs in 16 bits, without a trial; None if unknown before flash_triton has run."""
     if _gpu(device)[1] != (9, 0):
         return "portable"
     runs = known_to_run()

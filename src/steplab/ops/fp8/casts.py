@@ -42,7 +42,7 @@ def plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def plain_cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x in fp8 by rows [R, C], by columns [C, R], and the inverse scale; both are contiguous."""
+    """x in fp8 by rows [R, C] and by columns [C, R], both contiguous, and the inverse scale."""
     rows_RC, inverse_scale = plain_cast(x_RC, amax, dtype)
     return rows_RC, rows_RC.t().contiguous(), inverse_scale
 
@@ -60,7 +60,7 @@ class Operand(NamedTuple):
 
 
 def amax(x: Tensor) -> Tensor:
-    """A float32 scalar on x's device; NaN if there is one. The same bits each time."""
+    """The largest magnitude of x, a float32 scalar on its device, the same bits each time; NaN if any element is."""
     _refuse_other_formats(x)
     found: Tensor = torch.ops.steplab.amax(x)
     return found
@@ -72,7 +72,7 @@ def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
 
 
 def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Operand, Operand]:
-    """cast() by rows [R, C] and by columns [C, R], in one pass over x."""
+    """cast(x) by rows [R, C] and by columns [C, R], in one pass over x."""
     _refuse_other_formats(x_RC)
     rows_RC, columns_CR, inverse_scale = torch.ops.steplab.fp8_cast_both(x_RC, amax, dtype)
     return Operand(rows_RC, inverse_scale), Operand(columns_CR, inverse_scale)

@@ -1,7 +1,7 @@
 """The kernels of casts to fp8; see casts.py. Each reads a tensor once.
 
 Every program computes the scale from amax, so that nothing runs between the kernel of amax and the cast. The bf16 tile
-is transposed and then cast again: shared memory is read by matrices of 16-bit elements, and 8-bit elements would be
+is transposed and then cast again. Shared memory is read by matrices of 16-bit elements, and 8-bit elements would be
 read by bytes.
 """
 

@@ -1,4 +1,4 @@
-"""A linear layer with three products of fp8 operands, each scaled by its own current largest magnitude.
+"""A linear layer with three fp8 products; each operand is scaled by its own current largest magnitude.
 
 Hopper's fp8 products need both operands contiguous along the summed dimension, so each tensor is needed by rows in one
 product and by columns in another:
@@ -45,11 +45,11 @@ def fp8_linear(
     gradients: torch.dtype = E5M2,
     weight_gradient: WeightGradient = "fp8",
 ) -> Tensor:
-    """x [..., K] -> [..., N], in the format of x.
+    """Return x wᵀ, [..., K] -> [..., N] in the dtype of x, from fp8 products.
 
     Args:
         x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
-        gradients: format of the output's gradient.
+        gradients: fp8 dtype to which the output's gradient is cast.
         weight_gradient: bf16 takes x and the gradient uncast, so neither is needed by columns.
 
     Saved are the weight by columns, and x by columns in fp8 or unchanged. Raises Unsupported unless T, K and N are
@@ -87,7 +87,10 @@ class _Fp8Linear(torch.autograd.Function):
 def output(
     x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """y [T, N], and tensors for the backward pass: w by columns and its inverse scale, then the same of x, or x."""
+    """y [T, N], and tensors to save for backward.
+
+    They are w in fp8 by columns and its inverse scale, then the same of x, or x itself.
+    """
     w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
     x_amax = amax(x_TK) if x_amax is None else x_amax
     if weight_gradient == "bf16":
@@ -103,7 +106,7 @@ def input_and_weight_gradients(
     gradients: torch.dtype,
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """dx [T, K] and dw [N, K]; saved comes from output()."""
+    """dx [T, K] and dw [N, K]; `saved` comes from output()."""
     w8_KN, x = Operand(*saved[:2]), saved[2:]
     dy_amax = amax(dy_TN) if dy_amax is None else dy_amax
     if len(x) == 1:
@@ -116,8 +119,10 @@ def input_and_weight_gradients(
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a [M, S], b [N, S] -> a bᵀ [M, N]; fast: sums of 14 bits, which are faster on Hopper's tensor cores; a CPU
-    sums in float32."""
+    """The product a bᵀ [M, N] of a [M, S] and b [N, S].
+
+    `fast` keeps sums to 14 bits, which is faster on Hopper's tensor cores; a CPU sums in float32.
+    """
     return torch._scaled_mm(
         a.values,
         b.values.t(),
@@ -137,7 +142,9 @@ def fp8_swiglu(
     gradients: torch.dtype = E5M2,
     weight_gradient: WeightGradient = "fp8",
 ) -> Tensor:
-    """x [..., K] -> [..., N]: fp8_linear(swiglu(fp8_linear(x, gate_up)), down), with the same arguments and errors."""
+    """SwiGLU feed-forward x [..., K] -> [..., N]: fp8_linear(swiglu(fp8_linear(x, gate_up)), down), with the same
+    arguments and errors.
+    """
     refuse_sizes(x, gate_up_2FK)
     refuse_sizes(x, down_NF)
     y_TN: Tensor = _Fp8SwiGLU.apply(x.flatten(0, -2), x_amax, gate_up_2FK, down_NF, gradients, weight_gradient)  # type: ignore[no-untyped-call]
@@ -155,7 +162,8 @@ def fp8_heads(
     weight_gradient: WeightGradient = "fp8",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), with the same arguments and
-    errors."""
+    errors.
+    """
     refuse_sizes(x_BTK, weight_EK)
     found: tuple[Tensor, Tensor, Tensor] = _Fp8Heads.apply(  # type: ignore[no-untyped-call]
         x_BTK, x_amax, weight_EK, table_2TD, num_heads, gradients, weight_gradient
