@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
-from steplab.limits import OPTION, Limits
 from steplab.specs.benchmark import Spread
 from steplab.specs.changes import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
@@ -207,18 +206,6 @@ class StudyOptions:
     dry_run: Annotated[
         bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
     ] = False
-
-
-@options
-class ReadingOptions:
-    """Limits for reading files of others."""
-
-    raise_limits: Annotated[
-        float, Parameter(name=OPTION, help="Allow this many times the usual memory and time for reading")
-    ] = 1.0
-
-    def limits(self) -> Limits:
-        return Limits().times(self.raise_limits)
 
 
 @options
