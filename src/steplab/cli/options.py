@@ -4,14 +4,13 @@ Step options come from the declarations in `specs.step_choices`. Values stay tex
 Python and the command line share checks and messages.
 """
 
-import difflib
 import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 
 from steplab.errors import UserError
 from steplab.specs.benchmark import Spread
@@ -139,43 +138,33 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def fields_in(text: str) -> dict[str, object]:
-    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
-
-    Raises UserError for anything but options of a step with values.
-    """
-    try:
-        words = [part for word in shlex.split(text) for part in _apart(word)]
-    except ValueError as error:
-        raise UserError(f"'{text}' cannot be read as options: {error}") from None
-    keys = {option_name(key): key for key in FIELDS}
-    for option in words[::2]:
-        if option not in keys:
-            near = difflib.get_close_matches(option, keys, n=1)
-            hint = f"did you mean {near[0]}?" if near else "write it as '--precision bf16 --compile block'"
-            raise UserError(f"'{option}' in '{text}' is not an option of a step; {hint}")
-    if len(words) % 2:
-        raise UserError(f"{words[-1]} in '{text}' has no value")
-    return {keys[option]: value for option, value in zip(words[::2], words[1::2], strict=True)}
-
-
-def _apart(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") else [word]
-
-
 @step_options()
 class StepOptions(GivenFields):
     """The measured step. `sweep` takes lists: --context 128,256."""
 
 
+def fields_in(text: str) -> dict[str, object]:
+    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
+
+    Raises UserError for unbalanced quotes, and cyclopts' errors for anything but options of a step with values.
+    """
+    side = App(name=f"'{text}'", help_flags=(), version_flags=(), result_action="return_value")
+
+    @side.default
+    def fields(*, step: StepOptions = StepOptions()) -> dict[str, object]:
+        return step.fields()
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"'{text}' cannot be read as options: {error}") from None
+    found: dict[str, object] = side(words, exit_on_error=False, print_error=False)
+    return found
+
+
 @field_options((), others=declared_fields(Spread))
 class ProcessOptions(GivenFields):
-    def as_layout(self) -> str | None:
-        """The equivalent options of a step; None if neither option was given."""
-        given = self.options()
-        if "gpus" in given:
-            return f"--layout dp={given['gpus']}"
-        return f"--layout dp={given['processes']} --device cpu" if given else None
+    pass
 
 
 @options

@@ -37,10 +37,8 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
-    config = (model.hf_config if model else None) or {}
-    text = config.get("text_config", config)
-    if isinstance(text, dict) and isinstance(text.get("vocab_size"), int):
-        return int(text["vocab_size"])
+    if model and (size := model.configured("vocab_size")):
+        return size
     for op in profile.ops if profile else ():
         shapes = shapes_of(op)
         if _LOG_SOFTMAX.search(op.name) and shapes and len(shapes[0].sizes) == 2:

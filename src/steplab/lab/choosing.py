@@ -95,7 +95,7 @@ def _in_store(opened: Store, text: str) -> list[Record]:
         raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
     if text == LAST or text.startswith(BACK):
         return [opened.get(text)]
-    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
+    rows = opened.rows(kind=None)
     if any(row["id"] == text for row in rows):
         return [opened.get(text)]
     studies = list(opened.studies())
