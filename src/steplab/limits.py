@@ -7,7 +7,8 @@ import os
 
 from steplab.units import GIB, MIB
 
-READER_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+_MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
+READER_BYTES = _MACHINE_BYTES // 2
 """Memory of the process that reads a trace or snapshot: half of the machine's. The operating system enforces it."""
 READER_S = 1800
 """Processor seconds of that process; then the operating system ends it."""

@@ -100,7 +100,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "the doctor's bad duration": (("doctor", "--timeout", "nan"), ("nan",)),
     "a sweep of nothing": (("sweep",), ("study quick", "--context")),
     "a study in a sweep": (("sweep", "quick"), ("unexpected argument 'quick'",)),
-    "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("use --layout dp=2 --device cpu",)),
+    "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("--processes is an option of", "run")),
     "a sweep's GPUs": (("sweep", *tiny(), "--gpus", "4"), ("--gpus is an option of", "run")),
     "a sweep with a bad cell": (("sweep", "--context", "8,x"), ("context", "'x'")),
     "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),

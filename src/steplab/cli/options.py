@@ -121,20 +121,20 @@ class GivenFields:
 
     def grid(self) -> "Grid":
         return {
-            field.key: [value] if field.about.parse or not isinstance(value, str) else _parts(value)
+            field.key: [value] if field.about.parse or not isinstance(value, str) else parts_of(value)
             for field, value in self._given(self.declared).items()
         }
 
     def options(self) -> dict[str, Any]:
         given = self._given(self.others)
-        return {field.key: _parts(value) if field.is_list else value for field, value in given.items()}
+        return {field.key: parts_of(value) if field.is_list else value for field, value in given.items()}
 
     def _given(self, among: Collection[StepField]) -> dict[StepField, Any]:
         values = {field: getattr(self, _attribute(field)) for field in among}
         return {field: value for field, value in values.items() if value is not None}
 
 
-def _parts(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 

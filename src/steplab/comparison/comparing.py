@@ -4,7 +4,6 @@ Two records may be compared if their measured cells and conditions match, field 
 differs by part of the model and memory by tensor.
 """
 
-import difflib
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TypeVar
 
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import of_starts, ratio_in_turns, start_margin, took_turns
-from steplab.errors import Inconclusive, UserError
+from steplab.errors import Inconclusive, UserError, meant
 from steplab.records.comparison import (
     ComparedFigure,
     Comparison,
@@ -310,9 +309,7 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
     fields = dict.fromkeys(name for key in keys for name in key)
     for name in allow:
         if name not in fields and not name.isupper():
-            alike = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {alike[0]}?" if alike else f"choose one of {', '.join(fields)}"
-            raise UserError(f"--allow {name}: no such field; {hint}")
+            raise UserError(f"--allow {name}: no such field; {meant(name, fields)}")
 
 
 def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:

@@ -1,6 +1,5 @@
 """Choose and sort the rows of stored records, for lists."""
 
-import difflib
 import heapq
 import itertools
 import operator
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from steplab.errors import UserError
+from steplab.errors import UserError, meant
 from steplab.lab.keeping import open_store
 from steplab.records.registry import KINDS_IN_LISTS
 from steplab.records.rows import Row, Scalar
@@ -106,9 +105,7 @@ def _key(given: str) -> str:
 
 
 def _no_field(name: str, known: Mapping[str, object]) -> UserError:
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-    return UserError(f"no field '{name}'; {remedy}")
+    return UserError(f"no field '{name}'; {meant(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

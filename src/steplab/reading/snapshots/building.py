@@ -84,13 +84,13 @@ class _Block(Struct, gc=False):
 class _Segment(Struct, gc=False):
     address: Natural
     total_size: Natural
-    device: Natural = 0
+    device: Natural | None = None
     blocks: list[_Block] = []
     is_expandable: bool = False
 
 
 class _Settings(Struct):
-    max_split_size: _Number = NONE
+    max_split_size: _Number | None = None
     """torch writes its largest unsigned number, "no limit", as -1."""
     expandable_segments: bool = False
     roundup_power2_divisions: dict[Any, _Number] = {}
@@ -190,7 +190,7 @@ def _integers(values: list[int | None], absent: int) -> Integers:
 def _held(segments: Sequence[_Segment], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
     of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
     for segment in segments:
-        segment_rows, block_rows = of_device[segment.device]
+        segment_rows, block_rows = of_device[segment.device or 0]
         address = segment.address
         for block in segment.blocks:
             row = _block(block, address, stacks)
@@ -229,7 +229,7 @@ def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
 
 def _settings(settings: _Settings) -> AllocatorSettings:
     return AllocatorSettings(
-        max_split_bytes=settings.max_split_size if settings.max_split_size > 0 else None,
+        max_split_bytes=max(settings.max_split_size or 0, 0) or None,
         expandable_segments=settings.expandable_segments,
         roundup_divisions=tuple(settings.roundup_power2_divisions.values()),
     )

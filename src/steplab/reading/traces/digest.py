@@ -22,9 +22,6 @@ from steplab.units import format_time
 
 Seconds = NDArray[np.float64]
 
-MOST_STEPS = 20
-"""Most steps used, counted from the end; more would only take memory."""
-
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
 _GENERATED = re.compile(r"CompiledFunction|Torch-Compiled Region")
@@ -38,8 +35,7 @@ def digest(trace: Trace, *, source: str | None = None, step_range: str | None = 
     `step_range` is a shell pattern for ranges that are steps. Raises SteplabError if nothing ran, UserError for a
     pattern without ranges.
     """
-    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
-    trace = last_steps(trace, MOST_STEPS)
+    trace = last_steps(possible(one_device(with_steps(trace, step_range))))
     host = Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)

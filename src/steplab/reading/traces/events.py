@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,12 +32,12 @@ class Args(Struct, frozen=True, gc=False):
     types: Raw = field(default=Raw(b"[]"), name="Input type")
     concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
     """Numbers and flags, as text."""
-    collective: Number = field(default="", name="Collective name")
-    group: Number = field(default="", name="Process Group Name")
-    members: Number = field(default="", name="Process Group Ranks")
-    num_in: Number = field(default=0, name="In msg nelems")
-    num_out: Number = field(default=0, name="Out msg nelems")
-    dtype: Number = ""
+    collective: Any = field(default="", name="Collective name")
+    group: Any = field(default="", name="Process Group Name")
+    members: Any = field(default="", name="Process Group Ranks")
+    num_in: Any = field(default=0, name="In msg nelems")
+    num_out: Any = field(default=0, name="Out msg nelems")
+    dtype: Any = ""
 
 
 class Event(Struct, frozen=True, gc=False):

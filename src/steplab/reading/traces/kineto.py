@@ -85,11 +85,8 @@ Integers = NDArray[np.int64]
 Columns = Mapping[str, Values]
 
 
-def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
-    """The trace in a JSON document; None without a list of events.
-
-    Raises NotATrace for another document, or if no list element is an event.
-    """
+def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
+    """The trace in a JSON document. Raises NotATrace for another document, and without a list that has an event."""
     document = Document(
         source,
         keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name"),
@@ -98,7 +95,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
     collector = Collector()
     document.read(collector)
     if not document.has_events:
-        return None
+        raise NotATrace("it has no list traceEvents")
     if not collector.num_events and document.num_unreadable:
         raise NotATrace(f"none of its {document.num_unreadable} list elements is an event")
     builder = collector.builder
@@ -278,7 +275,7 @@ def _integers(values: list[Number]) -> Integers:
 def _integer(value: Number) -> int:
     try:
         number = int(value) if value is not None else NONE
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return NONE
     return number if abs(number) < 2**63 else NONE
 

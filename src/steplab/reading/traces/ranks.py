@@ -26,7 +26,6 @@ from steplab.reading.traces.times import possible
 from steplab.reading.traces.trace import NONE, Message, Ranges, Trace
 from steplab.records.profile import Meeting, PathPart, Profile, Timeline, TracedRank, TracedRanks
 
-MOST_STEPS = 20
 _WOKEN_NS = 5e6
 _KINDS = {
     re.compile(pattern, re.I): kind
@@ -74,8 +73,7 @@ class RankTrace:
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     """Without marked steps, the trace counts as one step. Raises SteplabError if nothing ran."""
-    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
-    trace = last_steps(_with_a_step(trace), MOST_STEPS)
+    trace = last_steps(_with_a_step(possible(one_device(with_steps(trace, step_range)))))
     host = Host(trace)
     on_host = not len(trace.work)
     steps = traced_steps(trace, host)

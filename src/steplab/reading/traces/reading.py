@@ -32,11 +32,7 @@ def read_trace(path: Path, on_progress: OnProgress = unwatched, *, chunk_bytes: 
 
 def _read_json(path: Path, source: Unpacked, chunk_bytes: int) -> Trace:
     try:
-        trace = read_kineto(source, chunk_bytes=chunk_bytes)
+        return read_kineto(source, chunk_bytes=chunk_bytes)
     except NotATrace as error:
-        why = source.damage or str(error) or "it is neither JSON nor SQLite"
-        raise UserError(f"{path} has no trace: {why}; {_WHAT_IS_READ}") from error
-    if trace is None:
-        why = f"{source.damage} and " if source.damage else ""
-        raise UserError(f"{path} has no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
-    return trace
+        why = " and ".join(filter(None, (source.damage, str(error))))
+        raise UserError(f"{path} has no trace: {why or 'it is neither JSON nor SQLite'}; {_WHAT_IS_READ}") from error

@@ -55,22 +55,20 @@ class DeviceWork(Events):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostCalls(Events):
+class Ranges(Events):
     thread: Column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCalls(Ranges):
     correlation: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ops(Events):
-    thread: Column
+class Ops(Ranges):
     sequence: Column
     """Autograd's number, common to a forward operator and its backward operator."""
     inputs: Column
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranges(Events):
-    thread: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
