@@ -6,8 +6,9 @@ from tests.runs import ENVIRONMENT
 
 from steplab.costs.communication import bus_factor, wire_bytes
 from steplab.lab.comm import profile_of
-from steplab.records.comm import CommCell, CommCheck, CommRank, CommRun, RankTimes
+from steplab.records.comm import CommCell, CommCheck, CommRun, RankTimes
 from steplab.records.failure import Failure
+from steplab.records.record import RankPlace
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 
 ALPHA_S = {"nccl": 25e-6, "gloo": 300e-6, "peer_copy": 60e-6}
@@ -59,7 +60,7 @@ def make_comm(lists: Mapping[str, Sequence[object]] | None = None, *, ranks: int
         "study": CommStudy(cells=cells, num_processes=ranks),
         "environment": ENVIRONMENT,
         "ranks": tuple(
-            CommRank(rank=rank, host=f"node{1 + rank // 2}", device=f"cuda:{rank % 2} NVIDIA H200")
+            RankPlace(rank=rank, host=f"node{1 + rank // 2}", device=f"cuda:{rank % 2} NVIDIA H200")
             for rank in range(ranks)
         ),
         "libraries": {"nccl": "2.28.9"},

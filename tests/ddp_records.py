@@ -15,13 +15,13 @@ from steplab.records.ddp import (
     DdpRank,
     DdpRun,
     Messages,
-    RankPlace,
     StateMemory,
     TracedSteps,
 )
 from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
+from steplab.records.record import RankPlace
 from steplab.records.timing import PhaseSamples
 from steplab.specs.ddp import KINDS, DdpStudy, Variant, variants_of
 from steplab.specs.resolve import resolve_step

@@ -25,7 +25,7 @@ ARROWS = {
     "stats": set(),
     "units": {"errors"},
     "printing": set(),
-    "limits": {"units", "errors"},
+    "limits": {"units"},
     "unpacking": {"limits", "units"},
     "python": set(),
     "git": set(),

@@ -4,8 +4,10 @@ Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression;
 can cause is a `SteplabError`: one line with the fault and the fix.
 """
 
+import difflib
 import sys
 import warnings
+from collections.abc import Collection
 
 from steplab.ops.errors import Unsupported as UnsupportedByOps
 from steplab.ops.errors import UserError as OpsError
@@ -23,6 +25,12 @@ class UserError(SteplabError):
     """A wrong request; the message names the fix."""
 
     exit_code = 2
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown name: the closest known one, else all."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
 
 
 class Inconclusive(SteplabError):

@@ -3,39 +3,19 @@
 They are far above the sizes that programs write. `docs/reliability.md` explains them.
 """
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Self
+import os
 
-from steplab.errors import UserError
 from steplab.units import GIB, MIB
 
-OPTION = "--raise-limits"
-"""Option that multiplies these limits, on every command that reads outside files."""
-_MOST = 10_000.0
+_MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
+READER_BYTES = _MACHINE_BYTES // 2
+"""Memory of the process that reads a trace or snapshot: half of the machine's. The operating system enforces it."""
+READER_S = 1800
+"""Processor seconds of that process; then the operating system ends it."""
+IMPORT_BYTES = 4 * GIB
+"""Bytes of records per import; all stay in memory until checked."""
+RECORD_BYTES = 256 * MIB
 
 
 class LimitReached(Exception):
-    """Raised for a file beyond a limit; the message follows the file's name."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; if you trust the file, {OPTION} 4 allows four times as much")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    memory_bytes: int = 8 * GIB
-    """Memory of the reading process, enforced by the operating system."""
-    processor_s: int = 300
-    """CPU seconds of the reading process, after which the operating system ends it."""
-    import_bytes: int = GIB
-    """Bytes of records per import; all stay in memory until checked."""
-    record_bytes: int = 64 * MIB
-    num_lines: int = 2_000_000
-
-    def times(self, factor: float) -> Self:
-        """The limits multiplied by `factor`. Raises UserError unless it is 1 to 10,000."""
-        if not 1 <= factor <= _MOST:
-            raise UserError(f"{OPTION} must be from 1 to {_MOST:.0f}, not {factor:g}")
-        raised = {field.name: int(getattr(self, field.name) * factor) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **raised)
+    """A file exceeds a limit; the message follows the file's name."""

@@ -92,7 +92,7 @@ def run(
         except BaseException as error:
             faults.append(f"{type(error).__name__} escaped: {error}"[:300])
     stdout, stderr = _text(out), _text(err)
-    faults += judged(code, stdout, stderr, raised=any(word.startswith("--raise-limits") for word in arguments))
+    faults += judged(code, stdout, stderr)
     return End(code=code, stdout=stdout, stderr=stderr, seconds=time.process_time() - began_s, faults=tuple(faults))
 
 
@@ -122,9 +122,9 @@ def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
     )
 
 
-def judged(code: int, stdout: str, stderr: str, *, raised: bool = False) -> Iterator[str]:
+def judged(code: int, stdout: str, stderr: str) -> Iterator[str]:
     lines = stderr.splitlines()
-    if "not enough memory" in stderr and not raised:
+    if "not enough memory" in stderr:
         yield "took more memory than there is"
     if code not in (*_CODES, -1):
         yield f"exit code {code}"

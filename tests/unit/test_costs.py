@@ -317,7 +317,7 @@ def test_attention_in_a_trace_has_its_flops(tmp_path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    ops = digest(read_trace(tmp_path / "trace.json"), source=None, file=None).ops
+    ops = digest(read_trace(tmp_path / "trace.json"), source=None).ops
     flops = {op.name.rpartition("_")[2]: op.flops for op in ops if "flash_attention" in op.name}
     forward = 4 * batch * heads * length * length * width / 2
     assert flops == {"cpu": forward, "backward": 2.5 * forward}

@@ -231,7 +231,7 @@ def test_idle_time_and_overlap_are_those_of_holistic_trace_analysis(tmp_path: Pa
     assert (
         len({event["tid"] for event in json.loads(trace.read_bytes())["traceEvents"] if event["cat"] == "kernel"}) == 2
     )
-    profile = digest(read_trace(trace), source=None, file=trace.name)
+    profile = digest(read_trace(trace))
     idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases)
     assert profile.communication is not None
     overlap = profile.communication.overlapped_s / profile.communication.total_s

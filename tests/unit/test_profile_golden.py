@@ -81,7 +81,7 @@ def test_the_small_trace_gives_the_recorded_profile(runs: dict[Cell, Run], tmp_p
     trace = tmp_path / "steps.json"
     trace.write_bytes(lzma.decompress((GOLDEN / "trace_small_256_bf16.json.xz").read_bytes()))
     recorded = profile_of(runs["small", 256, "bf16", "off"])
-    again = digest(read_trace(trace), source="torch.profiler", file=None)
+    again = digest(read_trace(trace), source="torch.profiler")
     assert msgspec.to_builtins(again) == msgspec.to_builtins(recorded)
 
 

@@ -224,12 +224,18 @@ def zipped() -> bytes:
         (b"\x80\x04\x8c\x02\xff\xfe.", "the pickle is damaged"),
         (pickle.dumps({"weights": [1, 2]}), "it is a pickle without a memory snapshot"),
         (pickle.dumps(5), "it is a pickle without a memory snapshot"),
-        (pickle.dumps({"segments": 5}), "segments is not a list"),
-        (pickle.dumps({"segments": [], "device_traces": [[5]]}), "an event is not a dict"),
-        (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "an event of its history has no action"),
-        (pickle.dumps(snapshot([event("alloc", 1 << 70, 1)])), "addr is not a number of 64 bits"),
-        (pickle.dumps(snapshot([event("alloc", 1, 1, [{"line": 1}])])), "a stack frame lacks filename"),
-        (pickle.dumps({"segments": [{"blocks": [{"size": 1}]}]}), "a block has no state"),
+        (pickle.dumps({"segments": 5}), "Expected `array`, got `int` - at `$.segments`"),
+        (
+            pickle.dumps({"segments": [], "device_traces": [[5]]}),
+            "Expected `object`, got `int` - at `$.device_traces[0][0]`",
+        ),
+        (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "missing required field `action`"),
+        (
+            pickle.dumps(snapshot([event("alloc", 1 << 70, 1)])),
+            "Expected `int` <= 9223372036854775807 - at `$.device_traces[0][0].addr`",
+        ),
+        (pickle.dumps(snapshot([event("alloc", 1, 1, [{"line": 1}])])), "missing required field `filename`"),
+        (pickle.dumps({"segments": [{"blocks": [{"size": 1}]}]}), "missing required field `state`"),
         (gzip.compress(pickle.dumps(snapshot([])), mtime=0)[:-30], "its gzip stream ends early"),
         (b"\x1f\x8b" + b"no gzip at all", "its gzip stream is damaged"),
     ],
@@ -247,31 +253,31 @@ ABSENT = object()
 @pytest.mark.parametrize(
     ("where", "key", "value", "why"),
     [
-        ("event", "size", -1, "the size of an event (alloc) is missing or negative"),
-        ("event", "size", -(2**40), "the size of an event (alloc) is negative: -1099511627776"),
-        ("event", "size", ABSENT, "the size of an event (alloc) is missing or negative"),
-        ("event", "size", None, "the size of an event (alloc) is missing or negative"),
-        ("event", "size", True, "size is not a number of 64 bits"),
-        ("event", "size", 4.0, "size is not a number of 64 bits"),
-        ("event", "size", "4", "size is not a number of 64 bits"),
-        ("event", "size", 2**63, "size is not a number of 64 bits"),
+        ("event", "size", -1, "an event's size is missing or negative"),
+        ("event", "size", -(2**40), "an event's size is missing or negative"),
+        ("event", "size", ABSENT, "an event's size is missing or negative"),
+        ("event", "size", None, "an event's size is missing or negative"),
+        ("event", "size", True, "Expected `int | null`, got `bool`"),
+        ("event", "size", 4.0, "Expected `int | null`, got `float`"),
+        ("event", "size", "4", "Expected `int | null`, got `str`"),
+        ("event", "size", 2**63, "Expected `int` <= 9223372036854775807"),
         ("event", "size", 2**63 - 1, "the end of an event is not a number of 64 bits"),
-        ("event", "addr", -5, "the address of an event (alloc) is negative: -5"),
-        ("event", "addr", ABSENT, "the address of an event (alloc) is missing or negative"),
-        ("event", "addr", False, "addr is not a number of 64 bits"),
-        ("event", "addr", 2**64 - 4096, "addr is not a number of 64 bits"),
-        ("event", "time_us", 0.5, "time_us is not a number of 64 bits"),
-        ("segment", "total_size", ABSENT, "the size of a segment is missing or negative"),
-        ("segment", "total_size", -8, "the size of a segment is negative: -8"),
-        ("segment", "address", ABSENT, "the address of a segment is missing or negative"),
-        ("segment", "address", -8, "the address of a segment is negative: -8"),
-        ("segment", "device", -1, "the number of a device is negative: -1"),
-        ("block", "size", ABSENT, "the size of a block is missing or negative"),
-        ("block", "size", -512, "the size of a block is negative: -512"),
+        ("event", "addr", -5, "an event's address is missing or negative"),
+        ("event", "addr", ABSENT, "an event's address is missing or negative"),
+        ("event", "addr", False, "Expected `int | null`, got `bool`"),
+        ("event", "addr", 2**64 - 4096, "Expected `int` <= 9223372036854775807"),
+        ("event", "time_us", 0.5, "Expected `int | null`, got `float`"),
+        ("segment", "total_size", ABSENT, "Object missing required field `total_size`"),
+        ("segment", "total_size", -8, "Expected `int` >= 0"),
+        ("segment", "address", ABSENT, "Object missing required field `address`"),
+        ("segment", "address", -8, "Expected `int` >= 0"),
+        ("segment", "device", -1, "Expected `int` >= 0"),
+        ("block", "size", ABSENT, "Object missing required field `size`"),
+        ("block", "size", -512, "Expected `int` >= 0"),
         ("block", "size", 2**63 - 1, "the end of a block is not a number of 64 bits"),
-        ("block", "address", -512, "the address of a block is negative: -512"),
-        ("block", "requested_size", -512, "the requested size of a block is negative: -512"),
-        ("block", "requested_size", True, "requested_size is not a number of 64 bits"),
+        ("block", "address", -512, "Expected `int` >= 0"),
+        ("block", "requested_size", -512, "Expected `int` >= 0"),
+        ("block", "requested_size", True, "Expected `int | null`, got `bool`"),
     ],
 )
 def test_sizes_and_addresses_that_no_allocator_has_are_refused(
@@ -298,7 +304,7 @@ def test_every_event_of_memory_has_a_size(tmp_path: Path, action: str) -> None:
     if action == "oom":
         del made["addr"]  # torch reports device_free instead
     message = refusal(written(tmp_path, pickle.dumps(snapshot([made]))))
-    assert message.startswith(f"the size of an event ({action}) is missing or negative")
+    assert message.startswith("an event's size is missing or negative")
 
 
 def test_a_snapshots_own_event_needs_neither(tmp_path: Path) -> None:
@@ -331,7 +337,11 @@ def test_a_history_that_no_allocator_has_written_is_told_without_negative_memory
 
 
 def test_a_block_that_follows_one_without_end_is_refused(tmp_path: Path) -> None:
-    blocks = [{"size": 2**62, "state": "inactive"}, {"size": 2**62, "state": "inactive"}, {"state": "inactive"}]
+    blocks = [
+        {"size": 2**62, "state": "inactive"},
+        {"size": 2**62, "state": "inactive"},
+        {"size": 1, "state": "inactive"},
+    ]
     segments = [{"device": 0, "address": 4096, "total_size": 2048, "blocks": blocks}]
     assert "the end of a block is not a number of 64 bits" in refusal(written(tmp_path, pickle.dumps(segments)))
 

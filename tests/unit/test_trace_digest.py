@@ -10,7 +10,8 @@ from tests.runs import make_run
 from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.digest import MOST_STEPS, digest
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.steps import MOST_STEPS
 from steplab.reading.traces.trace import Inputs, Trace
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.report.profile.figures import passes

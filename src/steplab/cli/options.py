@@ -4,17 +4,15 @@ Step options come from the declarations in `specs.step_choices`. Values stay tex
 Python and the command line share checks and messages.
 """
 
-import difflib
 import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 
 from steplab.errors import UserError
-from steplab.limits import OPTION, Limits
 from steplab.specs.benchmark import Spread
 from steplab.specs.changes import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
@@ -123,45 +121,21 @@ class GivenFields:
 
     def grid(self) -> "Grid":
         return {
-            field.key: [value] if field.about.parse or not isinstance(value, str) else _parts(value)
+            field.key: [value] if field.about.parse or not isinstance(value, str) else parts_of(value)
             for field, value in self._given(self.declared).items()
         }
 
     def options(self) -> dict[str, Any]:
         given = self._given(self.others)
-        return {field.key: _parts(value) if field.is_list else value for field, value in given.items()}
+        return {field.key: parts_of(value) if field.is_list else value for field, value in given.items()}
 
     def _given(self, among: Collection[StepField]) -> dict[StepField, Any]:
         values = {field: getattr(self, _attribute(field)) for field in among}
         return {field: value for field, value in values.items() if value is not None}
 
 
-def _parts(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
-
-
-def fields_in(text: str) -> dict[str, object]:
-    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
-
-    Raises UserError for anything but options of a step with values.
-    """
-    try:
-        words = [part for word in shlex.split(text) for part in _apart(word)]
-    except ValueError as error:
-        raise UserError(f"'{text}' cannot be read as options: {error}") from None
-    keys = {option_name(key): key for key in FIELDS}
-    for option in words[::2]:
-        if option not in keys:
-            near = difflib.get_close_matches(option, keys, n=1)
-            hint = f"did you mean {near[0]}?" if near else "write it as '--precision bf16 --compile block'"
-            raise UserError(f"'{option}' in '{text}' is not an option of a step; {hint}")
-    if len(words) % 2:
-        raise UserError(f"{words[-1]} in '{text}' has no value")
-    return {keys[option]: value for option, value in zip(words[::2], words[1::2], strict=True)}
-
-
-def _apart(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") else [word]
 
 
 @step_options()
@@ -169,14 +143,28 @@ class StepOptions(GivenFields):
     """The measured step. `sweep` takes lists: --context 128,256."""
 
 
+def fields_in(text: str) -> dict[str, object]:
+    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
+
+    Raises UserError for unbalanced quotes, and cyclopts' errors for anything but options of a step with values.
+    """
+    side = App(name=f"'{text}'", help_flags=(), version_flags=(), result_action="return_value")
+
+    @side.default
+    def fields(*, step: StepOptions = StepOptions()) -> dict[str, object]:
+        return step.fields()
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"'{text}' cannot be read as options: {error}") from None
+    found: dict[str, object] = side(words, exit_on_error=False, print_error=False)
+    return found
+
+
 @field_options((), others=declared_fields(Spread))
 class ProcessOptions(GivenFields):
-    def as_layout(self) -> str | None:
-        """The equivalent options of a step; None if neither option was given."""
-        given = self.options()
-        if "gpus" in given:
-            return f"--layout dp={given['gpus']}"
-        return f"--layout dp={given['processes']} --device cpu" if given else None
+    pass
 
 
 @options
@@ -207,18 +195,6 @@ class StudyOptions:
     dry_run: Annotated[
         bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
     ] = False
-
-
-@options
-class ReadingOptions:
-    """Limits for reading files of others."""
-
-    raise_limits: Annotated[
-        float, Parameter(name=OPTION, help="Allow this many times the usual memory and time for reading")
-    ] = 1.0
-
-    def limits(self) -> Limits:
-        return Limits().times(self.raise_limits)
 
 
 @options

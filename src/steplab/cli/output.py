@@ -131,6 +131,10 @@ def write_report(
     _end(text, chosen, out)
 
 
+def write_view(view: "View", chosen: str, out: FileOptions) -> None:
+    _end(_saved(view, chosen, out), chosen, out)
+
+
 def _saved(view: "View", chosen: str, out: FileOptions) -> str:
     if out.output is None:
         return view.render(chosen, color=stdout_color(out))
@@ -143,20 +147,3 @@ def _end(text: str, chosen: str, out: FileOptions) -> None:
         emit(text, out, chosen)
     else:
         say(f"wrote {out.output}")
-
-
-def write_answers(
-    questions: str,
-    ids: Sequence[str],
-    chosen: str,
-    out: FileOptions,
-    *,
-    study: str | None = None,
-    name: str | None = None,
-    title: str | None = None,
-    chapter: str | None = None,
-) -> None:
-    from steplab.views.reporting import report
-
-    view = report(ids, study=study, name=name, title=title, questions=questions, chapter=chapter, store=out.store)
-    _end(_saved(view, chosen, out), chosen, out)

@@ -1,7 +1,7 @@
 import dataclasses
 
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
-from steplab.cli.output import chosen_format, emit, say, write_answers, write_report
+from steplab.cli.output import chosen_format, emit, say, write_report, write_view
 from steplab.cli.progress import ProgressLine
 from steplab.lab.choosing import records_to_report
 from steplab.lab.sweeping import jobs_of, missing_jobs, sweep
@@ -10,6 +10,7 @@ from steplab.specs.layout import MOST_PROCESSES
 from steplab.specs.question import load_questions
 from steplab.specs.study import StudySpec, fitted
 from steplab.units import counted, counted_results, parse_duration
+from steplab.views.reporting import report
 
 
 def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOptions) -> int:
@@ -38,7 +39,8 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
             f"steplab rm {' '.join(doubtful)} --yes, then the same command with --resume"
         )
     if study.questions:
-        write_answers(study.questions, (), chosen, out, study=result.study_id)
+        view = report(study=result.study_id, questions=study.questions, store=out.store)
+        write_view(view, chosen, out)
     else:
         write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
     summary = counted_results(result.num_measured, "measurement", result.num_failed)

@@ -4,7 +4,6 @@ Two records may be compared if their measured cells and conditions match, field 
 differs by part of the model and memory by tensor.
 """
 
-import difflib
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TypeVar
 
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import of_starts, ratio_in_turns, start_margin, took_turns
-from steplab.errors import Inconclusive, UserError
+from steplab.errors import Inconclusive, UserError, meant
 from steplab.records.comparison import (
     ComparedFigure,
     Comparison,
@@ -42,9 +41,7 @@ _SELECTS = ("CUDA_VISIBLE_DEVICES",)
 
 
 def conditions(record: Record) -> Row:
-    """Conditions that must match: kind, device, versions. The commit is excluded, since comparisons are between
-    commits.
-    """
+    """Kind, device and versions, which must match; commits may differ."""
     found: Row = {"kind": kind_of(record).name, "device": record.device_name, "steplab": record.steplab_version}
     if isinstance(record, Run) and record.profile and record.timing is None:
         found["source"] = record.profile.source
@@ -90,10 +87,7 @@ _Part = tuple[str, str, str]
 
 
 def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
-    """Parts of the model with different kernel time in B, largest difference first.
-
-    A part is a phase and a range; without ranges in a profile, a phase and a kernel category.
-    """
+    """Phases and ranges (without ranges, kernel categories) with other device time in B, largest difference first."""
     by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
     least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
@@ -129,10 +123,9 @@ def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount
 
 
 def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
-    """Groups of tensors alive at the peak that differ in bytes or number format, largest change first.
+    """Groups of tensors alive at the peak with other bytes in B, largest change first, by category, module and shape.
 
-    A group has one part of the model, category and shape, split by number format. Records hold only the largest
-    allocations, so small ones may be missing.
+    Records hold only the largest allocations, so small ones may be missing.
     """
     before, after = _groups(a.largest), _groups(b.largest)
     least = _NOTICEABLE_BYTES * max(a.peak_bytes, b.peak_bytes)
@@ -316,9 +309,7 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
     fields = dict.fromkeys(name for key in keys for name in key)
     for name in allow:
         if name not in fields and not name.isupper():
-            alike = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {alike[0]}?" if alike else f"choose one of {', '.join(fields)}"
-            raise UserError(f"--allow {name}: no such field; {hint}")
+            raise UserError(f"--allow {name}: no such field; {meant(name, fields)}")
 
 
 def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
@@ -333,7 +324,6 @@ def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Colle
 
 
 def _may_alarm(figure: MeasuredFigure) -> bool:
-    """True if samples of the figure decide, which may raise false alarms; bytes are exact."""
     return figure.decides and figure.unit != "bytes"
 
 

@@ -88,7 +88,7 @@ def compare_samples(
         interval = ratio / math.exp(low), ratio * math.exp(high)
     if interval:
         p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
-    decision = _decided(interval, p, threshold, alpha)
+    decision, why = _decided(interval, p, threshold, alpha)
     return Ratio(
         a=middles[0],
         b=middles[1],
@@ -103,7 +103,7 @@ def compare_samples(
         more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
         if decision == "undecided" and not (separate and margin)
         else None,
-        why=_why(interval, p, threshold, alpha),
+        why=why,
     )
 
 
@@ -170,20 +170,17 @@ def _medians(resampled: Any) -> Any:
     return np.nanmedian(flat, axis=1) if np.isnan(flat).any() else np.median(flat, axis=1)
 
 
-def _decided(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> Decision:
+def _decided(
+    interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float
+) -> tuple[Decision, str]:
+    """The decision, and the reason if it is weaker than the interval's."""
     if interval is None or p is None:
-        return "undecided"
+        return "undecided", ""
     found = by_interval(*interval, threshold)
-    if found in ("higher", "lower") and p >= alpha:
-        return "not higher" if found == "lower" else "undecided"
-    return found
-
-
-def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
-    beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
-    if beyond and p is not None and p >= alpha:
-        return f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"
-    return ""
+    if found not in ("higher", "lower") or p < alpha:
+        return found, ""
+    why = f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"
+    return "not higher" if found == "lower" else "undecided", why
 
 
 def by_interval(low: float | None, high: float | None, threshold: float) -> Decision:

@@ -1,7 +1,4 @@
-"""Ratios of times of two runs that alternated on one device.
-
-Judges if the steps of two runs differ, for pages, `compare` and `advise`.
-"""
+"""Ratios of times of two runs, alternating or not, with the decision if they differ."""
 
 import math
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Copies between fp32 and low precision among a profile's operators. Autocast copies every weight, each step."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from steplab.errors import UserError
 from steplab.explain.case import Case
@@ -60,8 +60,7 @@ def weight_casts(case: Case) -> Finding | None:
     if now_s <= CONSIDERABLE * busy_s:
         return None
     moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
-    remedy = _masters(case, profile, now_s) or _bf16_throughout(case, profile, now_s)
-    return Finding(
+    finding = Finding(
         kind="weight_casts",
         title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
         saw=(
@@ -73,30 +72,18 @@ def weight_casts(case: Case) -> Finding | None:
             "fp32 and casts all of them in every step. The casts compute nothing, and their cost does not depend on "
             "the batch."
         ),
-        change=command(spec, remedy.fields) if spec else "model.to(torch.bfloat16)",
-        note=remedy.note,
+        change="model.to(torch.bfloat16)",
         evidence=(
             Evidence(what="casts of weights and of their gradients", value=now_s, unit="s"),
             Evidence(what="bytes they move", value=moved, unit="B"),
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
-        saves_s=remedy.saves_s,
-        at_most=remedy.at_most,
-        prediction=remedy.prediction,
-        fields=remedy.fields,
     )
+    found = _with_masters(finding, case, profile, now_s) or _with_bf16_throughout(finding, case, profile, now_s)
+    return replace(found, change=command(spec, found.fields)) if spec else found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Remedy:
-    fields: dict[str, str]
-    note: str
-    saves_s: float
-    at_most: bool
-    prediction: str
-
-
-def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
+def _with_masters(finding: Finding, case: Case, profile: Profile, weights_s: float) -> Finding | None:
     spec = case.spec
     if spec is None or spec.precision != "bf16" or profile.device != "cuda":
         return None
@@ -109,14 +96,14 @@ def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
         with_fields(spec, fields)
     except UserError:
         return None
-    return _Remedy(
+    return replace(
+        finding,
         fields=fields,
         note=(
             "the numbers stay autocast's, because masters, moments and update are fp32; in your own code: masters = "
             "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
         ),
         saves_s=weights_s,
-        at_most=False,
         prediction=(
             "No weight or gradient is cast; AdamW moves 28 bytes a parameter either way. Left "
             "out: AdamW's other costs." + case.host_limit(profile, weights_s)
@@ -124,9 +111,10 @@ def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
     )
 
 
-def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
+def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weights_s: float) -> Finding:
     saves_s, prediction = _gain(case, profile, weights_s)
-    return _Remedy(
+    return replace(
+        finding,
         fields={"precision": "bf16_pure"} if case.spec else {},
         note=(
             "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "

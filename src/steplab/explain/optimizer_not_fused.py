@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 from steplab.costs.kernel_time import streaming_s
 from steplab.costs.operators import UPDATE_PASSES
@@ -26,6 +27,18 @@ _SMALL = ("elementwise", "optimizer", "reduction", "other")
 _FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
 _ADAM = re.compile(r"addcdiv")
 """Last operation of Adam's step, parameter += first moment / root of the second; absent in SGD."""
+
+
+_FOUND = partial(
+    Finding,
+    kind="optimizer_not_fused",
+    title="The optimizer passes over its state many times",
+    why=(
+        "An optimizer computes little and moves all of its state, so memory bandwidth limits it. Operator by operator "
+        "it reads and writes the same numbers about three times as often as one fused kernel, and launches a kernel "
+        "for each operator."
+    ),
+)
 
 
 def optimizer_not_fused(case: Case) -> Finding | None:
@@ -60,7 +73,7 @@ def _from_spec(case: Case) -> Finding | None:
     if case.profile is not None and (phase := case.profile.phase("optimizer")):
         kernels = phase.num_kernels / case.profile.num_steps
         evidence.append(Evidence(what="kernels of an optimizer step", value=kernels, unit=""))
-    return _finding(
+    return _FOUND(
         saw=f"The optimizer ({spec.optimizer}) takes {format_time(now_s)} per step"
         + (f", for an update that must read and write {format_bytes(moved)}." if moved is not None else "."),
         change=command(spec, fields),
@@ -87,7 +100,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
     if saves_s <= CONSIDERABLE * case.length_s(profile):
         return None
     work = "operators" if profile.device == "cpu" else "kernels"
-    return _finding(
+    return _FOUND(
         saw=(
             f"The optimizer's step is {num_kernels:.0f} {work}, none of them fused: {format_time(now_s)} per step, "
             f"the device busy for {format_time(busy_s)} of it."
@@ -106,33 +119,4 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
             if is_adam
             else "The device's idle time in the phase: a single launch avoids it. The bytes moved are assumed to stay."
         ),
-        fields={},
-    )
-
-
-def _finding(
-    *,
-    saw: str,
-    change: str,
-    note: str,
-    evidence: tuple[Evidence, ...],
-    saves_s: float | None,
-    prediction: str,
-    fields: dict[str, str],
-) -> Finding:
-    return Finding(
-        kind="optimizer_not_fused",
-        title="The optimizer passes over its state many times",
-        saw=saw,
-        why=(
-            "An optimizer computes little and moves all of its state, so memory bandwidth limits it. Operator by "
-            "operator it reads and writes the same numbers about three times as often as one fused kernel, and "
-            "launches a kernel for each operator."
-        ),
-        change=change,
-        note=note,
-        evidence=evidence,
-        saves_s=saves_s,
-        prediction=prediction,
-        fields=fields,
     )

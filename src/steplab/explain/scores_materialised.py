@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from steplab.costs.kernel_time import Product, attention_s
 from steplab.explain.case import Case, stated_peak
@@ -96,7 +97,7 @@ def _by_shape(profile: Profile) -> _Seen | None:
 
     def handles_scores(op: OpStats) -> bool:
         shapes = [shape.sizes for shape in shapes_of(op)]
-        if any(len(s) > 2 and s[-2:] == (context, context) and _rows(s) == heads for s in shapes):
+        if any(len(s) > 2 and s[-2:] == (context, context) and prod(s[:-2]) == heads for s in shapes):
             return True
         product = product_of(op)
         return product is not None and (product.m, product.n, product.batch) == (context, context, heads)
@@ -109,13 +110,6 @@ def _by_shape(profile: Profile) -> _Seen | None:
 def _is_square(shape: Shape) -> bool:
     sizes = shape.sizes
     return len(sizes) > 2 and sizes[-1] == sizes[-2] >= _SMALLEST_CONTEXT
-
-
-def _rows(sizes: tuple[int, ...]) -> int:
-    rows = 1
-    for size in sizes[:-2]:
-        rows *= size
-    return rows
 
 
 def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[float | None, str]:

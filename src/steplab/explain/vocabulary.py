@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from steplab.costs.kernel_time import streaming_s
 from steplab.explain.case import WORTH_TELLING, Case, reached_bandwidth
-from steplab.explain.shapes import shapes_of
+from steplab.explain.shapes import ALIGNED, shapes_of
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.specs.resolve import command
@@ -37,10 +37,8 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
-    config = (model.hf_config if model else None) or {}
-    text = config.get("text_config", config)
-    if isinstance(text, dict) and isinstance(text.get("vocab_size"), int):
-        return int(text["vocab_size"])
+    if model and (size := model.configured("vocab_size")):
+        return size
     for op in profile.ops if profile else ():
         shapes = shapes_of(op)
         if _LOG_SOFTMAX.search(op.name) and shapes and len(shapes[0].sizes) == 2:
@@ -90,10 +88,6 @@ def _has(op: OpStats, size: int) -> bool:
 
 SUITS = 64
 """Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
-ALIGNED = 8
-"""Elements of bf16 in 16 bytes: other rows cannot be loaded 16 bytes at a time, and the fastest kernels refuse them
-(NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements).
-"""
 _HALF = {"bf16", "fp16"}
 
 

@@ -21,6 +21,7 @@ from steplab.store.selection import BACK, LAST
 
 _MOST_TOGETHER = 60
 _TRIED_FIRST = 10
+_TELLING = ("id", "name", "tags", "git_commit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ def _in_store(opened: Store, text: str) -> list[Record]:
         raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
     if text == LAST or text.startswith(BACK):
         return [opened.get(text)]
-    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
+    rows: list[Row] = [{key: row.get(key) for key in _TELLING} for row in opened.each_row()]
     if any(row["id"] == text for row in rows):
         return [opened.get(text)]
     studies = list(opened.studies())

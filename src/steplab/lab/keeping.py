@@ -1,6 +1,7 @@
 """Open the store, keep a measurement even if the store fails, import files into it, and annotate records."""
 
 import io
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from steplab import limits
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, folder_for, write_whole
-from steplab.limits import LimitReached, Limits
+from steplab.limits import LimitReached
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -174,18 +176,16 @@ def _existing_store(path: Path | str | None) -> Store:
     return open_store(path, write=True)
 
 
-def import_files(
-    files: Sequence[Path | str] | Path | str, store: Path | str | None = None, *, limits: Limits | None = None
-) -> tuple[int, int]:
+def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | None = None) -> tuple[int, int]:
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
     Returns the numbers of added and existing records. Raises UserError for an unreadable file, one beyond the limits
-    (None: the usual ones) or without records. Raises it for an invalid record, and SteplabError for the id of another
+    or without records. Raises it for an invalid record, and SteplabError for the id of another
     stored record, with file and line.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:
-        found = [foreign for file in given for foreign in _records(file, limits or Limits())]
+        found = [foreign for file in given for foreign in _records(file)]
     except UserError as error:
         raise UserError(f"{error}; nothing was imported") from error
     if not found:
@@ -196,35 +196,33 @@ def import_files(
 
 def read_records(file: Path) -> list[Record]:
     """The records in a file of JSON lines, plain or compressed by gzip or xz. Raises as `import_files` does."""
-    found = [foreign.record for foreign in _records(file, Limits())]
+    found = [foreign.record for foreign in _records(file)]
     if not found:
         raise UserError(f"there is no record in {file}")
     return found
 
 
-def _records(file: Path, limits: Limits) -> Iterator[ForeignRecord]:
+def _records(file: Path) -> Iterator[ForeignRecord]:
     try:
         if str(file) == "-":
-            yield from _in_lines(file, sys.stdin.buffer, limits)
+            yield from _in_lines(file, sys.stdin.buffer)
         else:
             with file.open("rb", buffering=0) as stream:
-                yield from _in_lines(file, stream, limits)
+                yield from _in_lines(file, stream)
     except LimitReached as error:
         raise UserError(f"{file}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _in_lines(file: Path, stream: IO[bytes], limits: Limits) -> Iterator[ForeignRecord]:
-    unpacked = Unpacked(stream, most_bytes=limits.import_bytes)
+def _in_lines(file: Path, stream: IO[bytes]) -> Iterator[ForeignRecord]:
+    unpacked = Unpacked(stream, most_bytes=limits.IMPORT_BYTES)
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
-    number = 0
-    while line := lines.readline(limits.record_bytes + 1):
-        number += 1
-        if len(line) > limits.record_bytes:
-            raise LimitReached(f"line {number} has more than {format_bytes(limits.record_bytes)}")
-        if number > limits.num_lines:
-            raise LimitReached(f"it has more than {limits.num_lines:,} lines")
+    for number in itertools.count(1):
+        if not (line := lines.readline(limits.RECORD_BYTES + 1)):
+            break
+        if len(line) > limits.RECORD_BYTES:
+            raise LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
         if unpacked.damage:
             raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")
         if line.strip():

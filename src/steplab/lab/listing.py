@@ -1,14 +1,14 @@
 """Choose and sort the rows of stored records, for lists."""
 
-import difflib
+import heapq
+import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from steplab.errors import UserError
+from steplab.errors import UserError, meant
 from steplab.lab.keeping import open_store
 from steplab.records.registry import KINDS_IN_LISTS
 from steplab.records.rows import Row, Scalar
@@ -67,35 +67,28 @@ def list_records(
     conditions = _conditions(where) if where else []
     sort_key, descending = _order(sort) if sort else (None, False)
     keys = [condition.key for condition in conditions] + ([sort_key] if sort_key else [])
-    decisive = [*keys, *(["kind"] if kinds else [])]
+    fields_seen, num_found = dict[str, None](), 0
+
+    def matching(rows: Iterable[Row]) -> Iterator[Row]:
+        nonlocal num_found
+        for row in rows:
+            if not kinds or STUDY in kinds or row["kind"] in kinds:
+                fields_seen.update(dict.fromkeys(row))
+                if all(one.holds(row) for one in conditions):
+                    num_found += 1
+                    yield row
+
     with open_store(store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
-        rows: Iterable[Row]
-        if STUDY in kinds:
-            rows = opened.studies()
-        elif decisive:
-            rows = opened.rows_in_part(decisive, study=study_id, name=name)
-        else:
-            rows = opened.rows(kind=None, study=study_id, name=name, limit=None if limit is None else limit + 1)
-        found, fields_seen = list[Row](), set[str]()
-        for row in rows:
-            if kinds and STUDY not in kinds and row["kind"] not in kinds:
-                continue
-            fields_seen.update(row)
-            if all(one.holds(row) for one in conditions):
-                found.append(row)
-        lacking = set(keys) - fields_seen
-        if fields_seen and lacking:
-            fields = opened.fields_of_rows(study=study_id, name=name)
-            known = opened.studies() if STUDY in kinds else [fields[kind] for kind in kinds or fields if kind in fields]
-            raise _no_field(min(lacking), dict.fromkeys(field for some in known for field in some))
-        if sort_key:
-            found = _sorted(found, sort_key, descending)
-        shown = found if limit is None else found[:limit]
-        if decisive and STUDY not in kinds:
-            shown = opened.rows_of([cast(int, row["seq"]) for row in shown])
+        rows = opened.studies() if STUDY in kinds else opened.each_row(study=study_id, name=name)
+        found = matching(rows)
+        if limit is not None and not keys and not kinds:
+            found = itertools.islice(found, limit + 1)
+        shown = _first(found, sort_key, descending, limit)
+        if fields_seen and (lacking := set(keys) - fields_seen.keys()):
+            raise _no_field(min(lacking), fields_seen)
         unknown = opened.of_unknown_kind()
-    return Listing(rows=tuple(shown), num_left_out=len(found) - len(shown), unknown=tuple(unknown))
+    return Listing(rows=tuple(shown), num_left_out=num_found - len(shown), unknown=tuple(unknown))
 
 
 def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -112,9 +105,7 @@ def _key(given: str) -> str:
 
 
 def _no_field(name: str, known: Mapping[str, object]) -> UserError:
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-    return UserError(f"no field '{name}'; {remedy}")
+    return UserError(f"no field '{name}'; {meant(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,10 +159,13 @@ def _order(sort: str) -> tuple[str, bool]:
     return _key(name), order == "desc"
 
 
-def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
-    def place(row: Row) -> tuple[bool, Scalar]:
-        return isinstance(row[key], str), row[key]
+def _first(rows: Iterable[Row], key: str | None, descending: bool, limit: int | None) -> list[Row]:
+    """The first `limit` rows by the field `key`, rows without it last. The others are not kept."""
 
-    having = [row for row in rows if row.get(key) is not None]
-    having.sort(key=place, reverse=descending)
-    return having + [row for row in rows if row.get(key) is None]
+    def place(row: Row) -> tuple[bool, bool, Scalar]:
+        value = row.get(key) if key else 0
+        return (value is None) != descending, isinstance(value, str), 0 if value is None else value
+
+    if limit is None:
+        return sorted(rows, key=place, reverse=descending)
+    return (heapq.nlargest if descending else heapq.nsmallest)(limit, rows, key=place)

@@ -14,7 +14,6 @@ from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
-from steplab.limits import Limits
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
@@ -137,9 +136,7 @@ def marks_beside(snapshot: Path) -> Path:
     return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
 
 
-def read_memory(
-    snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None, limits: Limits | None = None
-) -> MemoryProfile:
+def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
     """The profile of a snapshot, by owner if its marks exist.
 
     Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
@@ -152,7 +149,7 @@ def read_memory(
     beside = marks_beside(snapshot)
     files = [snapshot, beside] if os.path.exists(beside) else [snapshot]
     options: dict[str, str | int | None] = {"unwatched_peak_bytes": unwatched_peak_bytes}
-    return read_bounded("memory", MemoryProfile, files, options, limits, tell)
+    return read_bounded("memory", MemoryProfile, files, options, tell)
 
 
 def import_snapshot(
@@ -160,7 +157,6 @@ def import_snapshot(
     *,
     name: str | None = None,
     store: Path | str | None = None,
-    limits: Limits | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
     """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
@@ -168,13 +164,13 @@ def import_snapshot(
 
     The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. With the
     marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else memory
-    from before the history, and since. Raises UserError for an unreadable file, another content, one beyond the limits
-    (None: the usual ones), or one without allocations.
+    from before the history, and since. Raises UserError for an unreadable file, another content, one beyond the limits,
+    or one without allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
         with named_file(path):
-            found = dataclasses.replace(read_memory(path, on_progress, limits=limits), file=path.name)
+            found = dataclasses.replace(read_memory(path, on_progress), file=path.name)
         run = dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
         return keep(opened, checked_import(path, run))

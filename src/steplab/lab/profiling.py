@@ -15,7 +15,6 @@ from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.planning import DEFAULT_GPU
 from steplab.lab.predicting import is_traced
-from steplab.limits import Limits
 from steplab.measurement.jobs import SharesTask, StepTask
 from steplab.measurement.processes.launch import ask, measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys
@@ -94,7 +93,6 @@ def import_trace(
     name: str | None = None,
     store: Path | str | None = None,
     step_range: str | None = None,
-    limits: Limits | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
     """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; for a folder with
@@ -102,18 +100,18 @@ def import_trace(
 
     `name` is the file's by default. `step_range` is a shell pattern for names of ranges that are steps; None: torch's
     and steplab's. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError for
-    an unreadable file, another content, or one beyond the limits; `limits` None are the usual ones.
+    an unreadable file, another content, or one beyond the limits.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
         if path.is_dir():
-            found, ranks = read_ranks(path, limits, on_progress, step_range)
+            found, ranks = read_ranks(path, on_progress, step_range)
             notes = (f"timing, memory: imported traces of {len(ranks.ranks)} ranks have only profiled steps",)
             run = dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
             return keep(opened, checked_import(path, run))
         with named_file(path):
-            found = dataclasses.replace(read_profile(path, None, on_progress, limits, step_range), file=path.name)
+            found = dataclasses.replace(read_profile(path, None, on_progress, step_range), file=path.name)
         run = dataclasses.replace(
             run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
         )
@@ -121,10 +119,7 @@ def import_trace(
 
 
 def read_ranks(
-    folder: Path,
-    limits: Limits | None = None,
-    on_progress: OnProgress = lambda progress: None,
-    step_range: str | None = None,
+    folder: Path, on_progress: OnProgress = lambda progress: None, step_range: str | None = None
 ) -> tuple[Profile, TracedRanks]:
     """Read a folder of traces, one per rank: the first rank's profile, and a summary of all ranks.
 
@@ -141,7 +136,7 @@ def read_ranks(
     def read(path: Path) -> RankTrace:
         options: dict[str, str | int | None] = {"step_range": step_range, "whole": int(path == files[0])}
         with named_file(path):
-            return read_bounded("rank", RankTrace, [path], options, limits)
+            return read_bounded("rank", RankTrace, [path], options)
 
     traces = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -172,7 +167,6 @@ def read_profile(
     path: Path,
     source: str | None,
     on_progress: OnProgress = lambda progress: None,
-    limits: Limits | None = None,
     step_range: str | None = None,
 ) -> Profile:
     """`source` is the program that wrote it; None: as the trace states.
@@ -183,7 +177,7 @@ def read_profile(
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return read_bounded("profile", Profile, [path], {"source": source, "step_range": step_range}, limits, tell)
+    return read_bounded("profile", Profile, [path], {"source": source, "step_range": step_range}, tell)
 
 
 def with_profile(run: Run, found: Profile) -> Run:

@@ -1,8 +1,8 @@
 """Reads anyone's trace or memory snapshot in a separate process.
 
 A file can demand unlimited memory or time: by size, nesting, colliding keys, or an endless query. The operating system
-stops all of these, counters in a reader do not: it caps memory at `Limits.memory_bytes` and ends the process after
-`Limits.processor_s`. Ctrl-C works even in C code. The answer is JSON of the expected type, so none of the process's
+stops all of these, counters in a reader do not: it caps memory at `limits.READER_BYTES` and ends the process after
+`limits.READER_S`. Ctrl-C works even in C code. The answer is JSON of the expected type, so none of the process's
 code runs here.
 
 Requests to the reading process, and its answers: JSON, one per line.
@@ -17,8 +17,8 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from steplab import limits
 from steplab.errors import SteplabError, UserError
-from steplab.limits import LimitReached, Limits
 from steplab.python import python_running
 from steplab.units import format_bytes
 from steplab.unpacking import OnProgress, unwatched
@@ -64,18 +64,16 @@ def read_bounded(
     result: type[_Result],
     paths: Sequence[Path],
     options: dict[str, str | int | None] | None = None,
-    limits: Limits | None = None,
     on_progress: OnProgress = unwatched,
 ) -> _Result:
     """`what` is a function of `child` that takes the paths and `options`; errors name the first file. `on_progress`
     gets bytes read and the file's size. Raises UserError for a file that cannot be read, is of another kind or exceeds
-    the limits (None: the usual ones), and SteplabError as the function does.
+    a limit, and SteplabError as the function does.
     """
-    limits = limits or Limits()
     if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):
         fix = "save it to a file first (.gz and .xz are fine)"
         raise UserError(f"{paths[0]} is not a regular file; {fix}")
-    request = msgspec.json.encode(Request(what, options or {}, limits.memory_bytes, limits.processor_s))
+    request = msgspec.json.encode(Request(what, options or {}, limits.READER_BYTES, limits.READER_S))
     answer: Answer | None = None
     command = python_running("steplab.reading.child", request.decode(), *map(str, paths))
     pipe = subprocess.PIPE
@@ -99,13 +97,13 @@ def read_bounded(
         raise (UserError if answer.exit_code == UserError.exit_code else SteplabError)(answer.message)
     if isinstance(answer, Broken):
         raise RuntimeError(f"in the process that read {paths[0]}:\n{answer.traceback}")
-    raise UserError(f"{paths[0]}: {_why_ended(code, limits)}")
+    raise UserError(f"{paths[0]}: {_why_ended(code)}")
 
 
-def _why_ended(code: int, limits: Limits) -> str:
+def _why_ended(code: int) -> str:
     if code == NO_MEMORY:
-        return str(LimitReached(f"reading it takes more than {format_bytes(limits.memory_bytes)} of memory"))
+        return f"reading it takes more than {format_bytes(limits.READER_BYTES)} of memory"
     if code == -signal.SIGXCPU:
-        return str(LimitReached(f"reading it takes more than {limits.processor_s} s of processor time"))
+        return f"reading it takes more than {limits.READER_S} s of processor time"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"its reader ended by {how}: it is damaged, or nests too deep"

@@ -34,7 +34,7 @@ def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole:
     from steplab.reading.traces.ranks import rank_trace
     from steplab.reading.traces.reading import read_trace
 
-    read = read_trace(trace, on_progress, messages=True)
+    read = read_trace(trace, on_progress)
     found = rank_trace(read, step_range)
     return replace(found, profile=digest(read, step_range=step_range)) if whole else found
 

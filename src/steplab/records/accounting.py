@@ -9,17 +9,13 @@ class Notation:
 
     text: str
     latex: str
-    """LaTeX source without delimiters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A symbol, its value and its derivation."""
-
     symbol: Notation
     """Symbol, such as M_X."""
     formula: Notation | None = None
-    """Formula in symbols; None: a given value."""
     in_figures: Notation | None = None
     value: float
     unit: str = ""
@@ -39,8 +35,6 @@ class Means:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A question, its answer and the derivation."""
-
     title: str
     answer: str
     figures: tuple[Figure, ...]

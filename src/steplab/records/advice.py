@@ -31,11 +31,9 @@ class Tried:
     ratio: Ratio | None = None
     """Step time with the change over without; None: not compared."""
     waits_for_host: bool | None = None
-    """True if the device waited for the host with the change; None: unknown."""
     kept: bool = False
     """True if later changes built on it."""
     failure: str | None = None
-    """Reason for a missing step time, on one line."""
     peak_bytes: int | None = None
     """Peak memory with the change: the device's, or on a CPU the process's; None: unknown."""
     before_bytes: int | None = None
@@ -65,13 +63,11 @@ class Advice(StepRecord):
     """Result of `steplab advise`; `spec` is the first step."""
 
     best: StepSpec | None = None
-    """Fastest step found; None if none ran."""
     start_id: str | None = None
     best_id: str | None = None
     start_s: float | None = None
     """Median seconds of the first step, from the turns of `overall`; None if it failed."""
     best_s: float | None = None
-    """Median seconds of the fastest step, likewise."""
     overall: Ratio | None = None
     """Time of the fastest step over the first: alternating, or out of time (see notes) the product of the kept ratios.
     None if either fails.
@@ -86,13 +82,11 @@ class Advice(StepRecord):
     untried_s: float | None = None
     """Seconds for trying all of them, estimated from earlier trials; None: unknown."""
     interrupted: bool = False
-    """True if the search was interrupted."""
     by_hand: tuple[Finding, ...] = ()
     """Findings with a change outside the step's fields."""
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the first and fastest times: a sentence each, with step and record."""
     alternating: str | None = None
-    """Reason for a process per turn; None: processes stayed alive."""
     schema: str = "steplab.advice/1"
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from math import prod
 from statistics import median
 
 from steplab.records.failure import Failure, Outcome
@@ -34,11 +35,9 @@ class TensorError:
     tensor: str
     """output; or queries, keys or values for their gradients."""
     max_abs: float | None
-    """Largest absolute difference; None: not finite."""
     relative: float | None
     """Frobenius norm of the difference over the norm of float64's result; None: not finite."""
     plain_max_abs: float | None = None
-    """Largest absolute difference of plain attention; None: it did not fit."""
     plain_relative: float | None = None
     """Relative error of plain attention; None: it did not fit."""
 
@@ -58,7 +57,6 @@ class AttentionCell(Outcome):
     first_call_s: float | None = None
     """Synchronised host seconds of the first forward and backward, including compilation."""
     memory: AttentionMemory | None = None
-    """Memory used; None after a failure."""
     errors: tuple[TensorError, ...] = ()
     """Errors against float64; empty: float64 results were not computed."""
     checked_heads: int | None = None
@@ -73,12 +71,10 @@ class AttentionCell(Outcome):
     """Gaps and their reasons, the choice of `auto`, and overhead that times may include."""
 
     def samples(self, name: str) -> tuple[float, ...]:
-        """Seconds per repeat; empty if not timed."""
         found = find_phase(self.passes, name)
         return found.best_s if found else ()
 
     def median_s(self, name: str) -> float | None:
-        """None if it was not timed."""
         samples = self.samples(name)
         return median(samples) if samples else None
 
@@ -100,8 +96,6 @@ class AttentionCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AttentionRun(Benchmark[AttentionCell]):
-    """A stored attention benchmark: every implementation on every shape."""
-
     study: AttentionStudy
     schema: str = "steplab.attention/1"
 
@@ -112,24 +106,18 @@ class AttentionRun(Benchmark[AttentionCell]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTerm:
-    """A tensor in an account."""
-
     what: str
     """Meaning of the tensor, such as 'scores, scaled'."""
     formula: str
     """Size in bytes in symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
     element_bytes: int
-    """Bytes per element."""
     kept: bool = False
     """True if saved for backward."""
 
     @property
     def num_bytes(self) -> int:
-        total = self.element_bytes
-        for size in self.shape:
-            total *= size
-        return total
+        return self.element_bytes * prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +129,6 @@ class AttentionAccount:
     """Moment of the peak, such as 'backward of the softmax'."""
     terms: tuple[TensorTerm, ...]
     memory_bytes: int
-    """Memory of the device in bytes."""
     memory_source: str
     """The device, and the source of its memory size."""
     asked: AttentionSpec | None = None
@@ -151,9 +138,7 @@ class AttentionAccount:
     previous: AttentionSpec | None = None
     """Largest smaller cell, which fits; None: none was examined."""
     previous_bytes: int | None = None
-    """Peak of `previous` in bytes."""
     measured: Failure | None = None
-    """Measured failure; None: not tried."""
 
     @property
     def total_bytes(self) -> int:
@@ -230,7 +215,6 @@ ERRORS: tuple[Figure[AttentionCell], ...] = (
 
 
 def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
-    """Cells for comparison: the time of each pass, and memory beyond the inputs."""
     return tuple(
         measured_cell(cell, asdict(cell.spec), f"{cell.spec.column}, {cell.spec.label}", (*PASS_TIMES, *MEMORY))
         for cell in run.cells

@@ -15,8 +15,6 @@ _SCATTERED = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceiling:
-    """One measured rate."""
-
     name: str
     """matmul or copy."""
     dtype: str | None
@@ -26,7 +24,6 @@ class Ceiling:
     work: float
     """FLOPs or bytes per repeat."""
     seconds: tuple[float, ...]
-    """Raw seconds per repeat."""
 
     @property
     def best_per_s(self) -> float:
@@ -77,7 +74,6 @@ def ceilings_row(record: Ceilings, kind: str, figures: object = ()) -> Row:
 
 
 def ceilings_cells(record: Ceilings) -> tuple[MeasuredCell, ...]:
-    """Peaks for comparison: time of each repeat."""
     return tuple(
         MeasuredCell(
             key={"ceiling": ceiling.name, "dtype": ceiling.dtype, "work": ceiling.work},

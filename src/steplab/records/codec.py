@@ -29,8 +29,6 @@ def now_utc() -> str:
 
 
 class Head(TypedDict):
-    """Fields of a new record that need no measurement."""
-
     id: str
     created_utc: str
     steplab_version: str

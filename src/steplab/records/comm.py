@@ -6,21 +6,10 @@ from statistics import median
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.record import Benchmark, Problem, known, numbered
+from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
 from steplab.records.rows import DESCRIPTION, Scalar
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds, percentile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommRank:
-    """One rank: its process, machine and device."""
-
-    rank: int
-    """From 0."""
-    host: str
-    device: str
-    """Number and name of its device, such as 'cuda:1 NVIDIA H200'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +17,6 @@ class RankTimes:
     """One rank's samples of a cell, one per repeat, in order."""
 
     rank: int
-    """From 0."""
     device_s: tuple[float, ...] | None = None
     """Seconds per call, back to back, between device events; None: no events."""
     calls_per_sample: int = 1
@@ -81,17 +69,13 @@ class CommCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCell(Outcome):
-    """One collective at one size."""
-
     spec: CommSpec
     message_bytes: int
     """Size sent in bytes, S of nccl-tests."""
     wire_bytes: float | None = None
     """Least bytes that each rank sends: S times the bus bandwidth's factor; None while measuring."""
     ranks: tuple[RankTimes, ...] = ()
-    """Samples of each rank; empty after a failure."""
     check: CommCheck | None = None
-    """Check of the result; None: not checked."""
 
     @property
     def slowest(self) -> RankTimes | None:
@@ -100,7 +84,6 @@ class CommCell(Outcome):
 
     @property
     def algorithm_bandwidth(self) -> float | None:
-        """None for a failure."""
         return self.message_bytes / self.slowest.median_s if self.slowest else None
 
     @property
@@ -130,7 +113,6 @@ class CommFit:
     world_size: int | None
     """Number of ranks; None: all, with the gamma term."""
     alpha_s: float
-    """Fixed seconds per call."""
     beta_s_per_byte: float
     """Seconds per byte on the wire; the inverse of long messages' bus bandwidth."""
     gamma_s_per_rank: float | None = None
@@ -151,19 +133,16 @@ class CommFit:
 class CommFacts:
     """Facts common to all cells, reported by the ranks."""
 
-    ranks: tuple[CommRank, ...] = ()
+    ranks: tuple[RankPlace, ...] = ()
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of transport libraries: {'nccl': '2.28.9'}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommRun(Benchmark[CommCell]):
-    """A stored benchmark of collectives by size, world size and backend."""
-
     study: CommStudy
-    ranks: tuple[CommRank, ...] = ()
+    ranks: tuple[RankPlace, ...] = ()
     libraries: dict[str, str] = field(default_factory=dict)
-    """Versions of transport libraries: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()
     schema: str = "steplab.comm/1"
 

@@ -26,7 +26,6 @@ class Ratio:
     low: float | None
     """Lower end of the 95 % bootstrap interval; None: too few samples."""
     high: float | None
-    """Upper end of the interval; None: too few samples."""
     p: float | None
     """Mann-Whitney probability of ranks this far apart if A equals B; None: too few samples."""
     threshold: float
@@ -47,13 +46,9 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unlike:
-    """A field that differs between two compared records."""
-
     field: str
     a: Scalar
-    """Value in A; None: absent."""
     b: Scalar
-    """Value in B; None: absent."""
 
     @property
     def values(self) -> str:
@@ -65,15 +60,12 @@ class Unlike:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedFigure:
-    """One figure of A and B."""
-
     cell: str
     """Cell of a study or benchmark; empty: each side has one."""
     name: str
     group: Group
     unit: str
     decides: bool
-    """True if it decides the comparison."""
     a: float
     b: float
     ratio: Ratio | None
@@ -85,11 +77,8 @@ class KernelCount:
     """Calls of a kernel in one step."""
 
     name: str
-    """Demangled name from the profiler."""
     calls: float
-    """Calls per step."""
     time_s: float
-    """Seconds per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +86,6 @@ class KernelChange:
     """Device time of one part of the model in one phase, per profiled step."""
 
     cell: str
-    """Cell; empty: each side has one."""
     phase: str
     """forward, backward, optimizer, or outside."""
     range: str
@@ -106,7 +94,6 @@ class KernelChange:
     a: tuple[KernelCount, ...]
     """Kernels of A, longest first."""
     b: tuple[KernelCount, ...]
-    """Kernels of B, longest first."""
 
     @property
     def a_s(self) -> float:
@@ -119,10 +106,7 @@ class KernelChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBytes:
-    """Bytes of similar tensors at the peak."""
-
     dtype: str | None
-    """Number format; None: unknown."""
     num_bytes: int
 
 
@@ -131,7 +115,6 @@ class MemoryChange:
     """Tensors of one shape and part of the model with different bytes at the peaks of A and B."""
 
     cell: str
-    """Cell; empty: each side has one."""
     category: str
     """Memory category, as in records.memory_profile."""
     module: str
@@ -139,7 +122,6 @@ class MemoryChange:
     op: str
     """Operator that made them in B, else in A; empty: unknown."""
     shape: tuple[int, ...] | None
-    """Shape of each; None: unknown."""
     a: tuple[TensorBytes, ...]
     b: tuple[TensorBytes, ...]
 
@@ -150,8 +132,6 @@ class MemoryChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One side of a comparison."""
-
     told: str
     """The request: an id, name, tag, study, file or revision."""
     ids: tuple[str, ...]
@@ -174,7 +154,6 @@ class Comparison:
     """Changes of memory at the peak, largest first."""
     allowed: tuple[Unlike, ...] = ()
     failed: tuple[str, ...] = ()
-    """Cells that failed only in B, each with the reason."""
     in_turns: bool = False
     """True if the runs alternated; their step times then pair up turn by turn."""
     can_run_again: bool = True
@@ -217,15 +196,12 @@ class Point:
 
     created_utc: str
     commit: str | None
-    """Commit of the working directory; None: unknown."""
     ids: tuple[str, ...]
     value: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePoint:
-    """A change of the figure's level."""
-
     index: int
     """Index of the first point of the new level."""
     before: float

@@ -9,7 +9,7 @@ from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, Group, MeasuredCell, measured_cell
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import PHASES, Timeline
-from steplab.records.record import Benchmark, Problem, known, numbered
+from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
 from steplab.records.rows import step_key
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES
@@ -33,7 +33,6 @@ class StateMemory:
     """Memory of one rank at one moment, by owner."""
 
     moment: str
-    """One of MOMENTS: time of the reading."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -57,7 +56,6 @@ class Messages:
     """Consecutive collectives of one kind in a rank's step."""
 
     collective: str
-    """all_reduce, all_gather, reduce_scatter, reduce or broadcast."""
     sizes_bytes: tuple[int, ...]
     """Bytes per message in order: the output for all-gather, the input for reduce-scatter."""
 
@@ -72,10 +70,7 @@ class Messages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpRank:
-    """One rank's samples."""
-
     rank: int
-    """From 0."""
     phases: tuple[PhaseSamples, ...] = ()
     """Samples of forward, backward, optimizer and step; of gradient sync if the variant calls it."""
     baseline: tuple[PhaseSamples, ...] = ()
@@ -87,14 +82,12 @@ class DdpRank:
     alone_s: tuple[float, ...] = ()
     """Seconds of one step's communication alone, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
-    """Memory at each of MOMENTS."""
     peak: PeakMemory | None = None
     """Peak of the warm-up steps, including the baseline's memory; None: the allocator keeps no count."""
     beside_bytes: int | None = None
     """Bytes outside the variant while it was measured, such as the baseline's model."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
-        """Seconds per step; empty if not timed."""
         found = find_phase(self.baseline if baseline else self.phases, phase)
         return found.best_s if found else ()
 
@@ -149,11 +142,8 @@ class TracedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpCell(Outcome):
-    """One variant's measurement."""
-
     contender: Variant
     ranks: tuple[DdpRank, ...] = ()
-    """Samples by rank; empty after a failure."""
     messages: tuple[Messages, ...] = ()
     """Messages of a rank's step; empty: none, or unknown."""
     wire_bytes: int | None = None
@@ -167,14 +157,12 @@ class DdpCell(Outcome):
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
     traced: TracedSteps | None = None
-    """Overlap in traced steps; None: none were traced."""
     expected: tuple[StateMemory, ...] = ()
     """Memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""
     notes: tuple[str, ...] = ()
 
     @property
     def num_calls(self) -> int | None:
-        """Per step; None: unknown."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
@@ -214,19 +202,8 @@ class OverheadModel:
     best_bucket_mb: float
     """Bucket size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
     least_serial_s: float
-    """`serial_s` at that size, in seconds."""
     curve: tuple[CurvePoint, ...]
     """Predictions by bucket size, smallest first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """Place of a rank."""
-
-    rank: int
-    """From 0."""
-    host: str
-    device: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,20 +216,15 @@ class DdpFacts:
     num_parameters: int
     num_tensors: int
     gradient_bytes: int
-    """Bytes of all gradients."""
     knows_tokens: bool = True
     """False if batches may not have the study's batch and context, so tokens per step are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DdpRun(Benchmark[DdpCell]):
-    """A stored study of data-parallel variants of one step."""
-
     study: DdpStudy
     facts: DdpFacts | None = None
-    """Facts about ranks and model; None: no process reported."""
     model: OverheadModel | None = None
-    """Fitted overhead model; None: too few measurements."""
     schema: str = "steplab.ddp/1"
 
     @property

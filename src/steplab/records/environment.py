@@ -5,14 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """The measured device."""
-
     kind: str
     """cuda, mps or cpu."""
     name: str
     """Name by torch or, for a CPU, by the operating system."""
     memory_bytes: int | None = None
-    """Memory of a GPU in bytes."""
     uuid: str | None = None
     """UUID for NVML, which finds the GPU regardless of CUDA_VISIBLE_DEVICES."""
     compute_capability: str | None = None
@@ -20,13 +17,9 @@ class DeviceInfo:
     sm_clock_hz: float | None = None
     """SM clock in Hz during the last warm-up steps, else during measured steps."""
     idle_sm_clock_hz: float | None = None
-    """SM clock in Hz before the measurement."""
     memory_clock_hz: float | None = None
-    """Memory clock in Hz, read with `sm_clock_hz`."""
     power_limit_w: float | None = None
-    """Power limit in force, in watts."""
     temperature_c: float | None = None
-    """Temperature in °C, read with `sm_clock_hz`."""
     clock_limits: tuple[str, ...] | None = None
     """Reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
     other_processes: int | None = None
@@ -36,22 +29,16 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Hardware and software, which may explain differences between runs of one spec."""
-
     device: DeviceInfo
     host: str
     cpu: str
     num_cpus: int
     python: str
-    """Python version, such as 3.12.0."""
     torch: str
-    """torch version, such as 2.13.0."""
     cuda: str | None = None
     """CUDA version of torch's build; None: without CUDA."""
     cudnn: str | None = None
-    """cuDNN version; None: without it."""
     triton: str | None = None
-    """Triton version; None: not installed."""
     driver: str | None = None
     flash_triton: str | None = None
     """Kernels of attention flash_triton in 16 bits: hopper or portable; None: unknown, or none."""

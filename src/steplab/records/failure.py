@@ -22,10 +22,8 @@ class Failure:
     peak_allocated_bytes: int | None = None
     """Most bytes in live tensors before the failure."""
     signal: str | None = None
-    """Signal that ended the process, such as SIGKILL."""
     last_lines: tuple[str, ...] = ()
     rank: int | None = None
-    """Rank that failed; None: one process, or unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +31,7 @@ class Outcome:
     """A measurement's figures, or its failure."""
 
     failure: Failure | None = None
-    """None: success."""
 
     @property
     def status(self) -> str:
-        """ok, or the kind of the failure."""
         return self.failure.kind if self.failure else "ok"

@@ -23,8 +23,6 @@ kernels, communication: times in a profile.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredFigure:
-    """One figure of a cell."""
-
     name: str
     group: Group
     unit: str
@@ -37,16 +35,12 @@ class MeasuredFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
-    """One step, or one cell of a benchmark."""
-
     key: dict[str, Scalar]
     """Identity, field by field; cells with equal keys match."""
     label: str
     """The cell in words; empty: the only one."""
     figures: tuple[MeasuredFigure, ...] = ()
-    """Figures; empty after a failure."""
     failure: str | None = None
-    """Reason for missing figures; None: success."""
 
 
 def of_phase(phase: PhaseSamples) -> MeasuredFigure:
@@ -62,18 +56,14 @@ def of_phase(phase: PhaseSamples) -> MeasuredFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure(Generic[Item]):
-    """One figure of a run, or of a cell of a benchmark."""
-
     key: str
     """Name in rows, JSON and CSV; ends in the unit, from which tables format it."""
     find: Callable[[Item], Scalar]
-    """Function that reads the value; it gives None for a missing value."""
     header: str | None = None
     """Heading of its column; None: tables leave it out."""
     unit: str = ""
     """Name of the unit of tables (report.kit.quantities.UNITS), where `key` does not end in it."""
     is_words: bool = False
-    """Whether its values are words, and not numbers."""
     wraps_from: int | None = None
     """Least width to which a terminal may wrap its words; None: 12."""
     folds: bool = False
@@ -91,10 +81,8 @@ class Figure(Generic[Item]):
     samples: Callable[[Item], Sequence[float]] | None = None
     """Raw samples for comparisons, in seconds; None: the single value."""
     decides: bool = False
-    """Whether a comparison is decided by it; more is worse."""
 
     def measured(self, item: Item) -> MeasuredFigure | None:
-        """The figure for comparisons; None without a value."""
         value = self.find(item)
         if self.group is None or not isinstance(value, int | float) or not value:
             return None

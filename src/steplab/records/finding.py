@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One number behind a finding."""
-
     what: str
     """Meaning, such as 'idle while the host launches, forward'."""
     value: float
@@ -27,13 +25,11 @@ class Trial:
     least_saved_s: float | None = None
     """Lower end of the 95 % interval of `saved_s`; None: no interval."""
     most_saved_s: float | None = None
-    """Upper end of that interval; None: no interval."""
     run_ids: tuple[str, ...]
     """Ids of the records without and, if measured, with the change."""
     tokens_ratio: float = 1.0
     """Tokens per step with the change over without; differs from 1 if the batch changes."""
     failure: str | None = None
-    """Reason for a missing time, on one line."""
     alternating: str | None = None
     """Reason for a process per turn (records.timing); None: processes stayed alive."""
 
@@ -45,8 +41,6 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One diagnosis."""
-
     kind: str
     """Name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
@@ -57,7 +51,6 @@ class Finding:
     evidence: tuple[Evidence, ...]
     """The numbers in `saw`; times and counts are per step."""
     note: str = ""
-    """Remarks on the change: your own code, risks."""
     saves_s: float | None = None
     """Predicted seconds saved per step (for a larger batch: per tokens of a present step); None: no prediction."""
     limited_from_s: float | None = None
@@ -67,14 +60,12 @@ class Finding:
     tokens.
     """
     at_most: bool = False
-    """True if `saves_s` is an upper bound."""
     prediction: str = ""
     fields: dict[str, str] = field(default_factory=dict)
     """Spec fields that make the change, by their names in study files, such as {'compile': 'default'}."""
     after: str = ""
     """Kind of the finding to apply first; empty: none."""
     trial: Trial | None = None
-    """Measured effect; None: not tried."""
 
     @property
     def alone_s(self) -> float | None:
@@ -83,7 +74,6 @@ class Finding:
 
     @property
     def gain_s(self) -> float | None:
-        """Per step: measured if tried, else predicted."""
         return self.trial.saved_s if self.trial and self.trial.saved_s is not None else self.saves_s
 
 
@@ -100,11 +90,8 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Findings:
-    """All findings on a run."""
-
     run_id: str
     created_utc: str
-    """Time of the diagnosis: ISO 8601, UTC."""
     steplab_version: str
     step_s: float | None
     """Median step seconds without a profiler; None: not timed."""

@@ -24,15 +24,12 @@ class AxisTraffic:
     link: str
     """Slowest link crossed, such as 'NVLink 4'."""
     messages: int
-    """Messages per step."""
     total_bytes: int
-    """Bytes of all messages."""
     wire_bytes: float
     """Least bytes that a rank sends."""
     alone_s: float
     """Seconds with no computation."""
     exposed_s: float
-    """Seconds added to the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +40,6 @@ class LayoutTime:
     low_s: float
     """Lower end of the 90 % interval."""
     high_s: float
-    """Upper end of the 90 % interval."""
     compute_spread: float
     """Half of the interval as a share of time without communication."""
     communication_spread: float
@@ -53,11 +49,9 @@ class LayoutTime:
     waiting_s: float
     """Device seconds of waiting for launches in these passes."""
     optimizer_s: float
-    """Seconds of the update."""
     copies_s: float
     """Seconds of copies into and out of message buffers."""
     exposed_s: float
-    """Seconds added by communication."""
     bubble_s: float
     """Seconds of filling and draining a pipeline."""
     ranks: str
@@ -67,22 +61,16 @@ class LayoutTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCandidate:
-    """One layout of a job."""
-
     layout: str
-    """Value of `--layout`."""
     options: str
     """Options for `steplab run` that depend on the layout."""
     spec: StepSpec | None = None
-    """The step; None: not possible."""
     verdict: FitVerdict | Literal["not possible"] = "not possible"
     """Fit in GPU memory; not possible: the model or batch cannot be split so."""
     reason: str = ""
-    """Reason for not fitting, or not being possible."""
     peak_bytes: int | None = None
     """Peak allocated bytes on the ranks that need most; None: not possible."""
     reserved_bytes: int | None = None
-    """Peak reserved bytes on those ranks."""
     device_bytes: int | None = None
     """Device memory that surely suffices."""
     worst_rank: str = ""
@@ -97,15 +85,12 @@ class LayoutPlan:
     spec: StepSpec
     """The step without a layout; with checkpointing auto, each layout's spec has its own."""
     gpu: str
-    """Name of the GPU in hardware.toml."""
     gpus: int
     gpus_per_node: int
     global_batch: int
     """Sequences per step over all ranks."""
     usable_bytes: int
-    """Memory of a GPU that a program can use."""
     candidates: tuple[LayoutCandidate, ...]
-    """All layouts: fitting ones first, fastest first."""
     num_as_fast: int
     """First layouts too close to the fastest: their intervals contain its prediction."""
     network: str = ""
@@ -115,11 +100,9 @@ class LayoutPlan:
     network_stated_bytes_per_s: float | None = None
     """Stated bandwidth behind that assumption; None: a measured one was given, or none."""
     tokens: float | None = None
-    """Tokens of the whole training; None: not given."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU of the fastest at its central time, by convention."""
     model: ModelFacts | None = None
-    """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     schema: str = "steplab.layout_plan/1"

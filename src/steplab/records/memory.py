@@ -8,7 +8,6 @@ class PeakMemory:
     """High-water marks of one phase, including memory allocated before it."""
 
     phase: str
-    """step, or one of its parts."""
     peak_allocated_bytes: int
     """Most bytes in live tensors (torch.cuda.max_memory_allocated)."""
     peak_reserved_bytes: int
@@ -27,16 +26,12 @@ class AllocatorState:
     """The allocator's counts at one moment."""
 
     allocated_bytes: int
-    """Bytes in live tensors."""
     reserved_bytes: int
-    """Bytes held from the device."""
     num_device_allocations: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Memory of one measured step."""
-
     peaks: tuple[PeakMemory, ...] = ()
     """Peak of each phase; empty without allocator counts, as on a CPU."""
     during_warmup: tuple[AllocatorState, ...] = ()
@@ -44,7 +39,6 @@ class Memory:
     counts.
     """
     total_bytes: int | None = None
-    """Memory of the device in bytes; None on a CPU."""
     host_peak_bytes: int | None = None
     """Largest resident set of the measuring process in bytes, with Python and libraries."""
 

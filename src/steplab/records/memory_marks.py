@@ -23,7 +23,6 @@ class Stretch:
     """A phase, module call or operator between two positions."""
 
     name: str
-    """Phase, dotted module, or operator (aten::mm)."""
     start: Natural
     end: Natural
     in_backward: bool = False
@@ -32,8 +31,6 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
-    """Memory with a known owner."""
-
     address: Natural
     position: Natural
     """Position of the tensor at that address; identifies the allocation."""
@@ -50,10 +47,8 @@ class Made:
     address: Natural
     position: Natural
     op: str
-    """Operator, such as aten::mm."""
     shape: tuple[Natural, ...]
     dtype: str
-    """Such as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,24 +65,19 @@ class Saved:
     """Backward node, such as MmBackward0; '' if checkpointing or the model holds it."""
     shape: tuple[Natural, ...]
     dtype: str
-    """Such as float32."""
     storage_bytes: Natural
     """Bytes of the whole storage; the tensor may be a view."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """All notes of the recorder on one step."""
-
     device_index: Natural = 0
     source: str = "cuda allocator"
-    """Source of the history, as in MemoryProfile.source."""
     phases: tuple[Stretch, ...] = ()
     modules: tuple[Stretch, ...] = ()
     operators: tuple[Stretch, ...] = ()
     """Operators that allocated; empty for a compiled step."""
     owned: tuple[Owned, ...] = ()
-    """Memory with a known owner, such as parameters and gradients."""
     made: tuple[Made, ...] = ()
     """Outputs of operators that allocated; empty for a compiled step."""
     saved: tuple[Saved, ...] = ()
@@ -98,11 +88,8 @@ class Marks:
     block_inputs: dict[str, tuple[tuple[Natural, ...], str]] = field(default_factory=dict)
     """Shape and dtype of the first argument of each ModuleList item, by dotted name."""
     counted_peak_bytes: Natural | None = None
-    """The allocator's high-water mark, as MemoryProfile.counted_peak_bytes."""
     reserved_bytes: Natural | None = None
-    """Most reserved bytes, as MemoryProfile.reserved_bytes."""
     outside_bytes: int | None = None
-    """Memory outside the allocator, as MemoryProfile.outside_bytes."""
     notes: tuple[str, ...] = ()
     history_sha256: str | None = None
     """`history_digest` of the matching history; None in old files."""

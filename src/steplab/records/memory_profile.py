@@ -68,7 +68,6 @@ class MemoryTimeline:
     allocated_bytes: tuple[tuple[int, ...], ...]
     """Bytes per category, from each time to the next."""
     by_event: bool = False
-    """True if `time_s` counts events."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.time_s:
@@ -84,14 +83,10 @@ class MemoryTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPhase:
-    """A phase of the step on the timeline."""
-
     name: str
-    """forward, backward, optimizer, or step."""
     start_s: float
     end_s: float
     peak_bytes: int
-    """Peak of allocated bytes in the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,25 +94,19 @@ class Allocation:
     """A group of equal allocations."""
 
     requested_bytes: int
-    """Requested bytes of one allocation."""
     block_bytes: int
     """Bytes of the allocator's block; a mean in groups."""
     category: str
     """One of MEMORY_CATEGORIES or UNNAMED_CATEGORIES."""
     phase: str | None = None
-    """Phase of the allocation; None: before the recording."""
     module: str | None = None
     """Dotted module of the allocation, such as blocks.3.attention; None: none or unknown."""
     op: str | None = None
-    """Allocating operator, such as aten::mm; None: unknown."""
     source: str | None = None
     """Python line, such as `model.py:81 in forward`; None: no Python frame (autograd's engine)."""
     shape: tuple[int, ...] | None = None
-    """Shape of its tensor; None: unknown."""
     dtype: str | None = None
-    """Type of its tensor, such as float32; None: unknown."""
     at_peak: bool = False
-    """True if alive at the peak."""
     count: int = 1
     """Equal allocations: same size, category, phase, source, and module apart from layer numbers."""
 
@@ -129,10 +118,8 @@ class SavedTensors:
     module: str
     """Module that saved them in forward, without layer numbers, such as blocks.*.attention; '': outside modules."""
     op: str
-    """Backward node that saved them, such as MmBackward0."""
     shape: tuple[int, ...]
     dtype: str
-    """Data type of each, such as float32."""
     count: int
     stored_bytes: int
     """Bytes not held by an earlier group: a tensor saved twice counts once, a parameter never."""
@@ -142,10 +129,7 @@ class SavedTensors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockMemory:
-    """Memory of one Transformer block."""
-
     module: str
-    """Dotted name, such as blocks.0."""
     saved_bytes: int
     """Activation bytes saved for its backward pass."""
     gradient_bytes: int | None = None
@@ -158,17 +142,12 @@ class BlockMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """Entries omitted from a list that would be too long."""
-
     count: int
     num_bytes: int
-    """Bytes of these entries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryProfile:
-    """Memory of one watched step."""
-
     source: str
     """cuda allocator: its history. cpu allocator: its reports to torch's profiler, as it keeps no history. snapshot: an
     imported memory snapshot.
@@ -180,13 +159,10 @@ class MemoryProfile:
     peak_s: float
     """Time of the peak, on the timeline's axis."""
     peak_phase: str | None = None
-    """Phase of the peak; None: unknown."""
     peak_module: str | None = None
     """Module that ran forward or recomputed at the peak; None: none or unknown."""
     peak_op: str | None = None
-    """Operator that reached the peak; None: unknown."""
     peak_source: str | None = None
-    """Python line of that allocation; None: unknown."""
     counted_peak_bytes: int | None = None
     """The allocator's high-water mark of the same step; None: it keeps none."""
     unwatched_peak_bytes: int | None = None
@@ -196,15 +172,12 @@ class MemoryProfile:
     outside_bytes: int | None = None
     """Device bytes outside the allocator: context, libraries, NCCL, other processes."""
     timeline: MemoryTimeline
-    """Allocated bytes by category over time."""
     phases: tuple[MemoryPhase, ...] = ()
-    """Phases in order; empty for a snapshot."""
     largest: tuple[Allocation, ...] = ()
     """Largest groups alive at the peak, then other large groups, each largest first."""
     saved: tuple[SavedTensors, ...] = ()
     """Tensors saved by autograd, most bytes first; empty: none, or unreadable."""
     saved_left_out: LeftOut | None = None
-    """Groups omitted from `saved`; None: none."""
     blocks: tuple[BlockMemory, ...] = ()
     """The first Transformer block, and each kind that differs from it."""
     blocks_left_out: LeftOut | None = None
@@ -213,7 +186,6 @@ class MemoryProfile:
     device: str | None = None
     """Device of the history, such as 'cuda:0'; None: there is only one."""
     device_name: str | None = None
-    """Name of the device; None: unknown."""
     file: str | None = None
     """Name of the imported file; None: measured here."""
     notes: tuple[str, ...] = field(default=())

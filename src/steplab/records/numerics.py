@@ -25,7 +25,6 @@ class Elements:
     num_elements: int
     num_inf: int
     num_nan: int
-    """NaN elements."""
     num_zero: int
     """Zeros, also those that are zero in fp32."""
     num_subnormal: int
@@ -39,9 +38,7 @@ class Elements:
     differences of numbers that round to the same value. None: no fp32 run.
     """
     largest: float | None
-    """Largest finite magnitude; None: none."""
     smallest: float | None
-    """Smallest magnitude above zero; None: none."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("inf", "nan", "zero", "subnormal", "overflowed", "underflowed", "below_range"):
@@ -57,9 +54,7 @@ class ModuleAudit:
     module: str
     """Dotted name, such as blocks.0.attention; '' is the model."""
     kind: str
-    """Class, such as Linear."""
     leaf: bool
-    """True without submodules."""
     parameters: tuple[str, ...] = ()
     """Types of its parameters, without submodules'."""
     inputs: tuple[str, ...] = ()
@@ -69,9 +64,7 @@ class ModuleAudit:
     output_elements: Elements | None = None
     """Counts over floating-point outputs of all calls; None: without them."""
     gradient_elements: Elements | None = None
-    """Counts over its parameters' gradients; None: none."""
     output_gradient_elements: Elements | None = None
-    """Counts over the gradients of its outputs; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +72,6 @@ class OperationAudit:
     """Equal calls of an operation in the forward pass, as the model made them."""
 
     op: str
-    """Torch's name, such as linear, layer_norm or cross_entropy."""
     rule: Rule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -117,9 +109,7 @@ class MatmulAudit:
     module: str
     """Calling module, in backward the module being differentiated; '' is the model."""
     phase: str
-    """forward or backward."""
     op: str
-    """Operator, such as aten::mm."""
     node: str | None
     """Calling node of autograd's graph, such as MmBackward0; None in the forward pass."""
     inputs: tuple[str, ...]
@@ -137,23 +127,17 @@ class LossScaling:
     """Effect of a loss scale on gradients of parameters and of leaf modules' outputs."""
 
     largest_gradient: float
-    """Largest gradient magnitude in fp32."""
     suggested_scale: float
     """Power of two that brings the largest gradient to an eighth of the type's range, without overflow in the step."""
     unscaled: Elements
-    """Counts over gradients without a loss scale."""
     scaled: Elements
     """Counts over gradients with the suggested scale, before dividing by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """Audit of a step in one precision."""
-
     loss_dtype: str | None
-    """Type of the loss; None without a backward pass."""
     loss: float | None
-    """The loss; None without a backward pass, or if not finite."""
     reference_loss: float | None
     """The loss in fp32; None as for `loss`, or without an fp32 run."""
     modules: tuple[ModuleAudit, ...]
@@ -162,7 +146,6 @@ class Audit:
     gradient_exponents: tuple[tuple[int, int], ...] = ()
     """Histogram of fp32 gradients as in LossScaling: pairs (e, count with magnitude in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
-    """Effect of a loss scale; only for fp16 with a backward pass."""
     kept_on_cuda: tuple[str, ...] = ()
     """Operations that autocast runs in fp32 on CUDA but not on this device."""
 
@@ -200,7 +183,6 @@ class Accumulation:
     """Additions with an exact sum that the accumulator's type had to round."""
     result: float
     binades: tuple[Binade, ...]
-    """Additions by binade of the sum, in order."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.binades:
@@ -214,6 +196,5 @@ class Numerics(StepRecord):
     """The record of `steplab precision`: a step's audit in one precision, and sums on the device."""
 
     audit: Audit | None = None
-    """Audit of the step; None without a step, or after a failure."""
     accumulations: tuple[Accumulation, ...] = ()
     schema: str = "steplab.numerics/1"

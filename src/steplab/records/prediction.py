@@ -26,19 +26,14 @@ class Term:
     formula: str
     """Formula for one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
-    """Bytes of one tensor."""
     count: int = 1
     """Number of tensors, such as one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFit:
-    """Fit of the step on one GPU."""
-
     gpu: str
-    """Name in hardware.toml."""
     usable_bytes: int
-    """Bytes that a program can use."""
     usable_is_known: bool
     """True if read from a card of this kind; else a cautious share of the stated capacity."""
     verdict: FitVerdict
@@ -52,7 +47,6 @@ class RankMemory:
     """Peak of the ranks of a layout that do the same, taken from the first, with the largest shards."""
 
     ranks: str
-    """In words, such as 'ranks 0 to 3'."""
     first_rank: int
     num_ranks: int
     has: str
@@ -60,20 +54,15 @@ class RankMemory:
     in_flight: int
     """Most microbatches in flight; 1 without a pipeline."""
     peak_bytes: int
-    """Peak of allocated bytes."""
     peak_phase: str
     peak_where: str
     phase_peaks: dict[str, int]
-    """Peak bytes by phase."""
     reserved_bytes: int
-    """Most bytes reserved, including the cache."""
     terms: tuple[Term, ...]
     parameters_bytes: int
-    """Bytes of a rank's weights."""
     gradients_bytes: int
     """Bytes of their gradients before the update."""
     optimizer_bytes: int
-    """Bytes of optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -89,7 +78,6 @@ class MemoryPrediction:
     """Moment in words, such as 'backward of the last block, gradient of the softmax'."""
     terms: tuple[Term, ...]
     phase_peaks: dict[str, int] = field(default_factory=dict)
-    """Peak bytes by phase."""
     notes: tuple[str, ...] = ()
     kind: PredictionKind = "dry_run"
     """Method: `peak_bytes` is a dry run's result, an estimate, or a lower bound."""
@@ -106,9 +94,7 @@ class MemoryPrediction:
     ranks: tuple[RankMemory, ...] = ()
     """Peak per group of equal ranks, in pipeline order; empty: one process."""
     model: ModelFacts | None = None
-    """Sizes of the model; None: not known."""
     spec: StepSpec | None = None
-    """The predicted step; None: not stored."""
     schema: str = "steplab.memory_prediction/1"
 
     def __repr__(self) -> str:

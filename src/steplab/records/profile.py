@@ -1,11 +1,7 @@
-"""Profile of a few steps: device time by phase, kernel and operator.
+"""Profile of a few steps: device time by phase, kernel and operator; and the ranks of one run side by side.
 
-A profiler slows the host, so these times give shares, kernels and gaps, never step times. Totals cover all profiled
-steps.
-
-Ranks of one run side by side: times, late arrivals at collectives, bandwidth by group.
-
-Times are per step unless a field says otherwise. Clocks are aligned on the common ends of collectives.
+A profiler slows Python, so these times give shares, kernels and gaps, never step times. A profile's totals cover all
+profiled steps; ranks' times are per step, on clocks aligned by the common ends of collectives.
 """
 
 from collections.abc import Iterator
@@ -44,9 +40,7 @@ class KernelStats:
     """One kernel in one phase and range, on one stream. On a CPU, an operator without the time of its callees."""
 
     name: str
-    """Demangled name from the profiler."""
     category: str
-    """One of CATEGORIES."""
     phase: str
     """Phase of the launching host call: one of PHASES, or outside."""
     range: str
@@ -56,13 +50,9 @@ class KernelStats:
     stream: int
     """Device stream; on a CPU, the thread."""
     calls: int
-    """Calls in all profiled steps."""
     total_s: float
-    """Total seconds."""
     median_s: float
-    """Median seconds of a call."""
     max_s: float
-    """Longest call in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,22 +60,17 @@ class OpStats:
     """One operator with one input shape, in one phase and range."""
 
     name: str
-    """Such as aten::mm."""
     category: str
     phase: str
-    """Phase of its calls, as in KernelStats."""
     range: str
-    """Range of its calls, as in KernelStats."""
     inputs: str
     """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': the trace lacks them."""
     dtype: str
     """Number format of the computation: fp32, bf16, fp16; '': unknown."""
     calls: int
-    """Calls in all profiled steps."""
     kernels: int
     """Kernels launched by the operator itself, in all calls."""
     device_s: float
-    """Total seconds of those kernels."""
     flops: float | None = None
     """FLOPs of all calls, two per multiply-add; None: steplab cannot count this operator."""
     moved_bytes: float | None = None
@@ -101,11 +86,9 @@ class PhaseTime:
     """
 
     phase: str
-    """One of PHASES, or outside."""
     window_s: float
     """Device seconds: the sum of busy_s, host_bound_s and idle_s."""
     busy_s: float
-    """Seconds with at least one kernel."""
     host_bound_s: float
     """Idle seconds before the host launched the next kernel."""
     idle_s: float
@@ -122,7 +105,6 @@ class Communication:
     """Overlap of collectives and computation, by exact unions of intervals."""
 
     total_s: float
-    """Seconds with at least one collective."""
     overlapped_s: float
     """Seconds of `total_s` with a kernel that is no collective; copies and fills do not count."""
 
@@ -140,9 +122,7 @@ class HostCallStats:
     phase: str
     range: str
     calls: int
-    """Calls in all profiled steps."""
     total_s: float
-    """Total host seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +134,6 @@ class Timeline:
     kernel: tuple[int, ...]
     """Index into `names` per kernel, by start."""
     stream: tuple[int, ...]
-    """Stream of each kernel; on a CPU, its thread."""
     start_ns: tuple[int, ...]
     """Start of each kernel, in ns from the step's window."""
     duration_ns: tuple[int, ...]
@@ -194,12 +173,9 @@ class CompiledShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
-    """Profile of some steps."""
-
     source: str
     """torch.profiler (steplab's own run), or kineto or nsys (an imported file)."""
     device: str
-    """cuda or cpu."""
     num_steps: int
     """Steps in the window; 1 if the trace marks none."""
     window_s: float
@@ -214,16 +190,12 @@ class Profile:
     host_work_s: dict[str, float] = field(default_factory=dict)
     """Host seconds in ranges without kernels: `data loading`, `compilation`. Empty: absent in the trace."""
     communication: Communication | None = None
-    """Overlap of collectives and computation; None: no collective ran."""
     timeline: Timeline | None = None
-    """Timeline of the last step; None: not stored."""
     num_launches: int = 0
     compiled: CompiledShares | None = None
     """Predicted effect of compiling; None: not an eager CUDA step, or no dry run possible (see notes)."""
     file: str | None = None
-    """Name of the imported file; None: profiled here."""
     device_name: str | None = None
-    """Name of the GPU; None: the trace lacks it."""
     notes: tuple[str, ...] = ()
     """Gaps of the trace and of attribution, with their effect."""
     doubts: tuple[str, ...] = ()
@@ -236,7 +208,6 @@ class Profile:
 
     @property
     def busy_s(self) -> float:
-        """Seconds with at least one kernel."""
         return sum(phase.busy_s for phase in self.phases)
 
     def phase(self, name: str) -> PhaseTime | None:
@@ -282,7 +253,6 @@ class TracedRank:
     exposed_s: float
     """Seconds of communication without one."""
     idle_s: float
-    """Seconds without any work."""
     num_last: int = 0
     """Collectives, in all steps, that it reached last."""
     late_s: float = 0.0
@@ -310,7 +280,6 @@ class Meeting:
     exposed_s: float
     """Median seconds without computation, on the rank that waits least."""
     size_bytes: int
-    """Bytes of the message; 0: unknown."""
     bus_bytes_per_s: float | None
     """Bus bandwidth from the last arrival on (costs.communication); None: unknown size."""
 
@@ -323,13 +292,10 @@ class PathPart:
     what: str
     """work, up to the arrival at a collective; or the collective."""
     time_s: float
-    """Its length in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRanks:
-    """All ranks with traces."""
-
     num_steps: int
     ranks: tuple[TracedRank, ...]
     meetings: tuple[Meeting, ...]

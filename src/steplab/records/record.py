@@ -1,9 +1,6 @@
 """Fields common to all stored records, and to all benchmarks.
 
-Problems of a record's values beyond their types.
-
-A class with values that must agree has a method `problems` that yields violations; `validation` calls it for each value
-in a record.
+A class with values that must agree yields violations in a method `problems`, which `validation` calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +34,14 @@ def numbered(path: str, numbers: Sequence[int], expected: int | None = None) -> 
         yield path, f"has {len(numbers)} ranks, but {expected} took part"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    rank: int
+    host: str
+    device: str
+    """Name of its device, such as 'cuda:1 NVIDIA H200'."""
+
+
 Cell = TypeVar("Cell", bound=Outcome)
 
 
@@ -49,13 +54,10 @@ class Record(Outcome):
     created_utc: str
     """End of the measurement: ISO 8601, UTC."""
     steplab_version: str
-    """Version of steplab that made it."""
     name: str = ""
     """Your name for it; in a sweep, the study's."""
     tags: tuple[str, ...] = ()
-    """Your words for finding it, added later."""
     comment: str = ""
-    """Your remark, added later."""
     environment: Environment | None = None
     """Hardware and software; None: the process died before reporting."""
     notes: tuple[str, ...] = ()
@@ -94,10 +96,7 @@ class Record(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepRecord(Record):
-    """A record of one step, maybe in a sweep."""
-
     study: str | None = None
-    """Id of its sweep; None: none."""
     spec: StepSpec | None = None
     """The requested step; None for your own loop, or sums without a step."""
 
@@ -119,10 +118,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MachineRecord(Record):
-    """A record of a machine, maybe in a study."""
-
     part_of: str | None = None
-    """Id of its study; None: none."""
 
     @property
     def sweep_id(self) -> str | None:

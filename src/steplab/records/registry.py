@@ -23,18 +23,13 @@ from steplab.records.run import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """One kind of stored record."""
-
     type: type[Record]
-    """Class of the records."""
     title: str
     """Heading of a report of only this kind."""
     noun: str
     """One record in sentences, such as 'data-parallel study'."""
     plural: str
-    """Plural of `noun`."""
     verb: str
-    """Command that makes the records."""
     listed: Figures = ()
     """Own figures of a row in lists."""
     make_row: Callable[[Any, str, Figures], Row] = benchmark_row

@@ -1,6 +1,4 @@
-"""Flat rows of records, for tables, listings and CSV, and the compared cells of runs. Names end in the unit; None is a
-missing value.
-"""
+"""Flat rows of records, and the compared cells of runs. Names end in the unit; None is a missing value."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

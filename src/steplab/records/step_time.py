@@ -60,7 +60,6 @@ class StepTimePrediction:
     """
 
     gpu: str
-    """Name of the GPU in hardware.toml."""
     phases: tuple[PhaseTimes, ...]
     """Times by phase; the last is the step."""
     parts: tuple[TimePart, ...]
@@ -73,14 +72,11 @@ class StepTimePrediction:
     utilizations: tuple[Utilization, ...] = ()
     """MFU at the central value under each convention with known sizes, and HFU."""
     fit: CardFit | None = None
-    """Fit of the predicted memory on the GPU; None: not predicted."""
     least_device_bytes: int | None = None
     model: ModelFacts | None = None
-    """Sizes of the model; None: not known."""
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     spec: StepSpec | None = None
-    """The predicted step; None: not stored."""
     schema: str = "steplab.step_time_prediction/1"
 
     def __repr__(self) -> str:
@@ -106,7 +102,6 @@ class StepTimePrediction:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """At the central value; None: unknown tokens."""
         return self.tokens_per_step / self.central_s if self.tokens_per_step else None
 
 
@@ -142,11 +137,8 @@ class TimeCheck:
     low_s: float | None = None
     """Lower end of the 90 % interval."""
     high_s: float | None = None
-    """Upper end of the 90 % interval."""
     measured_step_time_s: float | None = None
-    """Median of the measured steps; None: not measured."""
     predicted_peak_bytes: int | None = None
-    """Predicted peak of allocated bytes; None: not predicted."""
     measured_peak_bytes: int | None = None
     """Measured peak of allocated bytes; None: not measured, or without what CUDA graphs of torch.compile keep."""
     fitted: bool = False
@@ -156,7 +148,6 @@ class TimeCheck:
     the record and the prediction.
     """
     unsupported: str | None = None
-    """Reason for a missing prediction; None: there is one."""
 
     @property
     def error(self) -> float | None:
@@ -167,7 +158,6 @@ class TimeCheck:
 
     @property
     def inside(self) -> bool | None:
-        """True if the measured time lies in the interval; None without both."""
         if self.low_s is None or self.high_s is None or self.measured_step_time_s is None:
             return None
         return self.low_s <= self.measured_step_time_s <= self.high_s

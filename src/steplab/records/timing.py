@@ -1,16 +1,17 @@
-"""Raw times of a step. Records hold every sample; statistics are computed when shown.
-
-Turns of a step that alternated with others on the same device.
-"""
+"""Raw times of a step, and its turns if it alternated with others. Records hold every sample."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
+from typing import Any
 
 from steplab.records.record import Problem, as_long
 
 HARDLY_AHEAD = 0.01
 """Smallest host lead as a share of the step. With less, the device waits whenever one Python call takes longer."""
+
+_CLOCKS = ("device_s", "host_s", "lead_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +21,7 @@ class PhaseSamples:
     phase: str
     """step, forward, backward, optimizer, or your own name."""
     device_s: tuple[float, ...] | None = None
-    """Seconds between events on the device's stream; None: no events."""
     host_s: tuple[float, ...] | None = None
-    """Host seconds, synchronised at both ends; None: not measured."""
     lead_s: tuple[float, ...] | None = None
     """Host lead in seconds: from launching all of the phase to the device finishing it; near zero, the device waited.
     For a step, the least of its phases. None: on a CPU, or the host waited.
@@ -33,10 +32,14 @@ class PhaseSamples:
         """Device samples if any, else host samples."""
         return self.device_s or self.host_s or ()
 
+    @property
+    def clocks(self) -> dict[str, tuple[float, ...]]:
+        """The samples that there are, by the names of their fields."""
+        columns = {name: getattr(self, name) for name in _CLOCKS}
+        return {name: samples for name, samples in columns.items() if samples is not None}
+
     def problems(self) -> Iterator[Problem]:
-        clocks = {name: getattr(self, name) for name in ("device_s", "host_s", "lead_s")}
-        given = {name: samples for name, samples in clocks.items() if samples is not None}
-        for name, samples in given.items():
+        for name, samples in self.clocks.items():
             yield from as_long(f".{name}", samples, len(self.best_s), ".device_s" if self.device_s else ".host_s")
         if self.phase == "step" and not all(self.best_s):
             yield ".device_s" if self.device_s else ".host_s", "has a step that took no time"
@@ -49,7 +52,6 @@ class Energy:
     joules: float
     """Energy of the whole board over `seconds`."""
     seconds: float
-    """Host seconds between the two readings."""
     num_steps: int
     limited_s: float | None = None
     """Seconds with a clock lowered by the power limit; None: not reported."""
@@ -126,25 +128,19 @@ def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
     """Samples of several turns of one step, phase by phase, without clocks that a turn lacks."""
 
     def of_phase(parts: Sequence[PhaseSamples]) -> PhaseSamples:
-        def column(name: str) -> tuple[float, ...] | None:
-            columns = [getattr(samples, name) for samples in parts]
-            return None if any(c is None for c in columns) else tuple(second for c in columns for second in c)
-
-        return PhaseSamples(
-            phase=parts[0].phase, device_s=column("device_s"), host_s=column("host_s"), lead_s=column("lead_s")
-        )
+        columns = {name: [getattr(samples, name) for samples in parts] for name in _CLOCKS}
+        whole: dict[str, Any] = {n: None if None in each else tuple(chain(*each)) for n, each in columns.items()}
+        return replace(parts[0], **whole)
 
     return tuple(of_phase(parts) for parts in zip(*turns, strict=True))
 
 
 def part(phases: Sequence[PhaseSamples], first: int) -> tuple[PhaseSamples, ...]:
-    def cut(column: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        return None if column is None else column[first:]
+    def cut(phase: PhaseSamples) -> PhaseSamples:
+        later: dict[str, Any] = {name: samples[first:] for name, samples in phase.clocks.items()}
+        return replace(phase, **later)
 
-    return tuple(
-        PhaseSamples(phase=p.phase, device_s=cut(p.device_s), host_s=cut(p.host_s), lead_s=cut(p.lead_s))
-        for p in phases
-    )
+    return tuple(map(cut, phases))
 
 
 def phases_problems(
@@ -183,7 +179,6 @@ class Turn:
     """Consecutive steps, between other runs' turns."""
 
     place: int
-    """Number among all turns of the session, from 0."""
     steps: int
     """Measured steps, in order within `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
@@ -192,12 +187,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """Turns of one run in a session."""
-
     session: str
     """Id of the session, common to its alternating runs."""
     label: str
-    """Name of the run in the session, such as 'A'."""
     turns: tuple[Turn, ...] = ()
     alternating: str | None = None
     """Reason for a process per turn; None: one process waited between turns."""

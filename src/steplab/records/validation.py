@@ -45,7 +45,6 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 def check(record: Record) -> None:
-    """Raise SteplabError with the record and the path of its first faulty field."""
     shown = record.id if _ID.fullmatch(record.id) else ascii(record.id[:64])
     problem = first_problem(record)
     if problem is not None:
@@ -53,7 +52,6 @@ def check(record: Record) -> None:
 
 
 def first_problem(value: Any) -> str | None:
-    """Path of the first faulty field and its fault, if any."""
     found = next(_problems(value, ""), None)
     return None if found is None else " ".join((found[0].removeprefix("."), found[1])).strip()
 

@@ -186,7 +186,7 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
     for name in texts.get("device", ()):  # each, because a backend skips devices that it does not support
         FIELDS["device"].refuse_invalid(name)
-    worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
+    worlds = [FIELDS["world_size"].parsed(text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells: list[CommSpec] = []
 
@@ -228,9 +228,3 @@ def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def _plain(value: object) -> str:
     return str(value).strip().replace("-", "_")
-
-
-def _whole(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"{name} must be a whole number, not '{text}'")
-    return int(text)

@@ -218,10 +218,14 @@ class ModelSpec:
         """Longest context that the position embedding supports, in tokens; None: no limit known."""
         if self.shape is not None:
             return self.shape.learned_positions or None
+        return self.configured("max_position_embeddings") or self.configured("n_positions")
+
+    def configured(self, name: str) -> int | None:
+        """A whole number of a transformers configuration; None: absent, or another kind of model."""
         config = self.hf_config or {}
         text = config.get("text_config", config)  # models that also take images nest the language model's part
-        limit = text.get("max_position_embeddings", text.get("n_positions")) if isinstance(text, dict) else None
-        return limit if isinstance(limit, int) else None
+        value = text.get(name) if isinstance(text, dict) else None
+        return value if isinstance(value, int) else None
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:

@@ -6,14 +6,13 @@ message everywhere.
 """
 
 import dataclasses
-import difflib
 import itertools
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from steplab.errors import UserError
+from steplab.errors import UserError, meant
 from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS, model_spec
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 from steplab.specs.step_choices import DEFAULT_MODEL, KEEPS_MASTERS, WITH_MASTERS
@@ -98,9 +97,7 @@ def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
 def _built(fields: Mapping[str, object]) -> StepSpec:
     for name in fields:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FIELDS)}"
-            raise UserError(f"unknown field '{name}'; {hint}")
+            raise UserError(f"unknown field '{name}'; {meant(name, FIELDS)}")
     given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}
     step = {field.attribute: given[field.key] for field in STEP_FIELDS if field.key in given}

@@ -28,10 +28,8 @@ class Condition:
     journal: str
     """SQLite's journal mode: wal (write-ahead log) or, on network folders, delete."""
     file_system: str | None
-    """Network file system under the store; None: local, or unknown."""
     num_records: int
     damage: tuple[str, ...]
-    """SQLite's findings; empty for a sound file."""
     records: tuple[str, ...]
     """A line per damaged record, with the fix."""
 
@@ -63,7 +61,6 @@ def check(path: Path, timeout_s: float = 30.0) -> Condition:
 
 
 def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
-    """Copy the store as of one moment, while others read and write it."""
     with closing(open_to_read(path, timeout_s)) as connection:
         connection.copy_to(target)
 

@@ -1,6 +1,4 @@
-"""Opens the store's file for writing or reading; SQLite's exceptions become lines with the fix. The store's
-format is the file's user_version.
-"""
+"""Opens the store's file; SQLite's exceptions become lines with the fix. `user_version` is the store's format."""
 
 import os
 import sqlite3
@@ -54,10 +52,6 @@ def is_blank(connection: sqlite3.Connection) -> bool:
     if pragma(connection, "application_id") or version_of(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
-
-
-def is_ours(connection: sqlite3.Connection) -> bool:
-    return pragma(connection, "application_id") == APPLICATION_ID
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
@@ -121,14 +115,6 @@ _OF_LOCKS = {
     sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
 }
 _OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
-
-
-def not_writable(path: Path) -> str:
-    return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
-
-
-def locked(path: Path) -> str:
-    return _LOCKED.format(path=path)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -236,7 +222,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
         _refuse_folder(path)
         if path.exists() and not os.access(path, os.W_OK):
             # SQLite would open it read-only and leave companions that it cannot remove.
-            raise SteplabError(not_writable(path))
+            raise SteplabError(_MESSAGES[sqlite3.SQLITE_READONLY].format(path=path))
         sqlite = _connect(path, "mode=rwc", timeout_s)
         connection = Connection(path, sqlite)
         try:
@@ -267,7 +253,7 @@ def _patience(path: Path) -> Callable[[int, int, int], None]:
 
     def step(status: int, left: int, total: int) -> None:
         if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline_s:
-            raise SteplabError(locked(path))
+            raise SteplabError(_LOCKED.format(path=path))
 
     return step
 
@@ -362,7 +348,7 @@ def text_of(value: object) -> str:
 def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:
     if is_blank(sqlite):
         return
-    if not is_ours(sqlite):
+    if pragma(sqlite, "application_id") != APPLICATION_ID:
         raise SteplabError(f"{path} is another program's SQLite file, not a steplab store; {NAME_ANOTHER}")
     seen = version_of(sqlite)
     if seen > CURRENT_VERSION:

@@ -1,19 +1,18 @@
 """Records in the store: adding, finding, listing."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
 from steplab.errors import LeftOut, SteplabError, warn_caller
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of, summary_row
-from steplab.records.rows import Row, Scalar
+from steplab.records.rows import Row
 from steplab.records.validation import check
 from steplab.store.connection import Connection, text_of
 from steplab.store.selection import Selection, cell_key, id_beginning, unique_id
@@ -22,11 +21,8 @@ _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
 """Row fields with separate columns, which stay right if the row is damaged."""
-_SURE = ("id", "created_utc", "name", "status")
-"""Columns equal to the row's fields. `kind` differs: a row's is the way of measuring."""
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
-_MOST_NUMBERS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +50,6 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
 
 
 class RecordTable:
-    """Methods raise SteplabError, one line with the fix, if the file is unusable."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
@@ -90,7 +84,6 @@ class RecordTable:
         return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
-        """The record with this id; None, with a LeftOut warning, if unreadable."""
         try:
             return self.get(record_id)
         except SteplabError as error:
@@ -119,55 +112,9 @@ class RecordTable:
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return list(_rows(self._connection, selection, limit))
 
-    def rows_in_part(
-        self, keys: Collection[str], *, study: str | None = None, name: str | None = None
-    ) -> Iterator[Row]:
-        """As `rows`, one at a time, with only these fields and `seq`, for `rows_of`.
-
-        For choosing among many records: 100,000 rows take 620 MiB, these 50 MiB.
-        """
-        selection = Selection(study=study, name=name)
-        # a number, because texts of 100,000 ids take as long as reading the figures
-        columns = ["seq", *(key for key in _BESIDE if key in keys)]
-        figures = [key for key in dict.fromkeys(keys) if key not in _SURE]
-        sql = f"SELECT {', '.join(columns)}, {'summary' if figures else 'NULL'} FROM record"
-        decode = msgspec.json.Decoder(_part_of_row(figures)).decode
-        for *values, summary in self._connection.stream(
-            f"{sql} WHERE {selection.condition()} {_NEWEST_FIRST}", *selection.values()
-        ):
-            row: Row = dict(zip(columns, values, strict=True))
-            if "kind" in row:
-                row["kind"] = _verb(text_of(row["kind"]))
-            if figures:
-                try:
-                    found = decode(summary)
-                except _DAMAGE as error:
-                    _leave_out_figures(
-                        _only(self._connection, "SELECT id FROM record WHERE seq = ?", row["seq"])[0], error
-                    )
-                else:
-                    for key, value in zip(figures, astuple(found), strict=True):
-                        if value is not msgspec.UNSET:
-                            row[key] = value
-            yield row
-
-    def rows_of(self, numbers: Sequence[int]) -> list[Row]:
-        """Rows of the records with these `seq`, in order, without removed ones."""
-        found = dict[int, Row]()
-        for first in range(0, len(numbers), _MOST_NUMBERS):
-            some = numbers[first : first + _MOST_NUMBERS]
-            marks = ", ".join("?" * len(some))
-            sql = f"SELECT seq, {_COLUMNS} FROM record WHERE seq IN ({marks})"
-            for number, *columns, summary in self._connection.stream(sql, *some):
-                found[number] = _row([text_of(value) for value in columns], summary)
-        return [found[number] for number in numbers if number in found]
-
-    def fields_of_rows(self, *, study: str | None = None, name: str | None = None) -> dict[str, dict[str, None]]:
-        """Fields of rows in their order, by the rows' `kind`."""
-        fields = dict[str, dict[str, None]]()
-        for row in _rows(self._connection, Selection(study=study, name=name), None):
-            fields.setdefault(str(row["kind"]), {}).update(dict.fromkeys(row))
-        return fields
+    def each_row(self, *, study: str | None = None, name: str | None = None) -> Iterator[Row]:
+        """As `rows` of all kinds, one at a time: 100,000 rows take 620 MiB."""
+        return _rows(self._connection, Selection(study=study, name=name), None)
 
     def iterate(
         self,
@@ -262,29 +209,16 @@ def _rows(connection: Connection, selection: Selection, limit: int | None) -> It
     return (_row([text_of(value) for value in columns], summary) for *columns, summary in found)
 
 
-def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
-    names = {f"field_{place}": key for place, key in enumerate(keys)}
-    fields = [(name, Scalar | msgspec.UnsetType, msgspec.UNSET) for name in names]
-    return msgspec.defstruct("PartOfRow", fields, rename=names)
-
-
 def _row(columns: Sequence[str], summary: bytes) -> Row:
     record_id, created_utc, kind, name, status = columns
-    verb = _verb(kind)
+    verb = KINDS[kind].verb if kind in KINDS else kind
     sure: Row = {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
     try:
         return {"kind": verb} | _ROWS.decode(summary) | sure
     except _DAMAGE as error:
-        _leave_out_figures(record_id, error)
+        damaged = f"the summary of record {record_id} is damaged, so its figures are missing: {error}"
+        _leave_out(SteplabError(damaged))
         return {"kind": verb} | sure
-
-
-def _verb(kind: str) -> str:
-    return KINDS[kind].verb if kind in KINDS else kind
-
-
-def _leave_out_figures(record_id: str, error: Exception) -> None:
-    _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
 
 
 def _leave_out(error: SteplabError) -> None:

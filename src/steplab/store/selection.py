@@ -1,7 +1,4 @@
-"""Selects records: by an SQL condition, or by an id, a unique name, or first digits, as git does.
-
-Keys of cells and studies: equal work has equal keys.
-"""
+"""Selects records by an SQL condition, an id, a unique name, or first digits; and keys of equal work."""
 
 import dataclasses
 import hashlib

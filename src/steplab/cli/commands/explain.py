@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions, Format, timeout_help
+from steplab.cli.options import OutputOptions, timeout_help
 
 
 def explain(
@@ -22,11 +22,7 @@ def explain(
         bool, Parameter(name="--try", help="Measure each proposed change on this machine", negative="")
     ] = False,
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement of --try"))] = "1h",
-    format: Annotated[
-        Format | None,
-        Parameter(help="Format; json: whole findings, csv: one row each [default: by --output's suffix, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
@@ -38,7 +34,7 @@ def explain(
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)
-    chosen = chosen_format(format, out)
+    chosen = chosen_format(out.format, out)
     run = run_to_explain(id, store=out.store)
     findings = diagnose(run, store=out.store)
     if try_:

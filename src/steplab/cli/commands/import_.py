@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import ReadingOptions, StoreOptions
+from steplab.cli.options import StoreOptions
 
 
 def import_(
@@ -20,12 +20,11 @@ def import_(
     ],
     /,
     *,
-    reading: ReadingOptions = ReadingOptions(),
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
     from steplab.lab.keeping import import_files
     from steplab.units import counted
 
-    added, already = import_files(files, store.store, limits=reading.limits())
+    added, already = import_files(files, store.store)
     say(f"{counted(added, 'record')} added, {already} {'was' if already == 1 else 'were'} already in the store")

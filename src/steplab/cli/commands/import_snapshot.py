@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ReadingOptions
+from steplab.cli.options import OutputOptions
 
 
 def import_snapshot(
@@ -20,7 +20,6 @@ def import_snapshot(
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
-    reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
     from steplab.cli.commands.memory import show_memory
@@ -31,7 +30,7 @@ def import_snapshot(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(file, name=name, store=out.store, limits=reading.limits(), on_progress=line.within)
+        record = take(file, name=name, store=out.store, on_progress=line.within)
     show_memory(record, chosen, out)
     say_stored("record", record.id)
     marks = marks_beside(file)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ReadingOptions
+from steplab.cli.options import OutputOptions
 
 
 def import_trace(
@@ -17,7 +17,6 @@ def import_trace(
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
     step_range: Annotated[str | None, Parameter(help="Ranges that mark steps, such as 'training_step_*'")] = None,
-    reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
     from steplab.cli.commands.profile import show_profile
@@ -27,7 +26,5 @@ def import_trace(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(
-            file, name=name, store=out.store, step_range=step_range, limits=reading.limits(), on_progress=line.within
-        )
+        record = take(file, name=name, store=out.store, step_range=step_range, on_progress=line.within)
     show_profile(record, chosen, out)

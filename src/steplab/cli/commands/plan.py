@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, step_options
+from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, parts_of, step_options
 from steplab.errors import UserError
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
@@ -189,7 +189,7 @@ def layout(
             step.grid(),
             gpus=_numbers("--gpus", gpus),
             global_batches=_numbers("--global-batch", global_batch),
-            gpu_names=[chosen_gpu(each, peak, bandwidth, of_gpu) for each in _parts(gpu)],
+            gpu_names=[chosen_gpu(each, peak, bandwidth, of_gpu) for each in parts_of(gpu)],
             links=link,
             gpus_per_node=gpus_per_node,
             profile=profile,
@@ -202,13 +202,9 @@ def layout(
         _write(compared_layouts_document(found), chosen, out, found)
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
 def _numbers(option: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in _parts(text)]
+        return [int(part) for part in parts_of(text)]
     except ValueError:
         raise UserError(f"{option} takes whole numbers, such as 64 or 64,512, not '{text}'") from None
 

@@ -29,12 +29,14 @@ def report(
     chapter: Annotated[str | None, Parameter(help="Only the chapter, section or question that begins so")] = None,
     out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import chosen_format, write_answers, write_report
+    from steplab.cli.output import chosen_format, write_report, write_view
     from steplab.lab.choosing import records_to_report
+    from steplab.views.reporting import report as view_of
 
     chosen = chosen_format(out.format, out)
     if questions:
-        write_answers(questions, ids, chosen, out, study=study, name=name, title=title, chapter=chapter)
+        view = view_of(ids, study=study, name=name, title=title, questions=questions, chapter=chapter, store=out.store)
+        write_view(view, chosen, out)
         return
     selection = records_to_report(ids, study=study, name=name, store=out.store)
     write_report(selection, chosen, out, title=title, named=bool(ids), chapter=chapter)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions, StudyOptions
+from steplab.cli.options import OutputOptions, StepOptions, StudyOptions
 
 
 def sweep(
@@ -26,15 +26,12 @@ def sweep(
             "instead of timing (precision)"
         ),
     ] = None,
-    processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
-    if layout := processes.as_layout():  # it could contradict a layout that the sweep lists
-        raise UserError(f"`sweep` takes the number of processes from --layout; use {layout}")
     grid = step.grid()
     if not grid:
         raise UserError("no cells to measure; list values (`--context 128,256`), or use `steplab study quick`")

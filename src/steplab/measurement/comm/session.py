@@ -34,8 +34,9 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Runner, attempt
 from steplab.parallel.collectives import Collectives, GroupCollectives
-from steplab.records.comm import CommCell, CommCheck, CommFacts, CommRank, RankTimes
+from steplab.records.comm import CommCell, CommCheck, CommFacts, RankTimes
 from steplab.records.failure import Failure
+from steplab.records.record import RankPlace
 from steplab.records.timing import find_phase
 from steplab.specs.comm import CommSpec, CommStudy
 from steplab.units import NS_PER_S
@@ -176,7 +177,7 @@ def measure_comm(
     observer.on_stage("build", 0)
     runner = Runner(world.device, observer)
     name = runner.environment.device.name
-    mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {name}")
+    mine = RankPlace(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {name}")
     ranks = tuple(world.collectives.host_gather(mine))
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
     if runner.run([[index] for index in task.numbers], _Session(study, world, runner, make).measure):

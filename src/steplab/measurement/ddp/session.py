@@ -26,8 +26,9 @@ from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.spans import activities_on
 from steplab.measurement.tensors import local_part
 from steplab.printing import MARK
-from steplab.records.ddp import DdpCell, DdpFacts, DdpRank, Messages, RankPlace, StateMemory
+from steplab.records.ddp import DdpCell, DdpFacts, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
+from steplab.records.record import RankPlace
 from steplab.records.timing import joined
 from steplab.specs.ddp import DdpStudy, Variant
 from steplab.specs.step_choices import OVERLAPPED

@@ -1,16 +1,16 @@
-"""Builds columns from the objects of a snapshot's pickle.
+"""Builds columns from the objects of a snapshot's pickle, as `torch.cuda.memory._snapshot` documents them.
 
-`torch.cuda.memory._snapshot` documents the format. Unknown keys are skipped; a known key of another type refuses the
-file. 1 GB holds millions of events as dicts, so each column is built at once.
+Unknown keys are skipped; a known key of another type refuses the file.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Struct, convert
 
 from steplab.reading.snapshots.history import (
     ACTIONS,
@@ -29,6 +29,7 @@ from steplab.reading.snapshots.history import (
     Numbers,
     Segments,
 )
+from steplab.records.memory_marks import Natural
 
 
 class Refused(Exception):
@@ -47,23 +48,77 @@ _STATES = {
     "active_awaiting_free": AWAITING_FREE,  # the name in torch's docstring
 }
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
-_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+_HIGHEST = 2**63 - 1
 _NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
 
 _Kind = TypeVar("_Kind", Segments, Blocks)
-_Dict = Mapping[Any, Any]
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=_HIGHEST)]
+_Frames = Any
+"""Converted once per stack, which is the same list in many events."""
+
+
+class _Event(Struct, gc=False):
+    action: str
+    addr: _Number | None = None
+    size: _Number | None = None
+    stream: _Number | None = None
+    time_us: _Number | None = None
+    frames: _Frames = None
+
+
+class _OldEvent(Struct, gc=False):
+    real_size: Natural | None = None
+    frames: _Frames = None
+
+
+class _Block(Struct, gc=False):
+    size: Natural
+    state: str
+    address: Natural | None = None
+    requested_size: Natural | None = None
+    frames: _Frames = None
+    history: list[_OldEvent] = []
+    """The form of torch 1.12 to 2.0."""
+
+
+class _Segment(Struct, gc=False):
+    address: Natural
+    total_size: Natural
+    device: Natural | None = None
+    blocks: list[_Block] = []
+    is_expandable: bool = False
+
+
+class _Settings(Struct):
+    max_split_size: _Number | None = None
+    """torch writes its largest unsigned number, "no limit", as -1."""
+    expandable_segments: bool = False
+    roundup_power2_divisions: dict[Any, _Number] = {}
+
+
+class _Snapshot(Struct):
+    segments: list[_Segment]
+    device_traces: list[list[_Event]] = []
+    allocator_settings: _Settings | None = None
+
+
+class _Frame(Struct):
+    filename: str
+    line: int
+    name: str
 
 
 def build_history(snapshot: object) -> History:
     """Raises Refused if it is not a memory snapshot."""
     if isinstance(snapshot, list):  # early torch.cuda.memory_snapshot(), without a history
         snapshot = {"segments": snapshot}
-    expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle without a memory snapshot")
-    assert isinstance(snapshot, dict)
     stacks = _Stacks()
-    traces = _list(snapshot.get("device_traces", []), "device_traces")
-    events = {index: _events(_list(trace, "a device's trace"), stacks) for index, trace in enumerate(traces)}
-    held = _held(_list(snapshot["segments"], "segments"), stacks)
+    try:
+        found = convert(snapshot, _Snapshot)
+        events = {index: _events(trace, stacks) for index, trace in enumerate(found.device_traces)}
+        held = _held(found.segments, stacks)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise Refused(f"it is a pickle without a memory snapshot: {error}") from error
     devices = sorted(held.keys() | {index for index, trace in events.items() if len(trace)})
     none = _events([], stacks)
     no_segments, no_blocks = _columns(Segments, []), _columns(Blocks, [])
@@ -78,7 +133,7 @@ def build_history(snapshot: object) -> History:
             for index in devices
         ),
         stacks=stacks.all(),
-        settings=_settings(snapshot.get("allocator_settings")),
+        settings=_settings(found.allocator_settings or _Settings()),
     )
 
 
@@ -107,17 +162,9 @@ class _Stacks:
         identities = tuple(map(id, frames))
         number = self._of_identities.get(identities)
         if number is None:
-            stack = tuple(map(_frame, frames))
+            stack = tuple((_text(f.filename), f.line, _text(f.name)) for f in convert(frames, list[_Frame]))
             number = self._of_identities[identities] = self._numbers.setdefault(stack, len(self._numbers))
         return number
-
-
-def _frame(frame: object) -> Frame:
-    if isinstance(frame, dict):
-        file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-        if isinstance(file, str) and isinstance(line, int) and isinstance(name, str):
-            return _text(file), line, _text(name)
-    raise Refused("a stack frame lacks filename, line or name")
 
 
 def _text(text: str) -> str:
@@ -125,70 +172,47 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
-    expect(set(map(type, trace)) <= {dict}, "it is a pickle without a memory snapshot: an event is not a dict")
-    actions = [event.get("action") for event in trace]
-    expect(set(map(type, actions)) <= {str}, "an event of its history has no action")
+def _events(trace: Sequence[_Event], stacks: _Stacks) -> Events:
     return Events(
-        action=np.fromiter((_CODES.get(action, OTHER) for action in actions), np.int8, len(actions)),
-        address=_integers(trace, "addr", NONE),
-        size_bytes=_integers(trace, "size", NONE),
-        stream=_integers(trace, "stream", 0),
-        time_us=_integers(trace, "time_us", NONE),
-        stack=stacks.of([event.get("frames") for event in trace]),
+        action=np.fromiter((_CODES.get(event.action, OTHER) for event in trace), np.int8, len(trace)),
+        address=_integers([event.addr for event in trace], NONE),
+        size_bytes=_integers([event.size for event in trace], NONE),
+        stream=_integers([event.stream for event in trace], 0),
+        time_us=_integers([event.time_us for event in trace], NONE),
+        stack=stacks.of([event.frames for event in trace]),
     )
 
 
-def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
-    values = [row.get(key) for row in rows]
-    kinds = set(map(type, values))
-    if NoneType in kinds:
-        values = [absent if value is None else value for value in values]
-    try:
-        expect(kinds <= {int, NoneType}, _not_a_number(key))
-        return np.array(values, dtype=np.int64)
-    except OverflowError as error:
-        raise Refused(_not_a_number(key)) from error
+def _integers(values: list[int | None], absent: int) -> Integers:
+    return np.array([absent if value is None else value for value in values], dtype=np.int64)
 
 
-def _not_a_number(key: object) -> str:
-    return f"it is a pickle without a memory snapshot: {key} is not a number of 64 bits"
-
-
-def _held(segments: Sequence[object], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
+def _held(segments: Sequence[_Segment], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
     of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
-    for each in segments:
-        segment = _dict(each, "a segment")
-        segment_rows, block_rows = of_device[_int(segment, "device", 0)]
-        address = start = _int(segment, "address", NONE)
-        size = _int(segment, "total_size", NONE)
-        for block in _list(segment.get("blocks", []), "a segment's blocks"):
-            row = _block(_dict(block, "a block"), address, stacks)
+    for segment in segments:
+        segment_rows, block_rows = of_device[segment.device or 0]
+        address = segment.address
+        for block in segment.blocks:
+            row = _block(block, address, stacks)
             block_rows.append(row)
             address = row[0] + row[1]  # older snapshots have no addresses of blocks
             expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
-        segment_rows.append((start, size, bool(segment.get("is_expandable"))))
+        segment_rows.append((segment.address, segment.total_size, segment.is_expandable))
     return {
         index: (_columns(Segments, segment_rows), _columns(Blocks, block_rows))
         for index, (segment_rows, block_rows) in of_device.items()
     }
 
 
-def _block(block: _Dict, address: int, stacks: _Stacks) -> tuple[int, ...]:
-    state = block.get("state")
-    expect(isinstance(state, str), "a block has no state")
-    size = _int(block, "size", NONE)
-    requested = _int(block, "requested_size", NONE)
-    history = block.get("history")
-    if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
-        requested = _int(history[0], "real_size", size)  # the form of torch 1.12 to 2.0
-        block = {**history[0], **block}
+def _block(block: _Block, address: int, stacks: _Stacks) -> tuple[int, ...]:
+    old = block.history[0] if block.history and block.requested_size is None else _OldEvent()
+    requested = old.real_size if block.requested_size is None else block.requested_size
     return (
-        _int(block, "address", address),
-        size,
-        size if requested == NONE else requested,
-        _STATES.get(str(state), INACTIVE),
-        int(stacks.of([block.get("frames")])[0]),
+        address if block.address is None else block.address,
+        block.size,
+        block.size if requested is None else requested,
+        _STATES.get(block.state, INACTIVE),
+        int(stacks.of([old.frames if block.frames is None else block.frames])[0]),
     )
 
 
@@ -203,36 +227,9 @@ def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
     )
 
 
-def _settings(settings: object) -> AllocatorSettings:
-    if not isinstance(settings, dict):
-        return AllocatorSettings()
-    most = _int(settings, "max_split_size", NONE)
-    divisions = settings.get("roundup_power2_divisions")
-    steps = [_int(divisions, key, 0) for key in divisions] if isinstance(divisions, dict) else []
+def _settings(settings: _Settings) -> AllocatorSettings:
     return AllocatorSettings(
-        # torch writes its largest unsigned number, "no limit", as -1
-        max_split_bytes=most if most > 0 else None,
-        expandable_segments=bool(settings.get("expandable_segments")),
-        roundup_divisions=tuple(steps),
+        max_split_bytes=max(settings.max_split_size or 0, 0) or None,
+        expandable_segments=settings.expandable_segments,
+        roundup_divisions=tuple(settings.roundup_power2_divisions.values()),
     )
-
-
-def _list(value: object, what: str) -> list[object]:
-    if not isinstance(value, list):
-        raise Refused(f"it is a pickle without a memory snapshot: {what} is not a list")
-    return value
-
-
-def _dict(value: object, what: str) -> _Dict:
-    if not isinstance(value, dict):
-        raise Refused(f"it is a pickle without a memory snapshot: {what} is not a dict")
-    return value
-
-
-def _int(owner: _Dict, key: Any, absent: int) -> int:
-    value = owner.get(key)
-    if value is None:
-        return absent
-    if not isinstance(value, int) or isinstance(value, bool) or not _LOWEST <= value <= _HIGHEST:
-        raise Refused(_not_a_number(key))
-    return value

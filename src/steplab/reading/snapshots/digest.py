@@ -1,11 +1,4 @@
-"""Builds a MemoryProfile from a History: replay, categories, peak.
-
-The largest allocations, equal ones grouped.
-
-Tensors that autograd saved for backward, and bytes saved and output by each block.
-
-Reads the marks next to a snapshot, from any writer; accepts only marks that a recorder can write.
-"""
+"""Builds a MemoryProfile from an allocator's History and, if known, the marks of owners next to its file."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -288,14 +281,7 @@ class _Replayed:
     allocated_bytes: Integers
 
 
-def digest(
-    history: History,
-    marks: Marks | None,
-    *,
-    file: str | None = None,
-    device_name: str | None = None,
-    unwatched_peak_bytes: int | None = None,
-) -> MemoryProfile:
+def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
     """Sum up a history: with marks, their device by MEASURED_CATEGORIES; without, the device with the highest peak by
     UNNAMED_CATEGORIES. Raises SteplabError without allocations.
     """
@@ -336,8 +322,6 @@ def digest(
         blocks_left_out=blocks_left_out,
         num_events=len(device.events),
         device=f"cuda:{device.index}" if len(history.devices) > 1 else None,
-        device_name=device_name,
-        file=file,
         notes=(*(marks.notes if marks else ()), *_notes(history, marks, replayed, positions)),
     )
 

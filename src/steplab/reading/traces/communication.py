@@ -19,9 +19,9 @@ from steplab.reading.traces.windows import cut
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
 
-MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
+_MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
 """Names of ranges around a host thread's sends."""
-TRANSFERS = re.compile(r"^Mem(cpy|set)")
+_TRANSFERS = re.compile(r"^Mem(cpy|set)")
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
@@ -83,17 +83,49 @@ def _lasts_ns(activity: Activity, step: int) -> int:
     return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
-def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Messages in steps: on a GPU kernels, on a CPU ranges; and the computation that may hide them."""
+
+    start_ns: Column
+    end_ns: Column
+    lane: Column
+    """Stream; on a CPU, thread."""
+    name: Column
+    step: Column
+    computed: tuple[Column, Column]
+
+    @property
+    def intervals(self) -> tuple[Column, Column]:
+        return self.start_ns, self.end_ns
+
+
+def sent_in(activity: Activity, trace: Trace, host: Host) -> Sent:
+    """`activity` lies in steps."""
+    sends = activity.category == _COMMUNICATION
+    computing = ~sends & ~trace.named(activity.name, _TRANSFERS.match)
+    computed = activity.start_ns[computing], activity.end_ns[computing]
+    if len(trace.work):
+        pieces = activity.where(sends)
+        lane, name, step = pieces.stream, pieces.name, pieces.step
+        return Sent(start_ns=pieces.start_ns, end_ns=pieces.end_ns, lane=lane, name=name, step=step, computed=computed)
     ranges = trace.ranges
-    is_message = trace.named(ranges.name, MESSAGE_RANGES.match)
-    chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
-    return ranges.start_ns[chosen], ranges.start_ns[chosen] + ranges.duration_ns[chosen]
+    step = host.step_at(ranges.start_ns)
+    chosen = ranges.where(trace.named(ranges.name, _MESSAGE_RANGES.match) & (step != NONE))
+    return Sent(
+        start_ns=chosen.start_ns,
+        end_ns=chosen.start_ns + chosen.duration_ns,
+        lane=chosen.thread,
+        name=chosen.name,
+        step=host.step_at(chosen.start_ns),
+        computed=computed,
+    )
 
 
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
-    computes = ~sends & ~trace.named(activity.name, TRANSFERS.match)
+    computes = ~sends & ~trace.named(activity.name, _TRANSFERS.match)
     return _of(activity, sends), _of(activity, computes), _of(activity, ~sends)
 
 
@@ -114,8 +146,9 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     """For a CPU: operators are computation; a call that starts a message is neither."""
-    start_ns, end_ns = messages_of_host(trace, host)
-    sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
+    found = sent_in(activity, trace, host)
+    category = np.full(len(found.start_ns), _COMMUNICATION)
+    sent = _Pieces(start_ns=found.start_ns, end_ns=found.end_ns, category=category)
     computed = _of(activity, activity.category != _COMMUNICATION)
     return sent, computed, computed
 

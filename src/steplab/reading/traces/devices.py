@@ -1,7 +1,6 @@
 """One device of several in a trace, and the process that drives it.
 
-A profile divides one device's timeline. Two devices together would count as busy while one waits for the other, and
-steps of several processes overlap on the host.
+Two devices together would count as busy while one waits for the other.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from steplab.errors import SteplabError
 from steplab.reading.traces.activity import Activity, cpu_activity, device_activity, unseen_launches
-from steplab.reading.traces.communication import TRANSFERS, messages_of_host
+from steplab.reading.traces.communication import Sent, sent_in
 from steplab.reading.traces.devices import launching_calls, one_device
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import clip, length, overlap, stretches
@@ -22,9 +22,6 @@ from steplab.units import format_time
 
 Seconds = NDArray[np.float64]
 
-MOST_STEPS = 20
-"""Most steps used, counted from the end; more would only take memory."""
-
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
 _GENERATED = re.compile(r"CompiledFunction|Torch-Compiled Region")
@@ -32,16 +29,13 @@ _HOST_WORK = {"data loading": re.compile(r"^enumerate\(DataLoader\)#"), "compila
 _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pinned")
 
 
-def digest(
-    trace: Trace, *, source: str | None = None, file: str | None = None, step_range: str | None = None
-) -> Profile:
-    """Sum up a trace. `source` (default: the trace's) and `file` go into the record unchanged.
+def digest(trace: Trace, *, source: str | None = None, step_range: str | None = None) -> Profile:
+    """Sum up a trace. `source` (default: the trace's) goes into the record unchanged.
 
     `step_range` is a shell pattern for ranges that are steps. Raises SteplabError if nothing ran, UserError for a
     pattern without ranges.
     """
-    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
-    trace = last_steps(trace, MOST_STEPS)
+    trace = last_steps(possible(one_device(with_steps(trace, step_range))))
     host = Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
@@ -79,10 +73,9 @@ def digest(
         ops=tuple(sorted(_ops(activity, trace, host), key=lambda op: -op.device_s)),
         host_calls=tuple(sorted(_host_calls(trace, host), key=lambda call: -call.total_s)),
         host_work_s=dict(_host_work(trace, host)),
-        communication=_communication(activity, trace, host if on_host else None),
+        communication=_communication(sent_in(activity, trace, host)),
         timeline=_timeline(activity, windows, trace, host),
         num_launches=len(np.unique(activity.call[activity.call != NONE])),
-        file=file,
         device_name=trace.device_name,
         notes=tuple(notes),
         doubts=tuple(doubts),
@@ -228,20 +221,11 @@ def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
             yield kind, length(*within) / 1e9
 
 
-def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
-    collective = activity.category == CATEGORIES.index("communication")
-    if cpu is not None:
-        inside, computed = messages_of_host(trace, cpu), activity.where(~collective)
-        if not len(inside[0]):
-            return None
-        return Communication(
-            total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, (computed.start_ns, computed.end_ns)) / 1e9
-        )
-    if not collective.any():
+def _communication(sent: Sent) -> Communication | None:
+    if not len(sent.start_ns):
         return None
-    computing = ~collective & ~trace.named(activity.name, TRANSFERS.match)
-    inside, outside = ((activity.start_ns[chosen], activity.end_ns[chosen]) for chosen in (collective, computing))
-    return Communication(total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, outside) / 1e9)
+    overlapped_s = overlap(sent.intervals, sent.computed) / 1e9
+    return Communication(total_s=length(*sent.intervals) / 1e9, overlapped_s=overlapped_s)
 
 
 def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: Host) -> Timeline:

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +32,12 @@ class Args(Struct, frozen=True, gc=False):
     types: Raw = field(default=Raw(b"[]"), name="Input type")
     concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
     """Numbers and flags, as text."""
+    collective: Any = field(default="", name="Collective name")
+    group: Any = field(default="", name="Process Group Name")
+    members: Any = field(default="", name="Process Group Ranks")
+    num_in: Any = field(default=0, name="In msg nelems")
+    num_out: Any = field(default=0, name="Out msg nelems")
+    dtype: Any = ""
 
 
 class Event(Struct, frozen=True, gc=False):
@@ -45,30 +51,8 @@ class Event(Struct, frozen=True, gc=False):
     args: Args = Args()
 
 
-class MessageArgs(Args, frozen=True, gc=False):
-    collective: str = field(default="", name="Collective name")
-    group: Number = field(default="", name="Process Group Name")
-    members: Number = field(default="", name="Process Group Ranks")
-    num_in: Number = field(default=0, name="In msg nelems")
-    num_out: Number = field(default=0, name="Out msg nelems")
-    dtype: str = ""
-
-
-class MessageEvent(Event, frozen=True, gc=False):
-    args: MessageArgs = MessageArgs()
-
-
-class Category(Struct, gc=False):
-    """Only the category, which decodes twice as fast."""
-
-    cat: str = ""
-
-
-CATEGORIES = Decoder(list[Category])
 EVENTS = Decoder(list[Event])
-MESSAGE_EVENTS = Decoder(list[MessageEvent])
 EVENT = Decoder(Event)
-MESSAGE_EVENT = Decoder(MessageEvent)
 
 
 def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:

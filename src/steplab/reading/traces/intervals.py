@@ -1,8 +1,6 @@
-"""Exact lengths of time intervals: unions, overlaps, and shared instants.
+"""Exact lengths of time intervals: unions, overlaps, shared instants, and nesting on threads.
 
 Intervals are half-open, [start, end), in int64 nanoseconds, in any order.
-
-Finds the innermost of nested intervals on a thread at an instant.
 """
 
 import sys

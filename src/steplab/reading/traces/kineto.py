@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,15 +17,11 @@ from numpy.typing import NDArray
 from steplab.costs.operators import FUSED_ATTENTION, ITEM_BYTES
 from steplab.reading.traces.document import Document, NotATrace
 from steplab.reading.traces.events import (
-    CATEGORIES,
     EVENT,
     EVENTS,
-    MESSAGE_EVENT,
-    MESSAGE_EVENTS,
     MISSING,
     NO_DIMS,
     Event,
-    MessageArgs,
     Number,
     decoded,
     nanoseconds,
@@ -75,34 +70,39 @@ _PASSED_OVER = frozenset(
 """Kineto's categories without device work, or duplicated by another category."""
 
 
+class _Device(msgspec.Struct):
+    id: int
+    name: str
+
+
+class _World(msgspec.Struct):
+    rank: int | None = None
+
+
+_DEVICES, _WORLD, _TEXT, _WHOLE = Decoder(list[_Device]), Decoder(_World), Decoder(str), Decoder(int)
+
 Integers = NDArray[np.int64]
 Columns = Mapping[str, Values]
 
 
-def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -> Trace | None:
-    """The trace in a JSON document; None without a list of events. `messages`: with details of collectives.
-
-    Raises NotATrace for another document, or if no list element is an event.
-    """
+def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
+    """The trace in a JSON document. Raises NotATrace for another document, and without a list that has an event."""
     document = Document(
         source,
         keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name"),
         chunk_bytes=chunk_bytes,
     )
-    collector = Collector(messages=messages)
+    collector = Collector()
     document.read(collector)
     if not document.has_events:
-        return None
+        raise NotATrace("it has no list traceEvents")
     if not collector.num_events and document.num_unreadable:
         raise NotATrace(f"none of its {document.num_unreadable} list elements is an event")
     builder = collector.builder
     collector.add_steps()
-    listed = _listed_devices(document.members.get("deviceProperties"))
-    builder.rank = _world(document.members.get("distributedInfo")).rank
-    builder.host = str(document.members.get("host_name", b""), "utf-8", "replace").strip('"')
-    builder.base_ns = _world(b'{"base": %s}' % document.members.get("baseTimeNanoseconds", b"0")).base
-    builder.lists_gpu = bool(listed)
-    builder.device_names = listed
+    members = document.members
+    listed = {each.id: each.name for each in decoded(_DEVICES, members.get("deviceProperties", b"[]")) or ()}
+    world = decoded(_WORLD, members.get("distributedInfo", b"{}"))
     if document.damage:
         cause = f"{source.damage}, and " if source.damage else ""
         read = format_bytes(document.num_bytes)
@@ -110,7 +110,6 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     elif source.damage:
         builder.damage.append(source.damage)
     builder.notes += builder.damage
-    builder.unknown = collector.unknown
     left_out = {
         "are not valid JSON": document.num_unreadable,
         "have no start or duration": collector.num_untimed,
@@ -128,14 +127,19 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
         builder.notes.append(
             f"none of its {collector.num_events} events is a kernel, a runtime call, an operator or a range"
         )
-    return builder.build()
+    return builder.build(
+        listed,
+        rank=world.rank if world else None,
+        host=decoded(_TEXT, members.get("host_name", b'""')) or "",
+        base_ns=decoded(_WHOLE, members.get("baseTimeNanoseconds", b"0")) or 0,
+        lists_gpu=bool(listed),
+        unknown=collector.unknown,
+    )
 
 
 class Collector:
-    def __init__(self, *, messages: bool = False) -> None:
+    def __init__(self) -> None:
         self.builder = TraceBuilder("kineto")
-        self._events: Decoder[Any] = MESSAGE_EVENTS if messages else EVENTS
-        self._event: Decoder[Any] = MESSAGE_EVENT if messages else EVENT
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
@@ -145,21 +149,12 @@ class Collector:
         self.further_steps = list[Event]()
         """Steps of further categories, such as the GPU's, used if there are no others."""
         self.num_repaired = 0
-        self._is_passing_over = False
         self._inputs = InputNumbers(self.builder.inputs)
 
     def take(self, array: memoryview) -> bool:
-        if self._is_passing_over:
-            passed = decoded(CATEGORIES, array)
-            if passed is not None and _PASSED_OVER.issuperset(event.cat for event in passed):
-                self.num_events += len(passed)
-                return True
-        num_kept = self.num_kept
-        events: list[Event] | None = decoded(self._events, array)
+        events = decoded(EVENTS, array)
         if events is not None:
             self._add(events)
-        # Python frames, a third of a trace with stacks, lie in one stretch.
-        self._is_passing_over = events is not None and self.num_kept == num_kept
         return events is not None
 
     def salvage(self, elements: Sequence[memoryview]) -> int:
@@ -167,7 +162,7 @@ class Collector:
         for element in elements:
             text = bytes(element)
             is_object = text.startswith(b"{")  # anything else is not worth a repair
-            event: Event | None = decoded(self._event, text) if is_object else None
+            event = decoded(EVENT, text) if is_object else None
             if is_object and event is None and (event := repair_event(text)):
                 self.num_repaired += 1
             if event is not None:
@@ -221,10 +216,10 @@ class Collector:
 
     def _add_work(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
-        for event, start_ns in self._with_starts(events, common):
-            if (a := event.args) and isinstance(a, MessageArgs) and a.collective:
-                size = max(_integer(a.num_in), _integer(a.num_out)) * _ITEM_BYTES.get(a.dtype, 0)
-                about = Message(name=a.collective, group=str(a.members or a.group), size_bytes=max(size, 0))
+        for a, start_ns in zip(args, np.asarray(common["start_ns"]).tolist(), strict=True):
+            if a.collective:
+                size = max(_integer(a.num_in), _integer(a.num_out)) * _ITEM_BYTES.get(str(a.dtype), 0)
+                about = Message(name=str(a.collective), group=str(a.members or a.group), size_bytes=max(size, 0))
                 self.builder.messages[start_ns, _integer(a.stream)] = about
         self.builder.add(
             DeviceWork,
@@ -233,11 +228,6 @@ class Collector:
             stream=_integers([a.stream for a in args]),
             correlation=_integers([a.correlation for a in args]),
         )
-
-    def _with_starts(self, events: Sequence[Event], common: Columns) -> Iterable[tuple[Event, int]]:
-        if self._events is not MESSAGE_EVENTS:
-            return ()
-        return zip(events, np.asarray(common["start_ns"]).tolist(), strict=True)
 
     def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
@@ -260,7 +250,7 @@ class Collector:
 
     def _add_ranges(self, events: Sequence[Event], common: Columns) -> None:
         threads = self._threads(events)
-        for (event, start_ns), thread in zip(self._with_starts(events, common), threads, strict=False):
+        for event, start_ns, thread in zip(events, np.asarray(common["start_ns"]).tolist(), threads, strict=True):
             if event.name.startswith("gloo:"):
                 number = self._inputs[b",".join((event.args.dims, event.args.types))]
                 given = list(self.builder.inputs)[number] if number != NONE else Inputs(shapes=(), dtypes=())
@@ -285,7 +275,7 @@ def _integers(values: list[Number]) -> Integers:
 def _integer(value: Number) -> int:
     try:
         number = int(value) if value is not None else NONE
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return NONE
     return number if abs(number) < 2**63 else NONE
 
@@ -304,31 +294,6 @@ _ITEM_BYTES = {
     "Float8_e4m3fn": 1,
     "Float8_e5m2": 1,
 }
-
-
-class _World(msgspec.Struct):
-    rank: int | None = None
-    base: int = 0
-
-
-def _world(text: bytes | None) -> _World:
-    try:
-        return msgspec.json.decode(text or b"{}", type=_World)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _World()
-
-
-class _Device(msgspec.Struct):
-    id: int
-    name: str
-
-
-def _listed_devices(properties: bytes | None) -> dict[int, str]:
-    try:
-        known = msgspec.json.decode(properties or b"[]", type=list[_Device])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return {device.id: device.name for device in known}
 
 
 _NO_TENSOR = ("", "Scalar", "ScalarList")

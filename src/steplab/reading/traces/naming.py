@@ -1,8 +1,4 @@
-"""Meaning of names in files that mix operators and ranges.
-
-Old torch records its ranges as operators; emit_nvtx, and nsys with --pytorch=autograd-nvtx, write operators as ranges
-with details behind the name.
-"""
+"""Meaning of names in traces: old torch records ranges as operators, NVTX holds operators as ranges."""
 
 import re
 

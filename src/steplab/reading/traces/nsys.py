@@ -9,6 +9,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,6 @@ _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """Errors of a damaged database; the latter for table and column names."""
-_OBJECTS = """
-    SELECT name FROM sqlite_master
-    WHERE NOT (type = 'table' AND COALESCE(sql, '') LIKE 'CREATE TABLE %')
-    AND NOT (type = 'index' AND (sql IS NULL OR sql LIKE 'CREATE INDEX %' OR sql LIKE 'CREATE UNIQUE INDEX %'))
-    LIMIT 1
-"""
-"""Checks statements, which SQLite obeys, not the type that the row states."""
-_COLUMNS = """
-    SELECT tables.name || '.' || columns.name FROM sqlite_master AS tables, pragma_table_xinfo(tables.name) AS columns
-    WHERE tables.type = 'table' AND columns.hidden > 1 LIMIT 1
-"""
 
 Integers = NDArray[np.int64]
 
@@ -79,7 +69,6 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
-            computing = _computing_object(connection)
             export = _Export(connection)
         except _UNREADABLE as error:
             raise UserError(f"{path} is a damaged SQLite database: {error}") from error
@@ -87,18 +76,11 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
             raise UserError(
                 f"{path} is an SQLite database, but not an export of Nsight Systems (nsys export --type sqlite)"
             )
-        if computing:
-            raise UserError(f"{path} has {computing}, unlike an export of Nsight Systems; refused")
         return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
 
 
-def _computing_object(connection: sqlite3.Connection) -> str | None:
-    """A computing object in the database, in words: it could run forever. None without one."""
-    if found := connection.execute(_OBJECTS).fetchone():
-        return f"the view, trigger or virtual table {str(found[0])[:100]!a}"
-    if found := connection.execute(_COLUMNS).fetchone():
-        return f"the generated column {str(found[0])[:100]!a}"
-    return None
+def _name_of_copy(kind: int) -> str:
+    return f"Memcpy {_COPY_KINDS[kind] if kind in range(len(_COPY_KINDS)) else 'unknown'}"
 
 
 class _Export:
@@ -115,12 +97,12 @@ class _Export:
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
         """Notes name absent and damaged tables."""
-        readers = {
+        readers: dict[str, Callable[[], None]] = {
             _TEXTS: self._read_texts,
-            _KERNELS: self._read_kernels,
-            _GRAPHS: self._read_graphs,
-            _COPIES: self._read_copies,
-            _FILLS: self._read_fills,
+            _KERNELS: partial(self._read_work, _KERNELS, ("demangledName", "shortName", "mangledName"), self._text),
+            _GRAPHS: partial(self._read_work, _GRAPHS, (), lambda value: "CUDA graph"),
+            _COPIES: partial(self._read_work, _COPIES, ("copyKind",), _name_of_copy),
+            _FILLS: partial(self._read_work, _FILLS, (), lambda value: "Memset"),
             _CALLS: self._read_calls,
             _RANGES: self._read_ranges,
         }
@@ -133,8 +115,7 @@ class _Export:
                     self._builder.notes.append(self._builder.damage[-1])
             on_done(number / len(readers))
         self._note_absence()
-        self._builder.device_names = self._device_names()
-        return self._builder.build()
+        return self._builder.build(self._device_names())
 
     def _note_absence(self) -> None:
         notes, num_rows = self._builder.notes, self._num_rows
@@ -149,23 +130,6 @@ class _Export:
             notes.append("the export has no CUDA calls: the launching ranges of kernels are unknown")
         if not num_rows[_RANGES]:
             notes.append("the export has no NVTX ranges: steps and phases are unknown")
-
-    def _read_kernels(self) -> None:
-        names = ("demangledName", "shortName", "mangledName")
-        self._read_work(_KERNELS, names, self._text)
-
-    def _read_graphs(self) -> None:
-        self._read_work(_GRAPHS, (), lambda value: "CUDA graph")
-
-    def _read_copies(self) -> None:
-        self._read_work(
-            _COPIES,
-            ("copyKind",),
-            lambda kind: f"Memcpy {_COPY_KINDS[kind] if kind in range(len(_COPY_KINDS)) else 'unknown'}",
-        )
-
-    def _read_fills(self) -> None:
-        self._read_work(_FILLS, (), lambda value: "Memset")
 
     def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> None:
         columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid")

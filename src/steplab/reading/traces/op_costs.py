@@ -36,7 +36,6 @@ class OpCosts:
     """
 
     def __init__(self, trace: Trace, parent: Column) -> None:
-        """`parent` is the index of the operator around each, NONE at the outermost level."""
         self._trace = trace
         self._by_kind: dict[tuple[int, int], Cost | None] = {}
         kinds = zip(trace.ops.name.tolist(), trace.ops.inputs.tolist(), strict=True)

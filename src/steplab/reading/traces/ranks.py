@@ -16,17 +16,16 @@ import numpy as np
 from steplab.costs.communication import bus_factor
 from steplab.errors import SteplabError
 from steplab.reading.traces.activity import cpu_activity, device_activity
-from steplab.reading.traces.communication import MESSAGE_RANGES, TRANSFERS, traced_steps
+from steplab.reading.traces.communication import Sent, sent_in, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import length, overlap, union
 from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
-from steplab.reading.traces.trace import NONE, Column, Message, Ranges, Trace
-from steplab.records.profile import CATEGORIES, Meeting, PathPart, Profile, Timeline, TracedRank, TracedRanks
+from steplab.reading.traces.trace import NONE, Message, Ranges, Trace
+from steplab.records.profile import Meeting, PathPart, Profile, Timeline, TracedRank, TracedRanks
 
-MOST_STEPS = 20
 _WOKEN_NS = 5e6
 _KINDS = {
     re.compile(pattern, re.I): kind
@@ -74,28 +73,15 @@ class RankTrace:
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     """Without marked steps, the trace counts as one step. Raises SteplabError if nothing ran."""
-    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
-    trace = last_steps(_with_a_step(trace), MOST_STEPS)
+    trace = last_steps(_with_a_step(possible(one_device(with_steps(trace, step_range)))))
     host = Host(trace)
     on_host = not len(trace.work)
     steps = traced_steps(trace, host)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
     activity = activity.where(activity.step != NONE)
-    sends = activity.category == CATEGORIES.index("communication")
-    computing = ~sends & ~trace.named(activity.name, TRANSFERS.match)
-    computed = activity.start_ns[computing], activity.end_ns[computing]
-    if on_host:
-        found = np.flatnonzero(trace.named(trace.ranges.name, MESSAGE_RANGES.match))
-        found = found[host.step_at(trace.ranges.start_ns[found]) != NONE]
-        start_ns, lane, name = trace.ranges.start_ns[found], trace.ranges.thread[found], trace.ranges.name[found]
-        end_ns, step = start_ns + trace.ranges.duration_ns[found], host.step_at(start_ns)
-    else:
-        start_ns, end_ns = activity.start_ns[sends], activity.end_ns[sends]
-        lane, name, step = activity.stream[sends], activity.name[sends], activity.step[sends]
-    sent = (start_ns, end_ns)
-    every = np.concatenate((activity.start_ns, start_ns)), np.concatenate((activity.end_ns, end_ns))
+    sent = sent_in(activity, trace, host)
+    every = np.concatenate((activity.start_ns, sent.start_ns)), np.concatenate((activity.end_ns, sent.end_ns))
     window_ns = int(every[1].max() - every[0].min())
-    hidden_ns = overlap(sent, computed)
     labels = [trace.names[number] for number in trace.ranges.name[step_ranges(trace)].tolist()]
     labels = labels if len(set(labels)) == len(labels) else [str(number) for number in range(len(labels))]
     last_ns = int(host.steps[0][-1])
@@ -105,13 +91,13 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
         host=trace.host,
         num_steps=len(labels),
         window_ns=window_ns,
-        compute_ns=length(*computed),
-        communication_ns=length(*sent),
-        hidden_ns=hidden_ns,
+        compute_ns=length(*sent.computed),
+        communication_ns=length(*sent.intervals),
+        hidden_ns=overlap(sent.intervals, sent.computed),
         idle_ns=window_ns - length(*every),
         begins_ns=trace.base_ns + begin_ns,
         ends_ns=trace.base_ns + int(every[1].max()),
-        calls=tuple(_calls(trace, labels, sent, lane, name, step, union(*computed))),
+        calls=tuple(_calls(trace, labels, sent)),
         timeline=steps.timeline,
     )
 
@@ -127,12 +113,10 @@ def _with_a_step(trace: Trace) -> Trace:
     return replace(trace, names=(*trace.names, "step"), ranges=ranges, steps=STEP)
 
 
-def _calls(
-    trace: Trace, labels: list[str], sent: tuple[Column, Column], lane: Column, name: Column, step: Column,
-    computed: tuple[Column, Column],
-) -> Iterator[Call]:  # fmt: skip
-    columns = zip(sent[0].tolist(), sent[1].tolist(), lane.tolist(), name.tolist(), step.tolist(), strict=True)
-    for start_ns, end_ns, of, number, within in sorted(columns):
+def _calls(trace: Trace, labels: list[str], sent: Sent) -> Iterator[Call]:
+    computed = union(*sent.computed)
+    columns = (sent.start_ns, sent.end_ns, sent.lane, sent.name, sent.step)
+    for start_ns, end_ns, of, number, within in sorted(zip(*(each.tolist() for each in columns), strict=True)):
         text = trace.names[number]
         about = trace.messages.get((start_ns, of), Message(name="", group="", size_bytes=0))
         kind = next((kind for pattern, kind in _KINDS.items() if pattern.search(about.name or text)), "other")

@@ -12,9 +12,7 @@ from steplab.unpacking import OnProgress, Unpacked, unwatched
 _WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight Systems exports (nsys export --type sqlite)"
 
 
-def read_trace(
-    path: Path, on_progress: OnProgress = unwatched, *, chunk_bytes: int = CHUNK_BYTES, messages: bool = False
-) -> Trace:
+def read_trace(path: Path, on_progress: OnProgress = unwatched, *, chunk_bytes: int = CHUNK_BYTES) -> Trace:
     """The trace as far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded
     in `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
     """
@@ -27,18 +25,14 @@ def read_trace(
             if head == SQLITE_MAGIC:
                 return read_nsys(path, on_progress)
             file.seek(0)
-            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes, messages)
+            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _read_json(path: Path, source: Unpacked, chunk_bytes: int, messages: bool) -> Trace:
+def _read_json(path: Path, source: Unpacked, chunk_bytes: int) -> Trace:
     try:
-        trace = read_kineto(source, chunk_bytes=chunk_bytes, messages=messages)
+        return read_kineto(source, chunk_bytes=chunk_bytes)
     except NotATrace as error:
-        why = source.damage or str(error) or "it is neither JSON nor SQLite"
-        raise UserError(f"{path} has no trace: {why}; {_WHAT_IS_READ}") from error
-    if trace is None:
-        why = f"{source.damage} and " if source.damage else ""
-        raise UserError(f"{path} has no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
-    return trace
+        why = " and ".join(filter(None, (source.damage, str(error))))
+        raise UserError(f"{path} has no trace: {why or 'it is neither JSON nor SQLite'}; {_WHAT_IS_READ}") from error

@@ -12,14 +12,18 @@ from steplab.errors import UserError
 from steplab.reading.traces.devices import launching_calls
 from steplab.reading.traces.trace import NONE, Column, Trace
 
+MOST_STEPS = 20
+"""Most steps used, counted from the end; more would only take memory."""
 _NUM_OFFERED = 3
 
 
-def with_steps(trace: Trace, pattern: str) -> Trace:
-    """The trace with ranges (in old torch, operators) that match a shell pattern as steps.
+def with_steps(trace: Trace, pattern: str | None) -> Trace:
+    """The trace with ranges (in old torch, operators) that match a shell pattern as steps; None: as it names them.
 
     Raises UserError with suggestions if none match.
     """
+    if pattern is None:
+        return trace
     trace = trace.with_ranges(re.compile(translate(pattern)).match)
     trace = dataclasses.replace(trace, steps=re.compile(translate(pattern)))
     if not len(step_ranges(trace)):
@@ -48,16 +52,16 @@ def step_ranges(trace: Trace) -> Column:
     return steps[np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(steps)]]
 
 
-def last_steps(trace: Trace, most: int) -> Trace:
-    """The trace with host events and launches of its last `most` steps, with a note if it had more."""
+def last_steps(trace: Trace) -> Trace:
+    """The trace with host events and launches of its last MOST_STEPS steps, with a note if it had more."""
     steps = step_ranges(trace)
-    if len(steps) <= most:
+    if len(steps) <= MOST_STEPS:
         return trace
-    start_ns = int(trace.ranges.start_ns[steps[-most]])
+    start_ns = int(trace.ranges.start_ns[steps[-MOST_STEPS]])
     # Work without a launch in the trace is placed by its own time.
     calls = launching_calls(trace)
     began_ns = np.where(calls == NONE, trace.work.start_ns, np.append(trace.calls.start_ns, 0)[calls])
-    note = f"the last {most} of {len(steps)} steps are used"
+    note = f"the last {MOST_STEPS} of {len(steps)} steps are used"
     return dataclasses.replace(
         trace,
         calls=trace.calls.where(trace.calls.start_ns >= start_ns),

@@ -7,6 +7,7 @@ million times.
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -54,22 +55,20 @@ class DeviceWork(Events):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostCalls(Events):
+class Ranges(Events):
     thread: Column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCalls(Ranges):
     correlation: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ops(Events):
-    thread: Column
+class Ops(Ranges):
     sequence: Column
     """Autograd's number, common to a forward operator and its backward operator."""
     inputs: Column
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranges(Events):
-    thread: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +122,7 @@ class Trace:
     base_ns: int = 0
     """Zero of its times, in ns since 1970."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
-    """Collectives by start and stream (on a CPU, thread), if requested."""
+    """Collectives by start and stream (on a CPU, thread)."""
 
     def doubting(self, *doubts: str) -> "Trace":
         return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
@@ -158,14 +157,8 @@ class Numbering(dict[Key, int]):
 class TraceBuilder:
     def __init__(self, source: str) -> None:
         self.source = source
-        self.device_names: Mapping[int, str] = {}
         self.notes: list[str] = []
         self.damage: list[str] = []
-        self.lists_gpu = False
-        self.unknown: Mapping[str, int] = {}
-        self.rank: int | None = None
-        self.host = ""
-        self.base_ns = 0
         self.messages: dict[tuple[int, int], Message] = {}
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
@@ -176,7 +169,8 @@ class TraceBuilder:
     def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
-    def build(self) -> Trace:
+    def build(self, device_names: Mapping[int, str] = MappingProxyType({}), **about: Any) -> Trace:
+        """`about`: further fields of the trace."""
         calls = HostCalls(**self._tables[HostCalls].build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
@@ -195,15 +189,11 @@ class TraceBuilder:
             ops=Ops(**self._tables[Ops].build()),
             ranges=Ranges(**self._tables[Ranges].build()),
             processes=tuple(processes[process] for process, _ in self.threads),
-            device_name=next((self.device_names[n] for n in most_first if n in self.device_names), None),
+            device_name=next((device_names[n] for n in most_first if n in device_names), None),
             notes=tuple(self.notes),
             damage=tuple(self.damage),
-            lists_gpu=self.lists_gpu,
-            unknown=self.unknown,
-            rank=self.rank,
-            host=self.host,
-            base_ns=self.base_ns,
             messages=self.messages,
+            **about,
         ).with_ranges(is_range)
 
 
