@@ -186,11 +186,6 @@ class DataParallel(nn.Module):
         """Device memory that `peer_copy` holds on this rank, outside of torch's allocator; 0 with collectives."""
         return self._reducer.shared_bytes
 
-    @property
-    def readiness_difference(self) -> str | None:
-        """A difference between the ranks' orders of readiness, in words; None if none was found."""
-        return self._reducer.agreement.difference
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 

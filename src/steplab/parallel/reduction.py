@@ -19,7 +19,6 @@ import sys
 import threading
 import warnings
 import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,68 +90,6 @@ _PADDED = 4096
 """Exchanges are padded to a multiple of this many numbers, to compare modules of different sizes."""
 
 
-class StepAgreement:
-    """One exchange per step, which also compares the order of ready gradients.
-
-    Orders are compared by a checksum; ranks send the orders only if it differs. The first difference is kept and warned
-    about, and ends that comparison. Every exchange checks that the ranks synchronise the same module, and launched the
-    buckets of all modules in one order.
-    """
-
-    def __init__(self, collectives: Collectives, names: Sequence[str], launches: LaunchOrder) -> None:
-        self._collectives = collectives
-        self._names = names
-        self._launches = launches
-        self.module = launches.join()
-        self.difference: str | None = None
-
-    def note_launch(self) -> None:
-        self._launches.note(self.module)
-
-    def exchange(
-        self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]
-    ) -> tuple[list[bool], list[bool]]:
-        """Exchange two flags per parameter (present; late: after its bucket's launch) and this rank's order of
-        readiness; returns flags that hold on any rank. Raises UserError, on all ranks, if they synchronise different
-        modules or launched in different orders.
-        """
-        checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
-        compared = self.module, self._launches.checksum, checksum
-        values = [*compared, *(-value for value in compared), *present, *late]
-        values += [0] * (-len(values) % _PADDED)
-        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
-        count, num_compared = len(present), len(compared)
-        same_module, same_launches, same_order = (
-            largest[place] == -largest[place + num_compared] for place in range(num_compared)
-        )
-        if not same_module or not same_launches:
-            different = "sent gradients of several DataParallel in different orders"
-            raise UserError(
-                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
-                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
-            )
-        if not same_order:
-            self._compare(self._collectives.host_gather(list(order)))
-        flags = [bool(flag) for flag in largest[2 * num_compared :]]
-        return flags[:count], flags[count : 2 * count]
-
-    def _compare(self, orders: list[list[int]]) -> None:
-        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient is not in the order
-        alike = [[index for index in order if index in common] for order in orders]
-        for rank, order in enumerate(alike):
-            for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):
-                if expected != found:
-                    self.difference = (
-                        f"gradients become ready in another order on rank {rank} than on rank 0: as number {place} "
-                        f"came {self._names[found]} there and {self._names[expected]} on rank 0"
-                    )
-                    _warn_caller(
-                        f"{self.difference}; buckets are still launched in one fixed order, so the result is correct, "
-                        "but a rank that is early waits for the others"
-                    )
-                    return
-
-
 class GradientReducer:
     def __init__(
         self,
@@ -166,14 +103,14 @@ class GradientReducer:
     ) -> None:
         """`owners`: each average is only on the parameter's owner; filled once the buckets are made."""
         self.active = True
-        self._rank, self._owners = collectives.rank, owners
+        self._owners = owners
         self._names, self._parameters = names, tuple(parameters)
         self._strategy = strategy
         kinds = [(p.dtype, p.device) for p in parameters]
         self._members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
-        self.agreement = StepAgreement(collectives, names, launches)
+        self._collectives, self._launches, self._module = collectives, launches, launches.join()
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
         self._begin()
@@ -208,7 +145,6 @@ class GradientReducer:
             self._ready.add(index)
             if not self._strategy.during_backward:
                 return
-            self._order.append(index)
             if self._expected[index]:
                 self._missing[self._bucket_of[index]] -= 1
             with self._told_by_its_error():
@@ -232,7 +168,7 @@ class GradientReducer:
         """All ranks raise together; else some would wait for the others in the exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
-            by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._rank
+            by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._collectives.rank
             if self._owners.get(parameter, by) == by:
                 continue
             raise UserError(
@@ -251,7 +187,7 @@ class GradientReducer:
                     self._buckets[self._next - 1].wait()
             late = [parameter.grad is not None for parameter in self._parameters]
             present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
-            on_any, late_on_any = self.agreement.exchange(present, late, self._order)
+            on_any, late_on_any = self._exchange(present, late)
             self._launch_again(late_on_any)
         sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
         arriving = deque(runs_of(sizes, sum(sizes) / parts))
@@ -264,6 +200,24 @@ class GradientReducer:
                     self._arrived(places, on_any)
             self._expected = present
             self._begin()
+
+    def _exchange(self, present: Sequence[bool], late: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+        """Exchange two flags per parameter (present; late: after its bucket's launch); returns flags that hold on any
+        rank. Raises UserError, on all ranks, if they synchronise different modules or launched in different orders.
+        """
+        compared = self._module, self._launches.checksum
+        values = [*compared, *(-value for value in compared), *present, *late]
+        values += [0] * (-len(values) % _PADDED)
+        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
+        same_module, same_launches = largest[0] == -largest[2], largest[1] == -largest[3]
+        if not same_module or not same_launches:
+            different = "sent gradients of several DataParallel in different orders"
+            raise UserError(
+                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
+                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
+            )
+        flags, count = [bool(flag) for flag in largest[4:]], len(present)
+        return flags[:count], flags[count : 2 * count]
 
     @contextmanager
     def _told_by_its_error(self) -> Iterator[None]:
@@ -289,7 +243,6 @@ class GradientReducer:
         self._next, self._has_failed = 0, False
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
-        self._order: list[int] = []
         self._missing = [sum(self._expected[index] for index in group) for group in self._members]
 
     @torch.no_grad()  # a backward pass with create_graph records what its hooks do
@@ -297,7 +250,7 @@ class GradientReducer:
         gradients = self._take(self._members[self._next])
         for index, gradient in zip(self._members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
-        self.agreement.note_launch()
+        self._launches.note(self._module)
         self._buckets[self._next].launch(gradients)
         self._next += 1
 
@@ -305,7 +258,7 @@ class GradientReducer:
     def _launch_again(self, late: Sequence[bool]) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):
-                self.agreement.note_launch()
+                self._launches.note(self._module)
                 bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
@@ -327,10 +280,3 @@ def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None]
             method(living, *given, *arguments)
 
     return called
-
-
-def _warn_caller(message: str) -> None:
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
