@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,8 @@ if TYPE_CHECKING:
     from steplab.records.run import Run
 
 _READ_BYTES = 16384
-_COMPANIONS = {
-    "": "the store",
-    "-wal": "the write-ahead log of the store",
-    "-shm": "the shared memory of the store",
-    "-journal": "the journal of the store",
-}
-"""Suffixes of files that SQLite keeps with a database."""
+_COMPANIONS = ("", "-wal", "-shm", "-journal")
+"""Suffixes of a database and of the files that SQLite keeps with it."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
 
@@ -128,9 +123,10 @@ class Destination:
             store = Path(self.store) if self.store else default_path()
         except SteplabError:  # there is no place for one
             return
-        for end, what in _COMPANIONS.items():
+        for end in _COMPANIONS:
             if any(_is_same(self.path, Path(f"{base}{end}")) for base in (store, _real(store))):
-                raise UserError(f"cannot write to {self.path}: it is {what} {store}; name another file")
+                what = f"{end} file of the store" if end else "store"
+                raise UserError(f"cannot write to {self.path}: it is the {what} {store}; name another file")
 
     def _refuse_another_store(self, target: Path) -> None:
         for end in _COMPANIONS:
@@ -184,11 +180,16 @@ def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> Ste
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
     """Move a file out of a temporary folder; None if no other folder can take it."""
+    return in_some_folder(f"steplab-{what}-{run_id}{written.suffix}", lambda path: shutil.move(written, path))
+
+
+def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
+    """The path where `put` succeeded: in the working folder, else among temporary files; None if neither takes it."""
     for folder in (Path.cwd, tempfile.gettempdir):
-        try:
-            return Path(shutil.move(written, Path(folder()) / f"steplab-{what}-{run_id}{written.suffix}"))
-        except OSError:
-            continue  # the next folder may be on another disk
+        with contextlib.suppress(OSError):
+            path = Path(folder()) / name
+            put(path)
+            return path
     return None
 
 

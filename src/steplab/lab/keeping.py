@@ -2,7 +2,6 @@
 
 import io
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.files import Destination, folder_for, write_whole
+from steplab.lab.files import Destination, folder_for, in_some_folder, write_whole
 from steplab.limits import LimitReached, Limits
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
@@ -125,12 +124,9 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
     try:
         store.add(record, cell=place.cell if place else None)
     except SteplabError as error:
-        for folder in (Path.cwd, tempfile.gettempdir):
-            try:
-                rescued = Path(folder()) / f"steplab-unsaved-{record.id}.jsonl"
-                write_whole(rescued, encode(record) + b"\n")
-            except OSError:
-                continue  # the next folder may be on another disk
+        line = encode(record) + b"\n"
+        rescued = in_some_folder(f"steplab-unsaved-{record.id}.jsonl", lambda path: write_whole(path, line))
+        if rescued:
             raise NotStored(f"{error}; the record is in {rescued}: `steplab import` it later") from error
         raise NotStored(
             f"{error}; no folder takes the record of the last measurement either, and it is lost"

@@ -324,19 +324,14 @@ def _tried(
 
 
 def _trial(base: Run, outcome: Run | str) -> Trial:
-    if isinstance(outcome, str):
-        return Trial(before_s=base.median_s or 0.0, after_s=None, run_ids=(base.id,), failure=outcome)
-    tokens_ratio = outcome.spec.tokens_of_all / base.spec.tokens_of_all if outcome.spec and base.spec else 1.0
-    ratio = step_ratio(base, outcome, tokens_ratio=tokens_ratio)
-    ids = (base.id, outcome.id)
-    if ratio is None:
-        return Trial(
-            before_s=base.median_s or 0.0,
-            after_s=None,
-            run_ids=ids,
-            tokens_ratio=tokens_ratio,
-            failure=failure_words(outcome.failure),
-        )
+    run = None if isinstance(outcome, str) else outcome
+    ids = (base.id, run.id) if run else (base.id,)
+    tokens_ratio = run.spec.tokens_of_all / base.spec.tokens_of_all if run and run.spec and base.spec else 1.0
+    ratio = step_ratio(base, run, tokens_ratio=tokens_ratio) if run else None
+    if run is None or ratio is None:
+        failure = failure_words(run.failure) if run else str(outcome)
+        before_s = base.median_s or 0.0
+        return Trial(before_s=before_s, after_s=None, run_ids=ids, tokens_ratio=tokens_ratio, failure=failure)
     return Trial(
         before_s=ratio.a,
         after_s=ratio.a * ratio.ratio * tokens_ratio,
@@ -344,7 +339,7 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
         most_saved_s=None if ratio.low is None else ratio.a * (1 - ratio.low),
         run_ids=ids,
         tokens_ratio=tokens_ratio,
-        alternating=outcome.turns.alternating if outcome.turns else None,
+        alternating=run.turns.alternating if run.turns else None,
     )
 
 

@@ -148,13 +148,9 @@ def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
     spec = run.spec
-    if (
-        not used
-        or spec is None
-        or spec.model.kind != "hf"
-        or not spec.checkpoints_apply
-        or spec.checkpointing == "none"
-    ):
+    if not used or spec is None or spec.model.kind != "hf":
+        return []
+    if not spec.checkpoints_apply or spec.checkpointing == "none":
         return []
     return ["HFU: steplab has no formula for recomputation in a transformers model"]
 

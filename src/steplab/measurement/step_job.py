@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
-from steplab.measurement.clock import OnStep, Phase, run_back_to_back, run_synchronised, seconds_of
+from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised, seconds_of
 from steplab.measurement.jobs import StepTask, TurnsTask
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import samples_of_rank
@@ -33,7 +33,6 @@ from steplab.measurement.step.step import make_step
 from steplab.measurement.tensors import not_finite
 from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
-from steplab.ops.attention.plain import Span
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.memory import AllocatorState, Memory, PeakMemory
@@ -43,28 +42,7 @@ from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec, refuse_unserved_graph
 from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
 
-
-class Watcher(Protocol):
-    @property
-    def stage(self) -> str:
-        """Stage while the steps run; the watcher's notes begin with it."""
-
-    @property
-    def export_stage(self) -> str:
-        """Stage while the files are written."""
-
-    @property
-    def num_steps(self) -> int:
-        """Number of recorded steps."""
-
-    @property
-    def span(self) -> Span:
-        """The model's ranges."""
-
-    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Returns notes on gaps; `on_export` is called between the steps and the writing."""
-
-
+Watcher = StepProfiler | MemoryRecorder
 Watch = Callable[[StepSpec, Device], Watcher]
 
 

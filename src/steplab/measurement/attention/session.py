@@ -16,7 +16,6 @@ from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.attention.variant import (
     AttentionVariant,
     MakeAttention,
-    look_at_errors,
     make_attention,
     make_inputs,
     try_both,
@@ -123,9 +122,10 @@ class _Session:
                 del output
                 stage = "backward"
                 output, gradients = try_both(variant, self.device)
-            if reference:
+            if reference and reference.checked_heads:
                 stage = "comparison with float64"
-                look_at_errors(variant, reference, output, gradients)
+                variant.errors = reference.errors(output, gradients)
+                variant.checked_heads = reference.checked_heads
         except Exception as error:
             variant.fail(error, stage, self.device)
         output = gradients = None  # type: ignore[assignment]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
@@ -151,14 +151,6 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
     variant.both_peak_bytes = gauge.peak()
     variant.ready |= {"backward", "both"}
     return output.detach(), gradients
-
-
-def look_at_errors(
-    variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
-) -> None:
-    if reference.checked_heads:
-        variant.errors = reference.errors(output, gradients)
-        variant.checked_heads = reference.checked_heads
 
 
 class Gauge:

@@ -199,17 +199,13 @@ def host_peak_bytes() -> int:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """NVIDIA GPUs of compute capability 8.0 and above."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return _has_capability(device, (8, 0))
 
 
-def has_fp8(device: torch.device) -> bool:
-    """NVIDIA GPUs of compute capability 8.9 and above."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def _has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """True for NVIDIA GPUs of this compute capability or a higher one."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= least
 
 
 def refuse_unserved(precision: str, device: torch.device) -> None:
@@ -217,7 +213,7 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
-    if precision in FP8 and device.type != "cpu" and not has_fp8(device):
+    if precision in FP8 and device.type != "cpu" and not _has_capability(device, (8, 9)):
         why = f"{device} has no products of fp8, which NVIDIA GPUs have from compute capability 8.9 on"
         raise Unsupported(f"precision {precision}", why, "use --precision bf16")
     if precision == "fp8_torchao" and device.type == "cpu":

@@ -10,7 +10,6 @@ import pickle
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
 from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import RECORD_THEIR_OWN
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Testimony:
-    snapshot: dict[str, Any] | None
-    before: dict[int, int]
-    """Without a history: address and bytes of earlier storages."""
-    counted: Marks
 
 
 class MemoryRecorder:
@@ -77,22 +68,24 @@ class MemoryRecorder:
             self._device.synchronize()
             module = None if self._compiled else step.module
             with Spans(nvtx=False).on(module) as left_out:
-                testimony = self._watch_step(step, sightings, lines)
+                snapshot, before, counted = self._watch_step(step, sightings, lines)
         on_step(0)
         on_export()
         events = AllocationEvents(compat.profiled_events(profiler), device)
         autocast = self._spec.precision in AUTOCAST
         seen = StepMarks(events, sightings, autocast=autocast)
         notes = self._notes(step, left_out, has_lines=lines is not None)
-        marks = self._agreed(seen, testimony, notes)
-        snapshot = testimony.snapshot
+        marks = self._agreed(seen, snapshot, counted, notes)
         if snapshot is None:
-            before = left_behind(seen.memory_before) | testimony.before
+            before = left_behind(seen.memory_before) | before
             snapshot = cpu_snapshot(seen.memory, before, lines.stack if lines else _no_stack)
         self._write(marks, snapshot)
         return ()
 
-    def _watch_step(self, step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> _Testimony:
+    def _watch_step(
+        self, step: Step, sightings: StepSightings | None, lines: PythonLines | None
+    ) -> tuple[dict[str, Any] | None, dict[int, int], Marks]:
+        """The allocator's history; without one, the bytes of earlier storages by address; and the counted memory."""
         before = {} if self._on_cuda else storages_in_sight()
         self._device.reset_peak()
         with compat.memory_history() if self._on_cuda else nullcontext():
@@ -100,9 +93,7 @@ class MemoryRecorder:
                 _run(step, sightings, lines)
                 self._device.synchronize()
             counted = self._counted()
-            return _Testimony(
-                snapshot=compat.memory_snapshot() if self._on_cuda else None, before=before, counted=counted
-            )
+            return compat.memory_snapshot() if self._on_cuda else None, before, counted
 
     def _counted(self) -> Marks:
         peak = self._device.peak("step")
@@ -117,10 +108,9 @@ class MemoryRecorder:
             outside_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(device),
         )
 
-    def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        counted = testimony.counted
-        if testimony.snapshot is not None:
-            trace = testimony.snapshot["device_traces"][counted.device_index]
+    def _agreed(self, seen: StepMarks, snapshot: dict[str, Any] | None, counted: Marks, notes: list[str]) -> Marks:
+        if snapshot is not None:
+            trace = snapshot["device_traces"][counted.device_index]
             history = [entry["addr"] for entry in trace if entry["action"] == "alloc"]
             if history != [event.address for event in seen.allocations]:
                 notes.append(

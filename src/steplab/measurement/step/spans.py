@@ -6,7 +6,6 @@ hooks, so the timed step is the step without steplab.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ class Spans:
         """`nvtx` marks ranges in NVTX as well, which needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
-        self._open: list[_Range] = []
+        self._open: list[AbstractContextManager[None]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        return _Range(name, self._nvtx) if self._are_on else _NOTHING
+        return _range(name, self._nvtx) if self._are_on else _NOTHING
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
@@ -57,7 +56,7 @@ class Spans:
 
     def _mark(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, arguments: Any) -> None:
-            self._open.append(_Range(name, self._nvtx))
+            self._open.append(_range(name, self._nvtx))
             self._open[-1].__enter__()
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -90,19 +89,13 @@ def note_on_left_out(names: Sequence[str]) -> list[str]:
     return [f"ranges: none inside {shown}{more}, where hooks would change what runs"]
 
 
-class _Range:
-    def __init__(self, name: str, nvtx: bool) -> None:
-        self._name, self._nvtx = name, nvtx
-        self._record = record_function(name)
-
-    def __enter__(self) -> None:
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(self._name)
-        self._record.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._record.__exit__(kind, error, trace)
-        if self._nvtx:
+@contextmanager
+def _range(name: str, nvtx: bool) -> Iterator[None]:
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if nvtx:
             torch.cuda.nvtx.range_pop()
