@@ -1,18 +1,12 @@
-"""Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
+"""Averages one module's gradients over ranks, whatever the ranks' backward passes did.
 
-One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
-all ranks exchange flags*. Every rank then knows of each parameter:
+Buckets are launched in one fixed order, each once; then all ranks exchange flags, so no rank waits for another thing. A
+gradient that is absent on some ranks counts as zero there. After a late gradient its bucket is launched again: the
+average plus late gradients, averaged, is the sums' average.
 
-- if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
-- if any rank has a late gradient, after the launch. Its bucket is launched again with the first average plus the late
-  gradients; the average is its own average, so by linearity this gives the average of the sums.
-
-A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
-in reduction. A parameter without a gradient in the last step does not hold back later buckets in the next.
-
-A hook refuses the step of any torch optimizer with unaveraged gradients, which would make ranks diverge silently. Each
-group numbers its modules and keeps a checksum of the order of launches (`LaunchOrder`), which the exchange compares:
-other orders would average gradients of different modules.
+A launched bucket holds its gradients (`.grad` is None until the end), so later backward passes never write to them. A
+hook refuses steps of any torch optimizer with unaveraged gradients. The exchange also compares each rank's order of
+launches, over all modules of a group.
 """
 
 import sys
@@ -39,16 +33,15 @@ from .sizes import grouped, runs_of
 
 class Strategy(NamedTuple):
     bucket_bytes: float
-    """Largest bucket of several gradients; 0 puts each gradient into its own."""
+    """Largest bucket of several gradients; 0: one bucket a gradient."""
     during_backward: bool
-    """True to launch a bucket as soon as its gradients are ready; False: after backward."""
     one_at_a_time: bool
-    """True to wait for each collective before the next is launched."""
+    """True: wait for each collective before the next."""
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """The size, in MB of 1e6 bytes, affects only `bucketed`. Raises UserError for an unknown name, and for a size that
-    is not positive.
+    """`bucket_size_mb` (1e6 bytes) is of `bucketed`. Raises UserError for an unknown name, or a size that is not
+    positive.
     """
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
@@ -69,7 +62,7 @@ class LaunchOrder:
         self.checksum = 0
 
     def join(self) -> int:
-        """Number of a new module; equal on all ranks, which build modules together."""
+        """Number of a new module, equal on all ranks."""
         self._num_modules += 1
         return self._num_modules
 
@@ -81,13 +74,12 @@ _orders: WeakKeyDictionary[Any, LaunchOrder] = WeakKeyDictionary()
 
 
 def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrder:
-    """Shared by all modules of this process in the group."""
     key = dist.group.WORLD if group is None else group
     return _orders.setdefault(key, LaunchOrder())
 
 
 _PADDED = 4096
-"""Exchanges are padded to a multiple of this many numbers, to compare modules of different sizes."""
+"""Exchanges are padded to a multiple of this, to compare modules of different sizes."""
 
 
 class GradientReducer:
@@ -101,7 +93,7 @@ class GradientReducer:
         launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
-        """`owners`: each average is only on the parameter's owner; filled once the buckets are made."""
+        """`owners`, filled by `make_buckets`: each average is only on its parameter's owner."""
         self.active = True
         self._owners = owners
         self._names, self._parameters = names, tuple(parameters)
@@ -138,7 +130,6 @@ class GradientReducer:
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int, _: Tensor) -> None:
-        """Launch complete buckets, after a backward pass has accumulated a parameter's gradient."""
         with self._lock:
             if not self.active or index in self._ready:
                 return
@@ -165,7 +156,7 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """All ranks raise together; else some would wait for the others in the exchange of parameters."""
+        """All ranks raise together: none may wait in the exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
             by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._collectives.rank
@@ -177,8 +168,8 @@ class GradientReducer:
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average every gradient; a collective call. Yields parameters of each part once they have averages; later
-        parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes.
+        """Average all gradients; a collective call. Yields the parameters of at most `parts` parts as their averages
+        arrive.
         """
         with self._told_by_its_error():
             while self._next < len(self._buckets):
@@ -202,8 +193,8 @@ class GradientReducer:
             self._begin()
 
     def _exchange(self, present: Sequence[bool], late: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """Exchange two flags per parameter (present; late: after its bucket's launch); returns flags that hold on any
-        rank. Raises UserError, on all ranks, if they synchronise different modules or launched in different orders.
+        """Exchange two flags per parameter (present; late: after its bucket's launch); returns those that hold on any
+        rank. Raises UserError, on all ranks, for different modules or orders of launches.
         """
         compared = self._module, self._launches.checksum
         values = [*compared, *(-value for value in compared), *present, *late]
@@ -221,7 +212,7 @@ class GradientReducer:
 
     @contextmanager
     def _told_by_its_error(self) -> Iterator[None]:
-        """Whoever sees the error needs no warning when this reducer is dropped."""
+        """A failed reducer needs no warning when it is dropped."""
         try:
             yield
         except BaseException:
@@ -272,7 +263,7 @@ class GradientReducer:
 
 
 def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """The hook does nothing once the reducer is gone: a parameter may outlive it and get another."""
+    """The hook does nothing once the reducer is gone: a parameter may outlive it."""
 
     def called(*arguments: Any) -> None:
         living = reducer()
