@@ -78,7 +78,7 @@ class RecordingCallback:
                 self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Store the record, failed if there is an `error`; a failing store only warns."""
+        """A failing store only warns."""
         ended, self._recorder = self._recorder, None
         if ended is None:
             return

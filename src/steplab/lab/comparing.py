@@ -1,4 +1,4 @@
-"""Compare two sides' records, and the store's equal runs commit by commit."""
+"""Compare two sides' records, and equal runs commit by commit."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence

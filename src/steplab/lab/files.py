@@ -1,8 +1,7 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-No store is ever replaced. Another file is replaced if it is empty, names steplab as its writer, or is forced. A table
-in CSV, JSON or LaTeX and plain text have no place for the name, so that these are replaced by force alone. A device or
-a pipe is written to.
+No store is ever replaced; another file is, if it is empty, names steplab as its writer, or is forced. Tables in CSV,
+JSON or LaTeX and plain text cannot name it. A device or a pipe is written to.
 """
 
 import contextlib
@@ -50,9 +49,7 @@ class Destination:
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Refuse before the work begins: raises UserError for a file that must not be replaced, and SteplabError for a
-        path that cannot be written.
-        """
+        """Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written."""
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):
                 pass  # on some file systems a folder's permissions do not show if it takes a file
@@ -64,10 +61,7 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """A file that takes its place once the context ends without an error; or the device.
-
-        Raises as `check` does.
-        """
+        """A file that takes its place once the context ends without an error; or the device. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -81,7 +75,7 @@ class Destination:
                 _put(written, target)
 
     def take(self, written: Path) -> Path:
-        """Move a finished file here and return its new path; a device gets a copy. Raises as `check` does."""
+        """Move a finished file here; a device gets a copy. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -92,10 +86,7 @@ class Destination:
         return self.path
 
     def _checked(self) -> Path | None:
-        """The file behind links, if it may be replaced; None: it is written to.
-
-        Links are followed once: another user may change one in a shared folder after the check.
-        """
+        """None: a device or pipe. Links are followed once: another user may change one after the check."""
         with self._errors():
             if self.path.is_dir():
                 raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
@@ -150,7 +141,7 @@ class Destination:
 
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A temporary folder on the destination's disk; None: the file is not kept. Raises as `check` does."""
+    """A temporary folder on the destination's disk. Raises as `check` does."""
     if target:
         target.check()
     beside = _real(target.path).parent if target and not target.is_written_to else None
@@ -164,7 +155,7 @@ def folder_for(target: Destination | None) -> Iterator[Path]:
 
 
 def refuse_the_same(*paths: Path | None) -> None:
-    """Raise UserError if a command would write two outputs to the same file."""
+    """Raise UserError if two outputs would go to one file."""
     given = [path for path in paths if path is not None]
     for number, path in enumerate(given):
         if any(_is_same(path, other) for other in given[:number]):
@@ -184,7 +175,7 @@ def rescue(written: Path, what: str, run_id: str) -> Path | None:
 
 
 def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
-    """The path where `put` succeeded: in the working folder, else among temporary files; None if neither takes it."""
+    """The path where `put` succeeded: in the working folder, else among temporary files; None if in neither."""
     for folder in (Path.cwd, tempfile.gettempdir):
         with contextlib.suppress(OSError):
             path = Path(folder()) / name
@@ -210,7 +201,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Without links; unlike Path.resolve, it also accepts links in a circle."""
+    """Unlike Path.resolve, it accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -252,7 +243,7 @@ def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def _new_file_mode() -> int:
-    """Permissions of a new file by the user's umask; mkstemp would make it readable by its owner only."""
+    """By the user's umask; mkstemp would make it readable by its owner only."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

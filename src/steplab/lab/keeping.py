@@ -1,4 +1,4 @@
-"""Open the store, keep a measurement even if the store fails, import files into it, and annotate records."""
+"""Open the store, keep a measurement even if that fails, import files, and annotate records."""
 
 import io
 import sys
@@ -41,7 +41,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy the store, also while in use. Raises as Destination does for a file that is not replaced."""
+    """Also while in use. Raises as Destination does for a file that is not replaced."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -62,14 +62,14 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
 
 
 def checked_line(what: str, text: str) -> str:
-    """Raises UserError, naming `what`, unless it is one line of printable text."""
+    """Raises UserError, naming `what`, for several lines or unprintable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
 
 
 def checked_name(name: str) -> str:
-    """Raises UserError unless it is one line of printable text of limited length."""
+    """Raises UserError for several lines, unprintable or too long text."""
     if not isinstance(name, str):
         raise UserError(f"a name must be text, not {type(name).__name__}")
     if len(name) > LONGEST_NAME:
@@ -78,9 +78,7 @@ def checked_name(name: str) -> str:
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """Empty, and by default named after its file (step.json.gz: step). Raises UserError for a name that is not one line
-    of printable text.
-    """
+    """Named after its file by default (step.json.gz: step). Raises UserError for an invalid name."""
     return Run(
         **new_head(),
         name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
@@ -96,7 +94,7 @@ def checked_import(path: Path, run: Run) -> Run:
 
 @contextmanager
 def named_file(path: Path | str) -> Iterator[None]:
-    """Turns errors of a named file's content into UserError: another file must be chosen."""
+    """Turns errors of a file's content into UserError, with its path."""
     try:
         yield
     except UserError:
@@ -116,10 +114,7 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record, at its place in a study if any, and return it; if that fails, write it to a file.
-
-    Raises NotStored with the file of the record, or the reason that it could not be written.
-    """
+    """Store a record; if that fails, write it to a file. Raises NotStored with that file, or why there is none."""
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
@@ -137,9 +132,8 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Add tags to a record and remove others; returns the changed record.
-
-    Raises UserError for a tag that is not one printable word, and for removing an absent one.
+    """Returns the changed record. Raises UserError for a tag that is not one printable word, and for removing an absent
+    one.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
@@ -157,9 +151,8 @@ def tag(
 
 
 def note(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
-    """Replace a record's comment; an empty text removes it. Returns the record.
-
-    Raises UserError if the text is not one line of printable text.
+    """Replace a record's comment; an empty text removes it. Raises UserError unless it is one line of printable
+    text.
     """
     with _existing_store(store) as opened:
         return opened.annotate(record_id, lambda record: {"comment": checked_line("a note", text)})
@@ -191,7 +184,7 @@ def import_files(
 
 
 def read_records(file: Path) -> list[Record]:
-    """The records in a file of JSON lines, plain or compressed by gzip or xz. Raises as `import_files` does."""
+    """Raises as `import_files` does."""
     found = [foreign.record for foreign in _records(file, Limits())]
     if not found:
         raise UserError(f"there is no record in {file}")

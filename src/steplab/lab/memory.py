@@ -1,4 +1,4 @@
-"""Measure the memory of a step by category, predict it, and import the snapshot of another program."""
+"""Measure a step's memory by category, predict it, and import other programs' snapshots."""
 
 import dataclasses
 import functools
@@ -95,7 +95,7 @@ def _destinations(
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Predictions by run id, for runs with watched memory on a CUDA device that the dry run supports."""
+    """By run id, for runs with watched memory on a CUDA device that the dry run supports."""
     from steplab.plan.memory import predict_memory
 
     remembered = functools.cache(predict_memory)  # runs of one step share a dry run
@@ -127,10 +127,8 @@ def marks_beside(snapshot: Path) -> Path:
 def read_memory(
     snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None, limits: Limits | None = None
 ) -> MemoryProfile:
-    """The profile of a snapshot, by owner if its marks exist.
-
-    Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
-    allocation.
+    """By owner if the snapshot has marks. Raises UserError for a file that is no snapshot, and for marks of another;
+    SteplabError for one without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Compare precisions on one step: data types, lost values, inexact sums, and time saved.
 
-Each audit and timing has a separate process. Records of one call share a study, so a report finds them.
+Audits and timings have separate processes. One call's records share a study, so a report finds them.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class PrecisionResult:
     """An audit per precision, in order; for sums alone, one record without a step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
-    """The runs' study in the store; None without timings."""
+    """None without timings."""
 
 
 def precision(
@@ -108,7 +108,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """In these precisions, or in those that other fields allow: bf16_master needs an optimizer with masters."""
+    """In these precisions, or in all that other fields allow: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

@@ -1,7 +1,7 @@
-"""Measures one step in this process: build, compile, warm up, repeat, and then record further steps if requested.
+"""Measures one step in this process, and then records further steps if requested.
 
-Each step has its own process, because peak memory, torch's process-wide settings and memory kept by a failed allocation
-must not affect the next one.
+A step has its own process: peak memory, torch's process-wide settings and memory kept by a failure must not affect the
+next.
 """
 
 import dataclasses
@@ -52,13 +52,12 @@ def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run
 
 
 def measure_in_turns(task: TurnsTask, observer: Observer, world: World | None) -> Run:
-    """The step waits for each of its turns. Raises as `measure_step` does."""
     return measure_here(task.spec, observer, world=world, turns=Turns(session=task.session, label=task.label))
 
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:
     def place(path: str) -> Path:
-        """This rank's file. All ranks record, so that all run the same steps; the first's files are kept."""
+        """All ranks record, so that all run the same steps; the first's files are kept."""
         if world is None or world.rank == 0:
             return Path(path)
         assert world.folder is not None  # ranks of torchrun are not recorded
@@ -78,11 +77,9 @@ def measure_here(
     world: World | None = None,
     turns: Turns | None = None,
 ) -> Run:
-    """Measure one cell in this process; a failure of the model or of its memory is part of the record.
-
-    Collective; a record without a failure has the samples of all ranks. Steps of `watch` come after all timing; if they
-    fail, the record has a note. With `turns`, the observer gets the record after each. Raises UserError or Unsupported
-    for an impossible request.
+    """A failure of the model or of its memory is part of the record, and one of `watch`'s steps, after all timing, a
+    note. Collective; a record without a failure has all ranks' samples. Raises UserError or Unsupported for an
+    impossible request.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved_step(spec, device.torch_device)
@@ -115,12 +112,12 @@ def _least_state_bytes(spec: StepSpec) -> int:
 
 
 _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
-"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps shorter than _SHORT_S the
-second lets the host run ahead.
+"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps below _SHORT_S the second
+lets Python run ahead.
 """
 _SHORT_S = 0.1
 _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
-"""Steps with one thread for comparison.samples; and one's longest time, from the time with all."""
+"""Steps with one thread for comparison.samples, and their longest time, estimated from all threads'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +225,7 @@ class _Cell:
         return self.watch(watcher, run, warm.step) if watcher else run
 
     def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
-        """Times of steps with one thread, if a first one is faster: on a busy CPU threads wait for each other."""
+        """Empty unless one thread is faster: on a busy CPU threads wait for each other."""
         threads, step = torch.get_num_threads(), find_phase(measured, "step")
         on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
         if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
@@ -245,7 +242,7 @@ class _Cell:
         return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
-        """Between turns the device holds only the state for the next step, and an empty allocator cache."""
+        """Between turns the device holds the state for the next step, and no cache of the allocator."""
         device = self.device
         warm = self.warm_up()
         lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
@@ -296,17 +293,17 @@ class _Cell:
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
-        """Wait for the other ranks, so that samples do not contain their build or compile time."""
+        """Samples must not contain other ranks' build or compile time."""
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
     def compile(self, step: Step) -> float:
-        """Seconds of the step that compiles, or of recording the replayed one; it is no step time."""
+        """Seconds of the compiling step, or of recording graphs; no step time."""
         self.runner.begin("compile", 1)
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
     def check_weights(self, step: Step) -> None:
-        """Warn once if weights became infinite or NaN: a GPU draws less power on such numbers, and may clock higher."""
+        """A GPU draws less power on infinite or NaN weights, and may clock higher."""
         said = any(note.startswith(NOT_FINITE) for note in self.notes)
         if said or self.spec.pass_name != "train" or step.module is None:
             return
@@ -317,7 +314,7 @@ class _Cell:
             )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
-        """For a third-party model, after all timing, because counting slows the step down."""
+        """Only of third-party models, and after all timing, because counting slows a step down."""
         if self.spec.cuda_graph == "step":
             self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return

@@ -1,7 +1,6 @@
 """Measures cells of a benchmark of attention in this process.
 
-Implementations of one shape alternate, repeat by repeat, and each round begins with another one, so a disturbance of
-the machine affects all of them.
+Implementations of one shape alternate, repeat by repeat, so that a disturbance affects all of them.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ def measure_attention(
     world: World | None = None,
     make: MakeAttention = make_attention,
 ) -> None:
-    """The job. Raises UserError or Unsupported for an impossible request."""
+    """Raises UserError or Unsupported for an impossible request."""
     study = task.study
     device = open_device(study.device)
     for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):
@@ -133,9 +132,8 @@ class _Session:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
-        """Free a failure's memory; if that fails, report its result and end the process.
-
-        If the device stops answering while cells alternate, no cell is named: the failure may be another's.
+        """Free a failure's memory; else report its result and end the process. If the device dies while cells
+        alternate, no cell is named: the failure may be another's.
         """
         try:
             self.runner.check()

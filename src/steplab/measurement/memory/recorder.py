@@ -1,8 +1,8 @@
 """Records the memory of one more step, once everything is timed.
 
-The allocator's history has address, time and Python line of each allocation, in torch's own format. The profiler hears
-of the same allocations and knows the operators and ranges around them. A CPU's allocator keeps no history; the
-profiler's record is written in that form. No hook changes autograd in the recorded step, and no mode the dispatcher.
+The allocator's history has address, time and line of each allocation; the profiler the operators and ranges around
+them. A CPU's allocator keeps no history, so the profiler's is written in that form. No hook or mode changes autograd or
+the dispatcher.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class MemoryRecorder:
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """Writes the history to `snapshot`, in torch's CUDA format, and further facts to `marks`
-        (records.memory_marks). Raises Unsupported if the allocator reports nothing.
+        """`snapshot` is in torch's CUDA format, `marks` in records.memory_marks'. Raises Unsupported if the allocator
+        reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
@@ -55,7 +55,7 @@ class MemoryRecorder:
         return no_span
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps, record the second, and write both files. The marks name gaps."""
+        """Runs two steps, and records the second. The marks name gaps."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device

@@ -1,7 +1,6 @@
-"""Named ranges around parts of a step, for any profiler: torch's own, nsys, any reader of NVTX.
+"""Named ranges around parts of a step, for any profiler.
 
-A model is built with its ranges, and timed with them off. Only while a profiler runs are they on, and modules carry
-hooks, so the timed step is the step without steplab.
+Only while a profiler runs are they on, and modules carry hooks: the timed step is the step without steplab.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ def activities_on(device: torch.device) -> list[ProfilerActivity]:
 
 class Spans:
     def __init__(self, *, nvtx: bool) -> None:
-        """`nvtx` marks ranges in NVTX as well, which needs a torch with CUDA."""
+        """`nvtx` needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
         self._open: list[AbstractContextManager[None]] = []
@@ -36,9 +35,8 @@ class Spans:
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
-        """A context: ranges are recorded, and each submodule of `module` marks its forward pass by its dotted name.
-
-        Yields names of submodules left without ranges, because hooks would change their run.
+        """Each submodule of `module` marks its forward pass by its dotted name. Yields names of those without ranges,
+        because hooks would change their run.
         """
         hooks, left_out = self._attach(module) if module is not None else ([], ())
         self._are_on = True
@@ -68,7 +66,7 @@ class Spans:
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out, with all inside."""
+    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out with all inside."""
     modules: dict[str, nn.Module] = {}
     left_out: list[str] = []
     for name, module in model.named_modules():
