@@ -3,7 +3,7 @@
 A *line* is a CUDA stream of its own. A *counter* is a growing number in every rank's memory: a line sets another
 rank's, and waits on the device until one has reached a value.
 
-`SymmetricMemory` calls the driver for copy engines and stream waits without kernels: torch's copy takes Python several
+The driver is called for copy engines and stream waits without kernels: torch's copy takes Python several
 times as long. On H200s, queued waits delayed kernels of some forward passes by 1.1 to 1.3 microseconds each
 (docs/ddp.md), depending on the streams; so pairs of streams are tested.
 """
@@ -11,7 +11,7 @@ times as long. On H200s, queued waits delayed kernels of some forward passes by 
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,52 +29,17 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class PeerMemory(Protocol):
-    """Operations of ranks that reach each other's memory, by address. Lines are 0 and 1."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """Bytes on every rank: this rank's (uint8, zero) and each rank's address. Also zero counters. Every rank calls
-        it once.
-        """
-
-    def follow_current(self, line: int) -> None:
-        """The line's next work waits for all work already given to the current stream."""
-
-    def follow_line(self, line: int, other: int) -> None:
-        """The line's next work waits for all work already given to another line."""
-
-    def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
-        """The current stream's next work waits until these counters of this rank are at least `value`."""
-
-    def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Copy from address to address of any ranks, in any order; at least one byte each."""
-
-    def mean(
-        self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
-    ) -> None:
-        """Write target + start = (own + (others + start)) / size for each piece. The others' numbers begin at `others`,
-        `distance_bytes` apart, and are summed in this order in float32 at least.
-        """
-
-    def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
-        """Set these (rank, counter) when all earlier work of the line is done and visible."""
-
-    def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
-        """The line's next work waits until these counters of this rank are at least `value`."""
-
-
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
 _HELD_CYCLES = 20_000_000
 """GPU cycles, some ten milliseconds."""
 
 
-class SymmetricMemory:
-    """GPUs of one host; `device` must be the current one at every use."""
+class PeerMemory:
+    """Operations of one host's GPUs on each other's memory, by address. Lines are 0 and 1.
+
+    `device` must be the current one at every use. Tests replace all methods, for processes on a CPU.
+    """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Raises Unsupported, on all ranks, if one cannot reach another's memory."""
@@ -101,6 +66,9 @@ class SymmetricMemory:
         self._means = Means(device, self.size - 1)
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
+        """Bytes on every rank: this rank's (uint8, zero) and each rank's address. Also zero counters. Every rank calls
+        it once.
+        """
         # The only private module in use: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
 
@@ -153,27 +121,35 @@ class SymmetricMemory:
         return begin.elapsed_time(end)
 
     def follow_current(self, line: int) -> None:
+        """The line's next work waits for all work already given to the current stream."""
         event = self._ready.cuda_event
         self._driver.record(event, self._current())
         self._driver.wait_event(self._lines[line], event)
 
     def follow_line(self, line: int, other: int) -> None:
+        """The line's next work waits for all work already given to another line."""
         event = self._ready.cuda_event
         self._driver.record(event, self._lines[other])
         self._driver.wait_event(self._lines[line], event)
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
+        """The current stream's next work waits until these counters of this rank are at least `value`."""
         self._await(self._current(), counters, value)
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        """Copy from address to address of any ranks, in any order; at least one byte each."""
         self._driver.copy(self._lines[line], targets, sources, sizes_bytes)
 
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
+        """Write target + start = (own + (others + start)) / size for each piece. The others' numbers begin at `others`,
+        `distance_bytes` apart, and are summed in this order in float32 at least.
+        """
         self._means.start(self._lines[line], pieces, target, others, distance_bytes, dtype)
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
+        """Set these (rank, counter) when all earlier work of the line is done and visible."""
         operations = self._operations.get(places)
         if operations is None:
             addresses = [self._counters[rank] + counter * COUNTER_BYTES for rank, counter in places]
@@ -316,7 +292,7 @@ def open_peer_memory(
     if process_group is None and collectives.size != dist.get_world_size():
         what = f"{_PEER_COPY} among {collectives.size} of {dist.get_world_size()} processes"
         raise Unsupported(what, "it needs their group", "give the process group, not its collectives")
-    return SymmetricMemory(collectives, process_group, parameters[0].device)
+    return PeerMemory(collectives, process_group, parameters[0].device)
 
 
 def _refuse_uncopied(parameters: Sequence[nn.Parameter]) -> None:

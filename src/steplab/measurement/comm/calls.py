@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
-from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+from steplab.parallel.peer_memory import PeerMemory
 from steplab.specs.comm import CommSpec
 
 _PIECE = 2**24
@@ -92,7 +92,7 @@ MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
     send, receive = buffers.send, buffers.receive
     if buffers.spec.backend == "peer_copy":
-        return peer_copy_call(buffers, SymmetricMemory(GroupCollectives(group), group, send.device))
+        return peer_copy_call(buffers, PeerMemory(GroupCollectives(group), group, send.device))
     match buffers.spec.collective:
         case "all_reduce":
             return lambda: dist.all_reduce(send, group=group)

@@ -24,7 +24,7 @@ from steplab.errors import Unsupported
 from steplab.measurement.clock import HeadStart, Phase, Samples, repeats_within, run_synchronised, seconds_of
 from steplab.measurement.comm.calls import Buffers, Call, MakeCall, make_call
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import Device, HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Runner, attempt
@@ -233,7 +233,7 @@ class _Session:
 
     def _device(self, spec: CommSpec) -> Device:
         device = self.world.device
-        return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
+        return device if device.torch_device.type == spec.device else Device(torch.device("cpu"))
 
     def _begin(self, spec: CommSpec, stage: str) -> None:
         self.runner.begin(f"{spec.label}: {stage}")

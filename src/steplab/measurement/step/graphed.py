@@ -6,9 +6,9 @@ graphs' memory, and the optimizer counts steps on the device. Python code of the
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +31,6 @@ _REMOVE = (
 )
 
 
-class Recorder(Protocol):
-    def apart(self) -> AbstractContextManager[object]:
-        """A context for recording and the steps before."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Call `run` without executing its kernels; returns the function that executes them."""
-
-    def forget(self) -> None:
-        """Free the recording and its memory."""
-
-
 class CudaGraphs:
     """The graphs share one pool of memory, because they are replayed in recorded order."""
 
@@ -54,14 +43,16 @@ class CudaGraphs:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """The default stream cannot be recorded."""
+        """A context for recording and the steps before: the default stream cannot be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises errors of `run` and of the capture."""
+        """Call `run` without executing its kernels; returns the function that executes them. Raises errors of `run` and
+        of the capture.
+        """
         graph = torch.cuda.CUDAGraph()
         first: Exception | None = None
         try:
@@ -91,7 +82,7 @@ def _free_random_numbers(device: torch.device) -> None:
 
 
 class GraphedStep:
-    def __init__(self, step: BuiltStep, device: Device, model: str, recorder: Recorder | None = None) -> None:
+    def __init__(self, step: BuiltStep, device: Device, model: str, recorder: CudaGraphs | None = None) -> None:
         """Raises Unsupported for a user's whole step."""
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
