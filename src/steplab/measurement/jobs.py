@@ -18,6 +18,7 @@ from steplab.records.ddp import DdpCell, DdpFacts
 from steplab.records.numerics import Numerics
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
+from steplab.records.timing import Turns
 from steplab.specs.attention import AttentionStudy
 from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
@@ -38,12 +39,8 @@ class StepTask(msgspec.Struct, kw_only=True):
     snapshot: str | None = None
     """File for the allocator's history of one further step."""
     marks: str | None = None
-
-
-class TurnsTask(msgspec.Struct, kw_only=True):
-    spec: StepSpec
-    session: str
-    label: str
+    turns: Turns | None = None
+    """The step waits for each of its turns in this session; None: it is measured at once."""
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
@@ -93,7 +90,6 @@ class Job:
 _HERE = "steplab.measurement."
 JOBS = {
     "step": Job(work=_HERE + "step_job:measure_step", task=StepTask, result=Run),
-    "turns": Job(work=_HERE + "step_job:measure_in_turns", task=TurnsTask, result=Run),
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
     "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
     "shares": Job(work="steplab.fake_step.shares:predict_shares", task=SharesTask, result=CompiledShares),

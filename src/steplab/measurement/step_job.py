@@ -6,7 +6,6 @@ next.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
 from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised, seconds_of
-from steplab.measurement.jobs import StepTask, TurnsTask
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import samples_of_rank
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
@@ -35,7 +34,7 @@ from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
-from steplab.records.memory import AllocatorState, Memory, PeakMemory
+from steplab.records.memory import Memory, PeakMemory
 from steplab.records.run import NOT_FINITE, ModelFacts, RankSamples, Run
 from steplab.records.timing import PhaseSamples, Timing, Turn, Turns, find_phase, joined, part
 from steplab.specs.checkpointing import checkpointing_remark
@@ -48,11 +47,7 @@ Watch = Callable[[StepSpec, Device], Watcher]
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
     """Raises UserError or Unsupported for an impossible request."""
-    return measure_here(task.spec, observer, _watch(task, world), world)
-
-
-def measure_in_turns(task: TurnsTask, observer: Observer, world: World | None) -> Run:
-    return measure_here(task.spec, observer, world=world, turns=Turns(session=task.session, label=task.label))
+    return measure_here(task.spec, observer, _watch(task, world), world, task.turns)
 
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:
@@ -120,22 +115,6 @@ _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
 """Steps with one thread for comparison.samples, and their longest time, estimated from all threads'."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Warm:
-    step: Step
-    samples: tuple[PhaseSamples, ...]
-    first_step_s: float | None
-    states: tuple[AllocatorState, ...]
-    others: OtherProcesses
-    suspension: Suspension
-    meter: Meter
-
-    @property
-    def last_s(self) -> float:
-        step = find_phase(self.samples, "step")
-        return step.best_s[-1] if step and step.best_s else 0.0
-
-
 class _Cell:
     def __init__(self, spec: StepSpec, runner: Runner, world: World | None) -> None:
         self.spec, self.runner, self.world = spec, runner, world
@@ -144,7 +123,7 @@ class _Cell:
         self.tokens_per_step: int | None = spec.tokens_of_all
         self.notes: list[str] = []
 
-    def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
+    def warm_up(self, watcher: Watcher | None = None) -> None:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         layers = spec.model.shape.num_layers if spec.model.shape else None
         gradients = spec.pass_name != "forward"
@@ -158,11 +137,12 @@ class _Cell:
         if not workload.knows_tokens:
             self.tokens_per_step = None
         built = make_step(workload, spec, device.torch_device, self.world)
-        step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
-        first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
+        self.step: Step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
+        compiles = spec.compile != "off" or spec.cuda_graph == "step"
+        self.first_step_s = self.compile() if compiles else None
         self.meet()
-        others, suspension = OtherProcesses(), Suspension()
-        meter = Meter(self.runner.environment.device.uuid)
+        self.others, self.suspension = OtherProcesses(), Suspension()
+        self.meter = Meter(self.runner.environment.device.uuid)
         self.runner.begin("warmup", spec.warmup)
         states = [device.allocator_state()]
 
@@ -170,59 +150,51 @@ class _Cell:
             states.append(device.allocator_state())
             on_step(iteration)
 
-        samples, _ = run_back_to_back(
-            step.phases, device, spec.warmup, on_warmup_step, before_drain=self.runner.read_clocks
+        self.warmup, _ = run_back_to_back(
+            self.step.phases, device, spec.warmup, on_warmup_step, before_drain=self.runner.read_clocks
         )
+        self.states = tuple(state for state in states if state)
         if not device.asynchronous:
             self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
-        return _Warm(
-            step=step,
-            samples=samples,
-            first_step_s=first_step_s,
-            states=tuple(state for state in states if state),
-            others=others,
-            suspension=suspension,
-            meter=meter,
-        )
 
     def measure(self, watcher: Watcher | None) -> Run:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
-        warm = self.warm_up(watcher)
-        phases = warm.step.phases
+        self.warm_up(watcher)
+        phases = self.step.phases
         self.runner.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were an idle GPU's.
         before_drain = (lambda: None) if spec.warmup else self.runner.read_clocks
-        warm.meter.start()
+        self.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
-        energy = warm.meter.stop(spec.steps)
-        step_peak = self.peak(warm.step)
+        energy = self.meter.stop(spec.steps)
+        step_peak = self.peak()
         # The other ranks would be counted as other processes.
-        other_cpus = warm.others.mean_cpus() if self.world is None else None
-        self.note_surroundings(other_cpus=other_cpus, suspended_s=warm.suspension.seconds())
+        other_cpus = self.others.mean_cpus() if self.world is None else None
+        self.note_surroundings(other_cpus=other_cpus, suspended_s=self.suspension.seconds())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
             self.runner.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
-            if isinstance(warm.step, GraphedStep):
-                phase_peaks = tuple(warm.step.phase_peaks.values())
-        self.check_weights(warm.step)
+            if isinstance(self.step, GraphedStep):
+                phase_peaks = tuple(self.step.phase_peaks.values())
+        self.check_weights()
         if self.model is not None and self.model.is_counted:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
         timing = Timing(
-            warmup=warm.samples,
+            warmup=self.warmup,
             back_to_back=measured,
             synchronised=synchronised,
             back_to_back_host_s=host_s,
-            first_step_s=warm.first_step_s,
+            first_step_s=self.first_step_s,
             one_thread_s=() if watcher else self.with_one_thread(phases, measured),
             energy=energy,
         )
-        memory = self.memory(warm, peaks)
+        memory = self.memory(peaks)
         run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
-        return self.watch(watcher, run, warm.step) if watcher else run
+        return self.watch(watcher, run) if watcher else run
 
     def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
         """Empty unless one thread is faster: on a busy CPU threads wait for each other."""
@@ -244,8 +216,10 @@ class _Cell:
     def take_turns(self, turns: Turns) -> Run:
         """Between turns the device holds the state for the next step, and no cache of the allocator."""
         device = self.device
-        warm = self.warm_up()
-        lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
+        self.warm_up()
+        warm = find_phase(self.warmup, "step")
+        is_short = device.asynchronous and not (warm and warm.best_s and warm.best_s[-1] >= _SHORT_S)
+        lead_in = _LEAD_IN_OF_SHORT if is_short else _LEAD_IN
         # Other processes of the session have the device open, and are no disturbance.
         self.note_surroundings(device=dataclasses.replace(self.runner.environment.device, other_processes=None))
         found: list[tuple[PhaseSamples, ...]] = []
@@ -255,18 +229,18 @@ class _Cell:
         device.free_unused()
         for turn in iter(self.observer.next_turn, None):
             self.runner.begin("measure", lead_in + turn.steps)
-            samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
-            self.check_weights(warm.step)
+            samples, _ = run_back_to_back(self.step.phases, device, lead_in + turn.steps, self.observer.on_step)
+            self.check_weights()
             device.free_unused()
             found.append(part(samples, lead_in))
             step = find_phase(samples, "step")
             assert step is not None
             taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
-            peak = self.peak(warm.step)
-            self.note_surroundings(suspended_s=warm.suspension.seconds())
-            timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
+            peak = self.peak()
+            self.note_surroundings(suspended_s=self.suspension.seconds())
+            timing = Timing(warmup=self.warmup, back_to_back=joined(found), first_step_s=self.first_step_s)
             run = dataclasses.replace(
-                self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),
+                self.record(timing=timing, memory=self.memory((peak,) if peak else ())),
                 turns=dataclasses.replace(turns, turns=tuple(taken)),
             )
             self.observer.on_measured(run)
@@ -275,13 +249,13 @@ class _Cell:
     def note_surroundings(self, **found: Any) -> None:
         self.runner.environment = dataclasses.replace(self.runner.environment, **found)
 
-    def peak(self, step: Step) -> PeakMemory | None:
-        return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
+    def peak(self) -> PeakMemory | None:
+        return self.step.peak if isinstance(self.step, GraphedStep) else self.device.peak("step")
 
-    def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
+    def memory(self, peaks: tuple[PeakMemory, ...]) -> Memory:
         return Memory(
             peaks=peaks,
-            during_warmup=warm.states,
+            during_warmup=self.states,
             total_bytes=self.runner.environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )
@@ -297,17 +271,18 @@ class _Cell:
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
-    def compile(self, step: Step) -> float:
+    def compile(self) -> float:
         """Seconds of the compiling step, or of recording graphs; no step time."""
         self.runner.begin("compile", 1)
+        step = self.step
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
-    def check_weights(self, step: Step) -> None:
+    def check_weights(self) -> None:
         """A GPU draws less power on infinite or NaN weights, and may clock higher."""
         said = any(note.startswith(NOT_FINITE) for note in self.notes)
-        if said or self.spec.pass_name != "train" or step.module is None:
+        if said or self.spec.pass_name != "train" or self.step.module is None:
             return
-        if name := not_finite(step.module):
+        if name := not_finite(self.step.module):
             self.notes.append(
                 f"{NOT_FINITE} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
                 "precision` shows where a step overflows"
@@ -335,12 +310,12 @@ class _Cell:
                 model, counted_flops=None if compiled else counted.executed, needed_flops=counted.needed
             )
 
-    def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
+    def watch(self, watcher: Watcher, run: Run) -> Run:
         self.observer.on_measured(run)
         self.runner.begin(watcher.stage, watcher.num_steps)
         try:
             notes = watcher.record(
-                step, self.observer.on_step, on_export=lambda: self.runner.begin(watcher.export_stage, 0)
+                self.step, self.observer.on_step, on_export=lambda: self.runner.begin(watcher.export_stage, 0)
             )
         except Exception as error:  # out of memory or any other error must not cost what was measured
             if self.world is not None:
