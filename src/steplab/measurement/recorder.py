@@ -46,7 +46,6 @@ class ProfiledSteps:
         self._spans = Spans(nvtx=False)
         self._running = ExitStack()
         self._profiler: profile | None = None
-        self._has_failed = False
 
     def takes(self, number: int) -> bool:
         return self._steps.start - 1 <= number < self._steps.stop
@@ -59,7 +58,7 @@ class ProfiledSteps:
         return self._spans(name)
 
     def around_step(self, number: int, device: Device) -> AbstractContextManager[object]:
-        if number == self._steps.start - 1 and self._path and not self._profiler and not self._has_failed:
+        if number == self._steps.start - 1 and self._path and not self._profiler:
             self._start(device)
         return self._spans("warmup step" if number < self._steps.start else "step")
 
@@ -75,7 +74,7 @@ class ProfiledSteps:
             self._give_up(failure_of(error, None).message)
 
     def end(self, num_steps: int) -> None:
-        if self._path is None or self.trace or self._has_failed:
+        if self._path is None or self.trace:
             return
         with suppress(Exception):  # the trace is not kept
             self._running.close()
@@ -97,7 +96,7 @@ class ProfiledSteps:
             self.notes += note_on_left_out(left_out)
 
     def _give_up(self, why: str) -> None:
-        self._profiler, self._has_failed = None, True
+        self._profiler = self._path = None
         self.notes.append(f"profile: {why}")
 
 

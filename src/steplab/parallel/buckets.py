@@ -38,9 +38,6 @@ class Bucket(Protocol):
     def wait(self) -> Sequence[Tensor | None]:
         """Averages, each shaped as its parameter; None except on its owner."""
 
-    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Averages plus late gradients, for the next launch."""
-
     def release(self) -> None:
         """Drop gradients outside the bucket's memory."""
 
@@ -169,9 +166,6 @@ class CollectiveBucket:
             self._pending = None
         return self._averages
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return with_late(self.wait(), gradients, 1)
-
     def release(self) -> None:
         if self._buffer is None:
             self._averages = []
@@ -213,9 +207,6 @@ class OwnedBucket:
             pending.wait()
         self._pending = []
         return self._averages
-
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return with_late(self.wait(), gradients, self._collectives.size)
 
     def release(self) -> None:
         """All lie in the bucket's own memory."""

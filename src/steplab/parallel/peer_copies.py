@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from .buckets import Owners, dense, layout_of, views_of, with_late
+from .buckets import Owners, dense, layout_of, views_of
 from .peer_memory import PeerMemory, Piece
 from .sizes import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
 
@@ -143,25 +143,19 @@ class PeerCopies:
             self._unreturned = None
 
     def copy(self, copies: Sequence[Copies]) -> None:
-        if self.go_home and len(self.peers) > 1:
-            self.copy_in_turns(copies)
-        else:
-            self.copy_at_once(copies)
-
-    def copy_in_turns(self, copies: Sequence[Copies]) -> None:
-        """A turn begins when the next rank has ended the turn before."""
-        for targets, sources, sizes in copies:
-            if self._num_turns:
-                self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
+        """Between several peers in turns: one begins when the next rank has ended the turn before."""
+        if not self.go_home or len(self.peers) == 1:
+            targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
             if targets:
                 self.memory.copy(COPIES, targets, sources, sizes)
+            return
+        for in_turn in copies:
+            if self._num_turns:
+                self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
+            if in_turn[0]:
+                self.memory.copy(COPIES, *in_turn)
             self._num_turns += 1
             self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
-
-    def copy_at_once(self, copies: Sequence[Copies]) -> None:
-        targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
-        if targets:
-            self.memory.copy(COPIES, targets, sources, sizes)
 
     def await_launch(self, number: int) -> None:
         """The current stream waits until chunks up to this number are home."""
@@ -273,9 +267,6 @@ class PeerBucket:
         if self.number:
             self._copies.await_launch(self.number)
         return self._averages
-
-    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
 
     def release(self) -> None:
         while self in self._copies.under_way:

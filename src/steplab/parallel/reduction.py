@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .buckets import Bucket, Owners, refuse_sparse_gradient
+from .buckets import Bucket, Owners, refuse_sparse_gradient, with_late
 from .collectives import Collectives
 from .errors import UserError
 from .sharded_optimizer import ShardedOptimizer
@@ -247,10 +247,12 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch_again(self, late: Sequence[bool]) -> None:
+        size = 1 if self._owners is None else self._collectives.size
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):
                 self._launches.note(self._module)
-                bucket.launch(bucket.add(self._take(members)))
+                gradients = self._take(members)
+                bucket.launch(with_late(bucket.wait(), gradients, size))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
         gradients = [self._parameters[index].grad for index in indices]

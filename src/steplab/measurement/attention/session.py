@@ -147,8 +147,10 @@ class _Session:
             raise
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
-        self.runner.begin(f"{self._label(variants)}: {name}, warm-up")
-        study, call_s = self.study, 0.0
+        if not variants:
+            return
+        label, study, call_s = variants[0].spec.label, self.study, 0.0
+        self.runner.begin(f"{label}: {name}, warm-up")
         calls = {variant.index: variant.call(name) for variant in variants}
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
@@ -158,7 +160,7 @@ class _Session:
             return
         measured_s = study.measured_s * len(variants)
         repeats = repeats_within(measured_s, call_s, least=study.least_repeats, most=study.most_repeats)
-        self.runner.begin(f"{self._label(variants)}: {name}", repeats)
+        self.runner.begin(f"{label}: {name}", repeats)
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
             variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
@@ -192,7 +194,3 @@ class _Session:
         variant.ready.clear()
         self._after_failure(variant, variants if in_turns else ())
         return None
-
-    @staticmethod
-    def _label(variants: Sequence[AttentionVariant]) -> str:
-        return variants[0].spec.label if variants else "nothing"

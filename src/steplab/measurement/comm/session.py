@@ -14,7 +14,8 @@ on the number of calls by the slowest rank's time.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
 from statistics import median
 
 import torch
@@ -189,38 +190,30 @@ def _libraries(study: CommStudy) -> dict[str, str]:
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
-@dataclass(slots=True)
-class _Groups:
-    world: World
-    made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
+Group = tuple[dist.ProcessGroup | None, GroupCollectives | None]
+"""A cell's group, and its members' collectives; None for these if this rank is no member."""
 
-    def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        """None, None: this rank is not a member."""
-        key = (spec.transport, spec.world_size)
-        if key not in self.made:
-            self.made[key] = self._make(spec)
-        return self.made[key]
 
-    def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        # The processes' own group sends tensors of each device by the backend native to it.
-        if spec.world_size == self.world.size and spec.transport in ("nccl", "gloo"):
-            return None, GroupCollectives(None)
-        # With gloo for CPU tensors, through which the ranks agree, whatever moves the messages.
-        backend = "gloo" if spec.backend == "gloo" else "nccl"  # where the ranks of peer copies find each other as well
-        group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{backend}")
-        return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
+def _group_of(world: World, transport: str, backend: str, size: int) -> Group:
+    # The processes' own group sends tensors of each device by the backend native to it.
+    if size == world.size and transport in ("nccl", "gloo"):
+        return None, GroupCollectives(None)
+    # With gloo for CPU tensors, through which the ranks agree, whatever moves the messages.
+    moving = "gloo" if backend == "gloo" else "nccl"  # where the ranks of peer copies find each other as well
+    group = dist.new_group(list(range(size)), backend=f"cpu:gloo,cuda:{moving}")
+    return group, GroupCollectives(group) if world.rank < size else None
 
 
 class _Session:
     def __init__(self, study: CommStudy, world: World, runner: Runner, make: MakeCall) -> None:
         self.study, self.world, self.runner, self.make = study, world, runner, make
-        self._groups = _Groups(world)
+        self._group_of = cache(partial(_group_of, world))
 
     def measure(self, numbers: Sequence[int]) -> None:
         (index,) = numbers
         spec = self.study.cells[index]
         self._begin(spec, "first call")
-        group, collectives = self._groups.of(spec)
+        group, collectives = self._group_of(spec.transport, spec.backend, spec.world_size)
         found = None
         if collectives is not None:
             together = Together(device=self._device(spec), collectives=collectives)
