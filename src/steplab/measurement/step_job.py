@@ -130,7 +130,7 @@ class _Cell:
         if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
             self.notes.append(remark)
         self.runner.begin("build", 0)
-        marked = {"span": watcher.span} if watcher else {}
+        marked = {"span": watcher.span} if isinstance(watcher, StepProfiler) else {}
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = facts_of(workload)
         self.notes += workload.notes

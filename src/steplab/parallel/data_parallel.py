@@ -171,7 +171,7 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
+        return [[self._trained_names[index] for index in group] for group in self._reducer.members]
 
     @property
     def owners(self) -> Mapping[Tensor, int]:

@@ -129,7 +129,9 @@ class FlatParameters:
 
     def bring_back(self) -> None:
         """Move parameters with other memory back into the buffer."""
-        self._move_in(self._moved_out())
+        address, width = self._buffer.data_ptr(), self._buffer.element_size()
+        placed = enumerate(zip(self.params, self._slots.starts, strict=True))
+        self._move_in([i for i, (p, start) in placed if p.numel() and p.data_ptr() != address + start * width])
 
     def start_exchange(self) -> None:
         """Read nothing before `wait`."""
@@ -152,14 +154,6 @@ class FlatParameters:
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             pending.wait()
-
-    def _moved_out(self) -> list[int]:
-        address, width = self._buffer.data_ptr(), self._buffer.element_size()
-        return [
-            index
-            for index, (param, start) in enumerate(zip(self.params, self._slots.starts, strict=True))
-            if param.numel() and param.data_ptr() != address + start * width
-        ]
 
     def _move_in(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -99,9 +99,9 @@ class GradientReducer:
         self._names, self._parameters = names, tuple(parameters)
         self._strategy = strategy
         kinds = [(p.dtype, p.device) for p in parameters]
-        self._members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
-        self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
-        self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
+        self.members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
+        self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self.members])
+        self._bucket_of = {index: place for place, group in enumerate(self.members) for index in group}
         self._collectives, self._launches, self._module = collectives, launches, launches.join()
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
@@ -120,10 +120,6 @@ class GradientReducer:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    @property
-    def buckets(self) -> list[list[int]]:
-        return [list(group) for group in self._members]
 
     @property
     def shared_bytes(self) -> int:
@@ -180,7 +176,7 @@ class GradientReducer:
             present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
             on_any, late_on_any = self._exchange(present, late)
             self._launch_again(late_on_any)
-        sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
+        sizes = [sum(self._parameters[index].nbytes for index in group) for group in self.members]
         arriving = deque(runs_of(sizes, sum(sizes) / parts))
         try:
             while arriving:
@@ -223,23 +219,23 @@ class GradientReducer:
         found: list[nn.Parameter] = []
         self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves all
         for place in places:
-            for index, average in zip(self._members[place], self._buckets[place].wait(), strict=True):
+            for index, average in zip(self.members[place], self._buckets[place].wait(), strict=True):
                 self._parameters[index].grad = average if present[index] else None
                 found.append(self._parameters[index])
             self._buckets[place].release()
-            self._ready.difference_update(self._members[place])
+            self._ready.difference_update(self.members[place])
         return found
 
     def _begin(self) -> None:
         self._next, self._has_failed = 0, False
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
-        self._missing = [sum(self._expected[index] for index in group) for group in self._members]
+        self._missing = [sum(self._expected[index] for index in group) for group in self.members]
 
     @torch.no_grad()  # a backward pass with create_graph records what its hooks do
     def _launch_next(self) -> None:
-        gradients = self._take(self._members[self._next])
-        for index, gradient in zip(self._members[self._next], gradients, strict=True):
+        gradients = self._take(self.members[self._next])
+        for index, gradient in zip(self.members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
         self._launches.note(self._module)
         self._buckets[self._next].launch(gradients)
@@ -248,7 +244,7 @@ class GradientReducer:
     @torch.no_grad()
     def _launch_again(self, late: Sequence[bool]) -> None:
         size = 1 if self._owners is None else self._collectives.size
-        for bucket, members in zip(self._buckets, self._members, strict=True):
+        for bucket, members in zip(self._buckets, self.members, strict=True):
             if any(late[index] for index in members):
                 self._launches.note(self._module)
                 gradients = self._take(members)

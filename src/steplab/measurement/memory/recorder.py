@@ -27,7 +27,6 @@ from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMark
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
-from steplab.ops.attention.plain import Span, no_span
 from steplab.printing import MARK
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
@@ -49,10 +48,6 @@ class MemoryRecorder:
         if device.torch_device.type not in ("cpu", "cuda"):
             why = "its allocator keeps no history and reports nothing to torch.profiler"
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
-
-    @property
-    def span(self) -> Span:
-        return no_span
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
         """Runs two steps, and records the second. The marks name gaps."""
