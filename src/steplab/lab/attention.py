@@ -96,8 +96,8 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """Of a grid, of fields of cells (values or lists), or both; by default the device's grid. Raises UserError with the
-    valid values.
+    """The benchmark of a grid, of cells' fields (values or lists), or both; by default the device's grid. Raises
+    UserError with the valid values.
     """
     fields, asked = ATTENTION.asked(given)
     check_device(asked.device)

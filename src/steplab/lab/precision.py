@@ -108,7 +108,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """In these precisions, or in all that other fields allow: bf16_master needs an optimizer with masters."""
+    """In these precisions, or in each that other fields allow: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

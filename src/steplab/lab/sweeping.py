@@ -250,7 +250,7 @@ def sweep(
 
 
 def missing_jobs(study: StudySpec, *, store: Path | str | None = None) -> list[StudyJob]:
-    """What `sweep` with `resume` would measure."""
+    """The measurements that `sweep` with `resume` would make."""
     study, finished = fitted(study, visible_gpus()), set[str]()
     if has_store(store):
         with open_store(store, write=False) as opened:

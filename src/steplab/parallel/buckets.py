@@ -224,7 +224,7 @@ def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
 
 
 def refuse_sparse_gradient(name: str, gradient: Tensor) -> None:
-    """Raise Unsupported for a sparse gradient of no embedding module."""
+    """Raise Unsupported for a sparse gradient, such as torch.nn.functional.embedding's."""
     if gradient.layout is not torch.strided:
         what = f"data parallelism with a sparse gradient of {name}"
         raise Unsupported(what, f"buckets hold {_ALL}", "use sparse=False")

@@ -135,7 +135,7 @@ class DataParallel(nn.Module):
             pass
 
     def finish_in_parts(self, parts: int = 4) -> Generator[list[nn.Parameter], None, None]:
-        """As finish_gradient_synchronization, but yields parameters as soon as they have averages, to update them
+        """Like finish_gradient_synchronization, but yields parameters as soon as they have averages, to update them
         meanwhile:
 
             for parameters in model.finish_in_parts():

@@ -107,8 +107,8 @@ def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paral
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
-    """Shards along fsdp, and replicates along dp. Raises Unsupported for a parameter in two units, and for sparse
-    gradients.
+    """Shards along fsdp, and replicates along dp. Raises Unsupported for a parameter that units share with each other
+    or with the rest, and for sparse gradients.
     """
     refuse_shared(module, units)
     refuse_sparse(module, "sharding", "shards")

@@ -38,7 +38,7 @@ from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
-"""Multiple of the requested warm-up, after which unsettled calls are timed all the same."""
+"""Multiple of the requested warm-up; then even unsettled calls are timed."""
 _SETTLED = 1.5
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100

@@ -34,7 +34,7 @@ class StepSightings:
         self._open: list[tuple[int, str, int]] = []
         self.owners: list[Owned] = []
         self.kept: list[Saved] = []
-        """Of the last micro-step, in the order of their nodes."""
+        """Tensors saved for backward in the last micro-step, in the order of their nodes."""
         self.kept_moment: int | None = None
         self.loss_address: int | None = None
         self.block_inputs: dict[str, tuple[tuple[int, ...], str]] = {}

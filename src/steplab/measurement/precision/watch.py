@@ -123,7 +123,7 @@ class NumericsWatch:
     ) -> None:
         """`low`: the audited type. `reference`: the fp32 run; None: this is it."""
         self.exponents = Exponents()
-        """Of `all_gradients`; only of a reference."""
+        """Exponents of `all_gradients`, in a reference alone."""
         self.all_gradients = Tally()
         """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference

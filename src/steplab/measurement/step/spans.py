@@ -35,7 +35,7 @@ class Spans:
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
-        """Each submodule of `module` marks its forward pass by its dotted name. Yields names of those without ranges,
+        """Each submodule of `module` marks its forward pass by its dotted name. Yields the names of unmarked ones,
         because hooks would change their run.
         """
         hooks, left_out = self._attach(module) if module is not None else ([], ())
