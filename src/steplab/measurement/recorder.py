@@ -13,7 +13,6 @@ from torch import nn
 from torch.profiler import profile
 
 from steplab.errors import UserError
-from steplab.measurement.clock import Marks
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import read_clocks, read_environment, samples_of_rank
 from steplab.measurement.machine.failures import failure_of, refused_memory
@@ -101,13 +100,16 @@ class ProfiledSteps:
         self.notes.append(f"profile: {why}")
 
 
+Span = tuple[Any, Any]
+
+
 @dataclass(slots=True)
 class _Step:
     number: int
     """From 0, without steps that raised."""
     start: Any
     end: Any = None
-    parts: dict[str, list[Marks]] = field(default_factory=dict)
+    parts: dict[str, list[Span]] = field(default_factory=dict)
 
 
 class Recorder:
