@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steplab.parallel.peer_memory import Piece
+from steplab.parallel.peer_memory import PeerMemory, Piece
 
 LONGEST_S = 20.0
 NUM_LINES = 2
 Work = Callable[[], None]
 
 
-class SharedMemory:
+class SharedMemory(PeerMemory):
     def __init__(self, delay_s: float = 0.0) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
         self.copied_bytes = 0
-        self._lines: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(NUM_LINES)]
-        for number, line in enumerate(self._lines):
+        self._queues: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(NUM_LINES)]
+        for number, line in enumerate(self._queues):
             delays = random.Random(NUM_LINES * self.rank + number)
             threading.Thread(target=_serve, args=(line, delays, delay_s), daemon=True).start()
             weakref.finalize(self, line.put, None)
@@ -56,30 +56,30 @@ class SharedMemory:
 
     def follow_line(self, line: int, other: int) -> None:
         reached = threading.Event()
-        self._lines[other].put(reached.set)
-        self._lines[line].put(lambda: _reach(reached))
+        self._queues[other].put(reached.set)
+        self._queues[line].put(lambda: _reach(reached))
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
         _await(self.counters, self.rank, counters, value)
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
         copies = list(zip(targets, sources, sizes_bytes, strict=True))
-        self._lines[line].put(lambda: _copy(copies))
+        self._queues[line].put(lambda: _copy(copies))
         self.copied_bytes += sum(sizes_bytes)
 
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
         firsts = [others + row * distance_bytes for row in range(self.size - 1)]
-        self._lines[line].put(lambda: _mean(pieces, target, firsts, dtype))
+        self._queues[line].put(lambda: _mean(pieces, target, firsts, dtype))
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
         counters = self.counters
-        self._lines[line].put(lambda: _set(counters, places, value))
+        self._queues[line].put(lambda: _set(counters, places, value))
 
     def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
         numbers, rank = self.counters, self.rank
-        self._lines[line].put(lambda: _await(numbers, rank, counters, value))
+        self._queues[line].put(lambda: _await(numbers, rank, counters, value))
 
 
 def _serve(line: "queue.SimpleQueue[Work | None]", delays: random.Random, delay_s: float) -> None:

@@ -14,7 +14,7 @@ from steplab.errors import Unsupported
 from steplab.measurement.comm.calls import Buffers, Call, MakeCall, make_call, peer_copy_call
 from steplab.measurement.comm.session import measure_comm
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.parallel.collectives import GroupCollectives
@@ -34,7 +34,7 @@ def world() -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         host=f"host{dist.get_rank()}",
-        device=HostClockDevice(torch.device("cpu")),
+        device=Device(torch.device("cpu")),
         backend="gloo",
         collectives=GroupCollectives(),
     )

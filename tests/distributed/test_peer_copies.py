@@ -219,11 +219,11 @@ class LoggedMemory(SharedMemory):
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
         began_s: list[float] = []
-        self._lines[line].put(lambda: began_s.append(time.monotonic()))
+        self._queues[line].put(lambda: began_s.append(time.monotonic()))
         super().copy(line, targets, sources, sizes_bytes)
         (rank,) = {self.rank_of(target) for target in targets}
         lands = targets[0] - self.everyone[rank].data_ptr() >= self.averages_bytes
-        self._lines[line].put(lambda: self.log.append(Copied(rank, lands, began_s[0], time.monotonic())))
+        self._queues[line].put(lambda: self.log.append(Copied(rank, lands, began_s[0], time.monotonic())))
 
     def rank_of(self, address: int) -> int:
         starts = [memory.data_ptr() for memory in self.everyone]

@@ -19,7 +19,7 @@ from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.attention.session import measure_attention
 from steplab.measurement.attention.variant import make_attention, make_inputs
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.conversation import Listener
 from steplab.measurement.processes.launch import measure_cells
@@ -31,18 +31,18 @@ from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.specs.attention import AttentionSpec, AttentionStudy
 
-CPU = HostClockDevice(torch.device("cpu"))
+CPU = Device(torch.device("cpu"))
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 AttentionFn = Callable[..., Tensor]
 
 
-class FakeClock(HostClockDevice):
+class FakeClock(Device):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.time_s = 0.0
         self.marks = 0
 
-    def mark(self) -> float:  # type: ignore[override]
+    def mark(self) -> float:
         self.marks += 1
         return self.time_s
 

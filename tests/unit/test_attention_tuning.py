@@ -27,7 +27,7 @@ from tests.unit.worker_tasks import behave
 from torch import Tensor
 
 from steplab.measurement import clock
-from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Kernel, Tiles, read_table
@@ -174,10 +174,10 @@ def test_a_kernel_that_is_wrong_is_named(
     assert [part for part in said.split("|") if part in check(small(kernel))]
 
 
-class FakeClock(HostClockDevice):
+class FakeClock(Device):
     time_s = 0.0
 
-    def mark(self) -> float:  # type: ignore[override]
+    def mark(self) -> float:
         return self.time_s
 
     def seconds_between(self, start: float, end: float) -> float:

@@ -26,7 +26,7 @@ from steplab.lab.planning import plan_memory, plan_steps, plan_time
 from steplab.lab.profiling import with_compiled_shares
 from steplab.measurement.jobs import JOBS, StepTask
 from steplab.measurement.observer import Observer
-from steplab.measurement.processes.launch import Answer
+from steplab.measurement.processes.conversation import Listener
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.plan.dry_run.allocator import Ledger, Peak
@@ -439,9 +439,11 @@ def test_nothing_is_predicted_of_another_device_and_of_what_is_compiled(changed:
     assert with_compiled_shares(run) is run
 
 
-def asked_here(job: str, task: object, **options: object) -> Answer:
+def asked_here(job: str, task: object, **options: object) -> Listener:
     result = JOBS[job].do(msgspec.Raw(encode(task)), Observer(), None)
-    return Answer(result=msgspec.json.decode(encode(result), type=JOBS[job].result), environment=None, measured=None)
+    listener = Listener(JOBS[job])
+    listener.result = msgspec.json.decode(encode(result), type=JOBS[job].result)
+    return listener
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.memory.recorder import MemoryRecorder
-from steplab.measurement.step.graphed import GraphedStep, Step
+from steplab.measurement.step.graphed import CudaGraphs, GraphedStep, Step
 from steplab.measurement.step.step import ModelStep, WholeStep
 from steplab.model.workload import Workload
 from steplab.plan.memory import predict_memory
@@ -28,12 +28,13 @@ STEPS = 5
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
-class CallsAgain:
+class CallsAgain(CudaGraphs):
     def __init__(self) -> None:
         self.recorded: list[Callable[[], None]] = []
 
-    def apart(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        yield
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.recorded.append(run)

@@ -18,11 +18,12 @@ from tests.unit.memory_records import watched_run
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
 from steplab.lab.explaining import memory_references
-from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
+from steplab.lab.memory import import_snapshot, marks_beside, memory, read_memory
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.step_job import measure_here
+from steplab.plan.memory import predict_memory
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
 from steplab.records.run import Run
@@ -236,7 +237,8 @@ def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
         gc.collect()  # what an earlier step left would be found alive before this one
         measure_here(spec, Observer(), partial(MemoryRecorder, snapshot=snapshot, marks=marks_beside(snapshot)))
         profile = read_memory(snapshot, lambda progress: None)
-        return {name: size for name, size in profile.at_peak.items() if size}, predicted_memory(spec).at_peak
+        predicted = predict_memory(dataclasses.replace(spec, device="auto"))
+        return {name: size for name, size in profile.at_peak.items() if size}, predicted.at_peak
 
     (measured_once, predicted_once), (measured, predicted) = peaks(), peaks(accumulation=3)
     # An allocator's rounding aside, the CPU differs from CUDA in cuBLAS's workspaces and in what its norms keep.

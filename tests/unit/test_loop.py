@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised
-from steplab.records.memory import AllocatorState, PeakMemory
+from steplab.measurement.machine.device import Device
+from steplab.records.memory import PeakMemory
 from steplab.records.timing import PhaseSamples
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """A device with a queue: a phase costs the host a launch and the device some work, which may continue alone. Times
     are whole seconds, so sums are exact.
     """
@@ -50,9 +51,6 @@ class FakeDevice:
 
     def reset_peak(self) -> None:
         self.events.append("reset peak")
-
-    def allocator_state(self) -> AllocatorState | None:
-        return None
 
     def peak(self, phase: str) -> PeakMemory | None:
         self.events.append(f"peak of {phase}")

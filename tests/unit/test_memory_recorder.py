@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
-from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.measurement.memory import recorder as under_test
 from steplab.measurement.memory.cpu_history import storages_in_sight
 from steplab.measurement.memory.marks import StepMarks
@@ -490,7 +490,7 @@ def test_the_line_that_asked_is_found_and_autograd_has_none(watched: Watched) ->
 # --- two witnesses, on a device that keeps a history ------------------------------------------------------
 
 
-class CountingDevice(HostClockDevice):
+class CountingDevice(Device):
     def peak(self, phase: str) -> Any:
         return PeakMemory(phase=phase, peak_allocated_bytes=1000, peak_reserved_bytes=2000)
 

@@ -5,7 +5,7 @@ torch = pytest.importorskip("torch")
 from steplab.errors import Unsupported, UserError  # noqa: E402
 from steplab.measurement.machine import device as opening  # noqa: E402
 from steplab.measurement.machine import world  # noqa: E402
-from steplab.measurement.machine.device import CudaDevice, HostClockDevice, open_device  # noqa: E402
+from steplab.measurement.machine.device import CudaDevice, Device, open_device  # noqa: E402
 from steplab.measurement.machine.torchrun import ProcessPlace  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def test_a_gpu_is_opened_by_its_number(two_gpus: list[int], name: str, number: i
 
 @pytest.mark.usefixtures("two_gpus")
 def test_beside_gpus_the_cpu_is_opened_only_by_name() -> None:
-    assert isinstance(open_device("cpu"), HostClockDevice)
+    assert isinstance(open_device("cpu"), Device)
     for missing, named in (("cuda:2", "cuda:2"), ("mps", "mps")):
         with pytest.raises(Unsupported) as refused:
             open_device(missing)

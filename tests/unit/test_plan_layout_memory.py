@@ -203,7 +203,7 @@ class RankZero:
         self.size, self.shared_bytes = size, 0
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[torch.Tensor, list[int]]:
-        self.shared_bytes += num_bytes + 64 * num_counters  # as SymmetricMemory has counters
+        self.shared_bytes += num_bytes + 64 * num_counters  # as PeerMemory has counters
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta"), [0] * self.size
 
 

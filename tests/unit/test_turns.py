@@ -16,7 +16,7 @@ from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab import turns as lab_turns
 from steplab.lab.turns import Compared, ab
-from steplab.measurement.jobs import StepTask, TurnsTask
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes import turns as processes
 from steplab.measurement.processes.conversation import Surroundings
@@ -66,13 +66,13 @@ class Device:
 class Process:
     def __init__(self, device: Device, request: Any, listener: Any) -> None:
         self.device, self.listener, self.turns = device, listener, list[Turn]()
-        self.task: TurnsTask | None = None
+        self.task: StepTask | None = None
         self.ended = False
         if request is not None:
             self.begin(request, None)
 
     def begin(self, request: Any, timeout_s: float | None) -> None:
-        self.task = msgspec.json.decode(request.task, type=TurnsTask)
+        self.task = msgspec.json.decode(request.task, type=StepTask)
 
     def listen(self) -> Failure | None:
         if self.task is None:
@@ -92,7 +92,7 @@ class Process:
             return KILLED
         self.device.order.append((context, turn.steps))
         run = self.device.run(self.task.spec, sum(each.steps for each in self.turns))
-        told = Turns(session=self.task.session, label=self.task.label, turns=tuple(self.turns))
+        told = dataclasses.replace(sure(self.task.turns), turns=tuple(self.turns))
         self.listener.measured = dataclasses.replace(run, turns=told)
         return None
 

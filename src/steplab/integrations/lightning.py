@@ -25,36 +25,36 @@ class SteplabCallback(RecordingCallback, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = self._name or type(pl_module).__name__
-        self._training.begin(name, device=trainer.strategy.root_device, model=pl_module)
+        self._begin(name, device=trainer.strategy.root_device, model=pl_module)
         self._step_before = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._training.begin_step()
-        self._training.begin_phase("forward")
+        self._begin_step()
+        self._begin_phase("forward")
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Lightning zeroes gradients before the backward pass, which ends forward."""
-        self._training.end_phase()
+        self._end_phase()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        self._training.begin_phase("backward")
+        self._begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.end_phase()
+        self._end_phase()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._training.begin_phase("optimizer")
+        self._begin_phase("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._training.end_phase()
+        self._end_phase()
         if trainer.global_step > self._step_before:
             self._step_before = trainer.global_step
-            self._training.end_step()
+            self._end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.end()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._training.end(exception)
+        self._end(exception)

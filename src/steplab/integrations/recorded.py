@@ -16,69 +16,8 @@ from steplab.measurement.recorder import Recorder
 from steplab.records.run import Run
 
 
-class RecordedTraining:
-    """The record of one training. Misplaced calls, such as a phase outside a step, do nothing."""
-
-    def __init__(self, **options: Any) -> None:
-        self.run: Run | None = None
-        """The record once stored, only on the first rank."""
-        self._options = options
-        self._recorder: Recorder | None = None
-        self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
-        self._inside = False
-
-    @property
-    def is_running(self) -> bool:
-        return self._recorder is not None
-
-    def begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
-        """`model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
-        opened = recorder(name, model=model, device=device, **self._options)
-        self._inside = False
-        self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
-        self._recorder = self._open.enter_context(opened)
-
-    def begin_step(self) -> None:
-        if self._recorder and not self._inside:
-            self._step.enter_context(self._recorder.step())
-            self._inside = True
-
-    def begin_phase(self, name: str) -> None:
-        if self._recorder and self._inside:
-            self._phase.close()
-            self._phase.enter_context(self._recorder.phase(name))
-
-    def end_phase(self) -> None:
-        if self._inside:
-            self._phase.close()
-
-    def end_step(self) -> None:
-        if self._recorder and self._inside:
-            self._phase.close()
-            self._step.close()
-            self._inside = False
-            if self._recorder.is_complete:
-                self.end()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Store the record, failed if there is an `error`; a failing store only warns."""
-        ended, self._recorder = self._recorder, None
-        if ended is None:
-            return
-        if self._inside:  # an unfinished step does not count
-            stopped = error or KeyboardInterrupt()
-            self._phase.__exit__(type(stopped), stopped, stopped.__traceback__)
-            self._step.__exit__(type(stopped), stopped, stopped.__traceback__)
-            self._inside = False
-        try:
-            self._open.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        except SteplabError as failure:  # training continues
-            warn_caller(UserWarning(f"steplab: {failure}"))
-        self.run = ended.run
-
-
 class RecordingCallback:
-    """Options and record common to all trainers' callbacks."""
+    """Opens, closes and stores a recorder. Misplaced calls, such as a phase outside a step, do nothing."""
 
     def __init__(
         self,
@@ -92,23 +31,64 @@ class RecordingCallback:
         profile: range | None = None,
         store: Path | str | None = None,
     ) -> None:
-        """Takes the options of `steplab.recorder`.
-
-        `profile=range(20, 23)` profiles steps 20 to 22, from 0. `tokens_per_step` and `flops_per_step` are over all
-        ranks.
-        """
+        """Takes the options of `steplab.recorder`; tokens and FLOPs are over all ranks."""
         self._name = name
-        self._training = RecordedTraining(
-            tokens_per_step=tokens_per_step,
-            flops_per_step=flops_per_step,
-            precision=precision,
-            warmup=warmup,
-            steps=steps,
-            profile=profile,
-            store=store,
-        )
-
-    @property
-    def run(self) -> Run | None:
+        self._options: dict[str, Any] = {
+            "tokens_per_step": tokens_per_step,
+            "flops_per_step": flops_per_step,
+            "precision": precision,
+            "warmup": warmup,
+            "steps": steps,
+            "profile": profile,
+            "store": store,
+        }
+        self.run: Run | None = None
         """The record once stored; None before, and on later ranks."""
-        return self._training.run
+        self._recorder: Recorder | None = None
+        self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
+        self._inside = False
+
+    def _begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
+        """`model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
+        opened = recorder(name, model=model, device=device, **self._options)
+        self._inside = False
+        self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
+        self._recorder = self._open.enter_context(opened)
+
+    def _begin_step(self) -> None:
+        if self._recorder and not self._inside:
+            self._step.enter_context(self._recorder.step())
+            self._inside = True
+
+    def _begin_phase(self, name: str) -> None:
+        if self._recorder and self._inside:
+            self._phase.close()
+            self._phase.enter_context(self._recorder.phase(name))
+
+    def _end_phase(self) -> None:
+        if self._inside:
+            self._phase.close()
+
+    def _end_step(self) -> None:
+        if self._recorder and self._inside:
+            self._phase.close()
+            self._step.close()
+            self._inside = False
+            if self._recorder.is_complete:
+                self._end()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """A failing store only warns."""
+        ended, self._recorder = self._recorder, None
+        if ended is None:
+            return
+        if self._inside:  # an unfinished step does not count
+            stopped = error or KeyboardInterrupt()
+            self._phase.__exit__(type(stopped), stopped, stopped.__traceback__)
+            self._step.__exit__(type(stopped), stopped, stopped.__traceback__)
+            self._inside = False
+        try:
+            self._open.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        except SteplabError as failure:  # training continues
+            warn_caller(UserWarning(f"steplab: {failure}"))
+        self.run = ended.run

@@ -1,7 +1,4 @@
-"""A record for experiment trackers: flat parameters, figures and files.
-
-`steplab export --tracker` passes it to MLflow and W&B; docs/report.md shows others.
-"""
+"""A record for experiment trackers: parameters, figures and files (docs/report.md)."""
 
 import os
 import re
@@ -28,7 +25,7 @@ _UNUSUAL = re.compile(r"[^\w.-]+")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
     id: str
-    """Id for folders and runs, without characters that could leave a folder."""
+    """Without characters that could leave a folder."""
     name: str
     created: datetime
     is_ok: bool
@@ -36,7 +33,7 @@ class Tracked:
     metrics: Mapping[str, float]
     """Figures in base units; names end in the unit, as in JSON and CSV."""
     files: Mapping[str, bytes]
-    """File contents by name: record.json with raw samples, and report.html if given."""
+    """Contents by name: record.json with raw samples, and report.html if given."""
 
 
 def tracked(record: Record, page: str = "") -> Tracked:

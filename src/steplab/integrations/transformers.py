@@ -33,35 +33,35 @@ class SteplabCallback(RecordingCallback, TrainerCallback):
         # A compiled model would trace hooks into its graph, or recompile for them.
         hooked = not (args.torch_compile or minds_hooks(model))
         name = self._name or getattr(args, "run_name", None) or ""
-        self._training.begin(name, device=args.device, model=model if hooked else None)
+        self._begin(name, device=args.device, model=model if hooked else None)
         if hooked:
             before = model.register_forward_pre_hook(self._on_forward, prepend=True)
             self._hooks = (before, model.register_forward_hook(self._on_output))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._training.begin_step()
+        self._begin_step()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._training.end_phase()
+        self._end_phase()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._training.begin_phase("optimizer")
+        self._begin_phase("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End a step; after the last recorded one, remove the hooks."""
-        self._training.end_step()
-        if not self._training.is_running:
+        self._end_step()
+        if self._recorder is None:
             self._remove_hooks()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._training.end()
+        self._end()
         self._remove_hooks()
 
     def _on_forward(self, module: nn.Module, arguments: Any) -> None:
-        self._training.begin_phase("forward")
+        self._begin_phase("forward")
 
     def _on_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._training.begin_phase("backward")
+        self._begin_phase("backward")
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -32,7 +32,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
 _MOST_PROCESSES = 3
-"""Most processes of a comparison with one process per turn: the fastest step, the other, the fastest again."""
+"""With one process per turn: the fastest step, the other, the fastest again."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class Walk:
     outlook: Outlook
     steps: int
     budget_s: float | None
-    """After these seconds no further change is tried; None: no limit."""
+    """Seconds after which no change is tried; None: no limit."""
     clock: Callable[[], float]
     on_change: Callable[[str], None]
     on_attempt: Callable[[Attempt], None]
@@ -53,7 +53,6 @@ class Walk:
     _turns: list[float] = field(default_factory=list)
 
     def go(self, spec: StepSpec) -> None:
-        """Search until no change or time is left."""
         self._began_s = self.clock()
         start = self._built("start", spec, "the step as given", by_itself=True)
         took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
@@ -93,7 +92,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """The fastest step's time over the first's, else the product of kept changes' ratios; None without these."""
+        """The fastest step's time over the first's, else the product of kept changes' ratios."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -105,7 +104,7 @@ class Walk:
         return self.outlook.candidates(self.best, trial_s, alternating=bool(self.taking.session.alternating))
 
     def leave(self, side: Side) -> Run | None:
-        """Ends a side; its record, or None without a turn before an interruption."""
+        """None without a turn before an interruption."""
         if self.interrupted and side.run is None and not side.failure:
             return None
         return self.taking.leave(side)
@@ -161,7 +160,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """True if the end of the budget cut a turn short; earlier turns stay. The change then counts as not tried."""
+        """True if the budget's end cut a turn short; the change then counts as not tried, and earlier turns stay."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
             return False
@@ -182,9 +181,8 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """Start a side. Raises UserError for a step that the device, or this build of torch, refuses.
-
-        by_itself: find out if it runs, where and how fast; with a process per turn this takes one.
+        """by_itself: measure it at once, with a process per turn. Raises UserError for a step that the device
+        refuses.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -202,8 +200,8 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Alternate two sides. If all processes so far stayed in memory together, a step that does not fit with them is
-        dropped: a process per turn would hide small gains, also later ones.
+        """If all processes so far stayed in memory together, a step that does not fit with them is dropped: a process
+        per turn would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
@@ -232,7 +230,7 @@ class Walk:
 
 
 def _lacks_memory(side: Any) -> bool:
-    """Out of memory on a CPU, the kernel ends the process."""
+    """On a CPU the kernel ends the process."""
     failure = side.failure
     return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
 

@@ -1,4 +1,4 @@
-"""Benchmark attention: measure a study's cells, store them as one record, and explain cells that ran out of memory."""
+"""Benchmark attention: measure a study's cells, store one record, and explain cells that ran out of memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,6 @@ def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> Attent
 
 
 def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
-    """Cells of one shape alternate."""
     numbers = {cell: number for number, cell in enumerate(study.cells)}
     return Cells(
         job="attention",
@@ -75,8 +74,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """Tensors of the smallest plain attention that runs out of memory: computed for a known GPU, `hardware`, else from
-    the newest stored benchmark with one. Raises UserError without one.
+    """Tensors of the smallest plain attention that runs out of memory: on the GPU `hardware`, else in the newest stored
+    benchmark with one. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -97,7 +96,7 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark of a grid, of fields of cells (values or lists), or both; by default the device's grid. Raises
+    """The benchmark of a grid, of cells' fields (values or lists), or both; by default the device's grid. Raises
     UserError with the valid values.
     """
     fields, asked = ATTENTION.asked(given)

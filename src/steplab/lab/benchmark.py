@@ -1,4 +1,4 @@
-"""Run any benchmark of several cells: measure them, report each as it ends, and store one record of all."""
+"""Measure a benchmark's cells, report each as it ends, and store one record of all."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Measuring(TypedDict, total=False):
     name: str
     store: Path | str | None
     timeout_s: float | None
-    """Longest time of one cell in seconds, or longest pause if it reports progress; None: no limit."""
+    """Seconds of one cell, or of the longest pause if it reports progress; None: no limit."""
     on_progress: OnProgress
     on_cell: Callable[[int, Any], None]
     place: Place | None
@@ -46,12 +46,11 @@ def measure_benchmark(
 ) -> Run:
     """Measure the cells and store the record, also after an interruption.
 
-    `run` is the record without its cells. `with_costs` adds figures that follow from a cell's spec; `with_facts` adds
-    the ranks' facts; `with_traces` reads traces after all measuring, which it would slow; `concluded` adds figures over
-    all cells.
+    `run` has no cells yet. `with_costs` adds figures to a cell, `with_facts` the ranks' facts, `concluded` figures over
+    all cells; `with_traces` reads traces after all measuring.
 
-    Under torchrun every process calls it, and only the first stores the record. Raises UserError for an unsupported
-    request, and SteplabError if the store cannot be written.
+    Under torchrun every process calls it, and the first stores. Raises UserError for an unsupported request, and
+    SteplabError if the store cannot be written.
     """
     run = dataclasses.replace(run, name=checked_name(how.get("name", "")))
     ended: dict[int, Cell] = {}

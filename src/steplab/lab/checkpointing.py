@@ -1,7 +1,6 @@
-"""Chooses the checkpointing of a step that requests `auto`: the least recomputation that fits its GPU.
+"""The checkpointing of a step that requests `auto`: the least recomputation that fits its GPU by `plan memory`.
 
-Candidates are none; selective, without repeated matrix products; full for as few of the first blocks as possible. `plan
-memory` decides the fit.
+In order: none; selective, without repeated matrix products; full for as few of the first blocks as possible.
 """
 
 import bisect
@@ -42,10 +41,8 @@ class Room:
 
 
 def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Chosen:
-    """The step with its checkpointing chosen for a GPU, by default this machine's, if it requests `auto`.
-
-    Without a GPU it recomputes no block. Raises UserError for a step that does not fit even with full checkpointing,
-    and for unpredictable memory.
+    """For this machine's GPU by default; without one, no block is recomputed. Raises UserError for a step that does not
+    fit even with full checkpointing, and for unpredictable memory.
     """
     if spec.checkpointing != AUTO:
         return Chosen(spec=spec)
@@ -124,7 +121,7 @@ def _room_of(gpu: HardwareSpec) -> Room:
 
 
 def _room_here(spec: StepSpec) -> Room | None:
-    """The memory of the step's GPU; None without a GPU. Raises UserError if unknown."""
+    """None without a GPU. Raises UserError if its memory is unknown."""
     kind, _, number = spec.device.partition(":")
     if kind != "cuda" and not (kind == "auto" and visible_gpus()):
         return None

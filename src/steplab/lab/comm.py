@@ -1,4 +1,4 @@
-"""Benchmark collectives: measure a study's cells, fit the machine's communication profile, store one record."""
+"""Benchmark collectives: measure a study's cells, fit the communication profile, store one record."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,10 +49,8 @@ def comm(
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The benchmark of fields of cells (values or lists) and options, and its device, cuda or cpu.
-
-    The default number of processes is torchrun's, else one per GPU if there are two or more, else two. Raises UserError
-    with the valid values.
+    """The study, and its device, cuda or cpu. Processes are by default torchrun's, else one per GPU if there are
+    several, else two. Raises UserError with the valid values.
     """
     fields, asked = COMM.asked(given)
     count, device = _processes(asked.gpus, asked.processes)
@@ -141,8 +139,8 @@ def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
-    """Lines through median times, without `left_out`: one per collective, transport, number format and world size; for
-    several world sizes also one with a term per rank.
+    """Lines through median times: one per collective, transport, number format and world size; for several world sizes
+    also one with a term per rank.
     """
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
@@ -163,7 +161,7 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
 
 
 def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
-    """Cells with unsettled call times, unless too few settled ones remain for their line."""
+    """Cells with unsettled times, unless too few settled ones remain for their line."""
     groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
     for cell in cells:
         groups.setdefault(_line_of(cell.spec), []).append(cell)

@@ -1,4 +1,4 @@
-"""Compare two sides' records, and the store's equal runs commit by commit."""
+"""Compare two sides' records, and equal runs commit by commit."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from steplab.records.record import Record
 from steplab.records.rows import Row
 from steplab.records.run_figures import RUN_FIGURES
 from steplab.specs.step import FIELDS, STEP_FIELDS
+from steplab.specs.step_fields import StepField
 
 METRICS = tuple(figure.key for figure in RUN_FIGURES if not figure.is_words)
 
@@ -93,15 +94,14 @@ def _matches(row: Row, fields: Mapping[str, Sequence[object]]) -> bool:
 def _series(key: str, rows: Sequence[Row], threshold: float) -> Series:
     points = tuple(_points(key, rows))
     first = rows[0]
-    said = (field.say(first[field.column]) for field in STEP_FIELDS if _is_said(field.column, first))
+    said = (field.say(first[field.column]) for field in STEP_FIELDS if _is_said(field, first))
     label = " · ".join([*said, str(first.get("device") or "device not known")])
     changes = change_points([point.value for point in points], threshold=threshold)
     return Series(label=label, metric=key, points=points, changes=changes)
 
 
-def _is_said(column: str, row: Row) -> bool:
-    field = next(field for field in STEP_FIELDS if field.column == column)
-    value = row.get(column)
+def _is_said(field: StepField, row: Row) -> bool:
+    value = row.get(field.column)
     quiet = field.about.quiet and str(value) == str(field.default)
     return field.about.role in ("size", "what") and value is not None and not quiet
 

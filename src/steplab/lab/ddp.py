@@ -29,7 +29,7 @@ from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""The link is fitted to these variants' communication alone: all-reduces, launched without waiting."""
+"""Variants whose communication alone the link is fitted to: all-reduces, launched without waiting."""
 _POINTS_A_DECADE = 12
 
 
@@ -62,9 +62,8 @@ def ddp(
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """Each rank's step, and the number of ranks: requested, torchrun's, or two.
-
-    On a CPU the defaults make a small step. Raises UserError for contradictions.
+    """Each rank's step, and the number of ranks: requested, torchrun's, or two. On a CPU the step is small by default.
+    Raises UserError for contradictions.
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
@@ -78,9 +77,8 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study of a step's fields and options; by default with the device's bucket sizes (in MB) and collectives.
-
-    Raises UserError with the valid values, and Unsupported for a transport that needs GPUs.
+    """By default with the device's bucket sizes (MB) and collectives. Raises UserError with the valid values, and
+    Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
@@ -98,9 +96,7 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; None: no traces. `force` replaces other
-    files of the same name there.
-    """
+    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
         return measure_benchmark(
@@ -200,7 +196,7 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
 
 
 def _stage(variant: Variant) -> int:
-    """The stage of ZeRO: peer copies leave averages only on owners; collectives have buckets of all gradients."""
+    """ZeRO's stage: peer copies leave averages on owners; collectives have buckets of all gradients."""
     if variant.kind == "sharded":
         return 2 if variant.transport == "peer_copy" else 1
     return 3 if variant.kind == "fsdp2" else 0
@@ -247,8 +243,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Backward without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on
-    a settled machine.
+    """Without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on a settled
+    machine.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

@@ -1,4 +1,4 @@
-"""Explain a stored run: the findings on it, and the runs that its memory is compared with."""
+"""Explain a stored run: its findings, and the runs that its memory is compared with."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
 
 
 def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> tuple[Run, ...]:
-    """For each watched run, the newest runs of the same step in fp32 and without checkpointing, on the same device and
+    """For each watched run, the newest runs of its step in fp32, and without checkpointing, on the same device and
     torch.
     """
     watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
@@ -91,7 +91,7 @@ def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
 
 
 def _memory_fields(spec: StepSpec) -> StepSpec:
-    """The spec without the fields that have no effect on its memory; the device is the machine's."""
+    """Without fields that have no effect on memory."""
     return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
 
 

@@ -1,8 +1,7 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-No store is ever replaced. Another file is replaced if it is empty, names steplab as its writer, or is forced. A table
-in CSV, JSON or LaTeX and plain text have no place for the name, so that these are replaced by force alone. A device or
-a pipe is written to.
+No store is ever replaced; another file is, if it is empty, names steplab as its writer, or is forced. Tables in CSV,
+JSON or LaTeX and plain text cannot name it. A device or a pipe is written to.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +26,8 @@ if TYPE_CHECKING:
     from steplab.records.run import Run
 
 _READ_BYTES = 16384
-_COMPANIONS = {
-    "": "the store",
-    "-wal": "the write-ahead log of the store",
-    "-shm": "the shared memory of the store",
-    "-journal": "the journal of the store",
-}
-"""Suffixes of files that SQLite keeps with a database."""
+_COMPANIONS = ("", "-wal", "-shm", "-journal")
+"""Suffixes of a database and of the files that SQLite keeps with it."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
 
@@ -55,9 +49,7 @@ class Destination:
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Refuse before the work begins: raises UserError for a file that must not be replaced, and SteplabError for a
-        path that cannot be written.
-        """
+        """Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written."""
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):
                 pass  # on some file systems a folder's permissions do not show if it takes a file
@@ -69,10 +61,7 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """A file that takes its place once the context ends without an error; or the device.
-
-        Raises as `check` does.
-        """
+        """A file that takes its place once the context ends without an error; or the device. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -86,7 +75,7 @@ class Destination:
                 _put(written, target)
 
     def take(self, written: Path) -> Path:
-        """Move a finished file here and return its new path; a device gets a copy. Raises as `check` does."""
+        """Move a finished file here; a device gets a copy. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -97,10 +86,7 @@ class Destination:
         return self.path
 
     def _checked(self) -> Path | None:
-        """The file behind links, if it may be replaced; None: it is written to.
-
-        Links are followed once: another user may change one in a shared folder after the check.
-        """
+        """None: a device or pipe. Links are followed once: another user may change one after the check."""
         with self._errors():
             if self.path.is_dir():
                 raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
@@ -128,9 +114,10 @@ class Destination:
             store = Path(self.store) if self.store else default_path()
         except SteplabError:  # there is no place for one
             return
-        for end, what in _COMPANIONS.items():
+        for end in _COMPANIONS:
             if any(_is_same(self.path, Path(f"{base}{end}")) for base in (store, _real(store))):
-                raise UserError(f"cannot write to {self.path}: it is {what} {store}; name another file")
+                what = f"{end} file of the store" if end else "store"
+                raise UserError(f"cannot write to {self.path}: it is the {what} {store}; name another file")
 
     def _refuse_another_store(self, target: Path) -> None:
         for end in _COMPANIONS:
@@ -154,7 +141,7 @@ class Destination:
 
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A temporary folder on the destination's disk; None: the file is not kept. Raises as `check` does."""
+    """A temporary folder on the destination's disk. Raises as `check` does."""
     if target:
         target.check()
     beside = _real(target.path).parent if target and not target.is_written_to else None
@@ -168,7 +155,7 @@ def folder_for(target: Destination | None) -> Iterator[Path]:
 
 
 def refuse_the_same(*paths: Path | None) -> None:
-    """Raise UserError if a command would write two outputs to the same file."""
+    """Raise UserError if two outputs would go to one file."""
     given = [path for path in paths if path is not None]
     for number, path in enumerate(given):
         if any(_is_same(path, other) for other in given[:number]):
@@ -184,11 +171,16 @@ def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> Ste
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
     """Move a file out of a temporary folder; None if no other folder can take it."""
+    return in_some_folder(f"steplab-{what}-{run_id}{written.suffix}", lambda path: shutil.move(written, path))
+
+
+def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
+    """The path where `put` succeeded: in the working folder, else among temporary files; None if in neither."""
     for folder in (Path.cwd, tempfile.gettempdir):
-        try:
-            return Path(shutil.move(written, Path(folder()) / f"steplab-{what}-{run_id}{written.suffix}"))
-        except OSError:
-            continue  # the next folder may be on another disk
+        with contextlib.suppress(OSError):
+            path = Path(folder()) / name
+            put(path)
+            return path
     return None
 
 
@@ -209,7 +201,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Without links; unlike Path.resolve, it also accepts links in a circle."""
+    """Unlike Path.resolve, it accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -251,7 +243,7 @@ def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def _new_file_mode() -> int:
-    """Permissions of a new file by the user's umask; mkstemp would make it readable by its owner only."""
+    """By the user's umask; mkstemp would make it readable by its owner only."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

@@ -1,9 +1,8 @@
-"""Open the store, keep a measurement even if the store fails, import files into it, and annotate records."""
+"""Open the store, keep a measurement even if that fails, import files, and annotate records."""
 
 import io
 import itertools
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import IO, TypeVar
 
 from steplab import limits
 from steplab.errors import SteplabError, UserError
-from steplab.lab.files import Destination, folder_for, write_whole
+from steplab.lab.files import Destination, folder_for, in_some_folder, write_whole
 from steplab.limits import LimitReached
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
@@ -44,7 +43,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy the store, also while in use. Raises as Destination does for a file that is not replaced."""
+    """Also while in use. Raises as Destination does for a file that is not replaced."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -65,14 +64,14 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
 
 
 def checked_line(what: str, text: str) -> str:
-    """Raises UserError, naming `what`, unless it is one line of printable text."""
+    """Raises UserError, naming `what`, for several lines or unprintable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
 
 
 def checked_name(name: str) -> str:
-    """Raises UserError unless it is one line of printable text of limited length."""
+    """Raises UserError for several lines, unprintable or too long text."""
     if not isinstance(name, str):
         raise UserError(f"a name must be text, not {type(name).__name__}")
     if len(name) > LONGEST_NAME:
@@ -81,9 +80,7 @@ def checked_name(name: str) -> str:
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """Empty, and by default named after its file (step.json.gz: step). Raises UserError for a name that is not one line
-    of printable text.
-    """
+    """Named after its file by default (step.json.gz: step). Raises UserError for an invalid name."""
     return Run(
         **new_head(),
         name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
@@ -99,7 +96,7 @@ def checked_import(path: Path, run: Run) -> Run:
 
 @contextmanager
 def named_file(path: Path | str) -> Iterator[None]:
-    """Turns errors of a named file's content into UserError: another file must be chosen."""
+    """Turns errors of a file's content into UserError, with its path."""
     try:
         yield
     except UserError:
@@ -119,20 +116,14 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record, at its place in a study if any, and return it; if that fails, write it to a file.
-
-    Raises NotStored with the file of the record, or the reason that it could not be written.
-    """
+    """Store a record; if that fails, write it to a file. Raises NotStored with that file, or why there is none."""
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
     except SteplabError as error:
-        for folder in (Path.cwd, tempfile.gettempdir):
-            try:
-                rescued = Path(folder()) / f"steplab-unsaved-{record.id}.jsonl"
-                write_whole(rescued, encode(record) + b"\n")
-            except OSError:
-                continue  # the next folder may be on another disk
+        line = encode(record) + b"\n"
+        rescued = in_some_folder(f"steplab-unsaved-{record.id}.jsonl", lambda path: write_whole(path, line))
+        if rescued:
             raise NotStored(f"{error}; the record is in {rescued}: `steplab import` it later") from error
         raise NotStored(
             f"{error}; no folder takes the record of the last measurement either, and it is lost"
@@ -143,9 +134,8 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Add tags to a record and remove others; returns the changed record.
-
-    Raises UserError for a tag that is not one printable word, and for removing an absent one.
+    """Returns the changed record. Raises UserError for a tag that is not one printable word, and for removing an absent
+    one.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
@@ -163,9 +153,8 @@ def tag(
 
 
 def note(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
-    """Replace a record's comment; an empty text removes it. Returns the record.
-
-    Raises UserError if the text is not one line of printable text.
+    """Replace a record's comment; an empty text removes it. Raises UserError unless it is one line of printable
+    text.
     """
     with _existing_store(store) as opened:
         return opened.annotate(record_id, lambda record: {"comment": checked_line("a note", text)})
@@ -195,7 +184,7 @@ def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | N
 
 
 def read_records(file: Path) -> list[Record]:
-    """The records in a file of JSON lines, plain or compressed by gzip or xz. Raises as `import_files` does."""
+    """Raises as `import_files` does."""
     found = [foreign.record for foreign in _records(file)]
     if not found:
         raise UserError(f"there is no record in {file}")

@@ -92,7 +92,7 @@ def list_records(
 
 
 def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    """The fields in a list with commas. Raises UserError for an unknown one."""
+    """From a list with commas. Raises UserError for an unknown field."""
     known, keys = dict.fromkeys(key for row in rows for key in row), [_key(part.strip()) for part in text.split(",")]
     for key in keys if rows else ():
         if key not in known:

@@ -33,9 +33,8 @@ def doctor(
     on_progress: OnProgress = lambda progress: None,
     place: Place | None = None,
 ) -> Ceilings:
-    """Measure the machine's matmul and copy ceilings, and store them for later MFU figures.
-
-    Raises UserError for a device that does not exist, SteplabError if the store cannot be written.
+    """Measure matmul and copy ceilings, and store them for later MFU figures. Raises UserError for an absent device,
+    SteplabError if the store cannot be written.
     """
     check_device(device)
     with open_store(store, write=True) as opened:
@@ -44,7 +43,7 @@ def doctor(
 
 
 def visible_gpus() -> int:
-    """CUDA devices that torch will probably find, without importing it."""
+    """CUDA devices that torch will probably find."""
     try:
         if "+cpu" in importlib.metadata.version("torch"):
             return 0
@@ -56,7 +55,7 @@ def visible_gpus() -> int:
 
 
 def device_kind_here(name: str) -> str:
-    """A name's probable kind of device here, without importing torch."""
+    """The kind that a name probably is here, without importing torch."""
     kind = name.partition(":")[0]
     if kind != "auto":
         return kind
@@ -72,9 +71,7 @@ class VisibleGpu:
 
 
 def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> VisibleGpu | None:
-    """The GPU of this number by the CUDA driver (cuDeviceGetName and cuDeviceTotalMem), without torch or a context;
-    None if unreported.
-    """
+    """By the CUDA driver (cuDeviceGetName and cuDeviceTotalMem), without a context; None if unreported."""
     try:
         driver = load("libcuda.so.1")
     except OSError:
@@ -90,10 +87,7 @@ def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> Vi
 
 
 def is_first_rank() -> bool:
-    """True if this process stores and prints: rank 0 of torchrun, or without torchrun.
-
-    Raises UserError if torchrun's variables contradict each other.
-    """
+    """True if this process stores and prints. Raises UserError if torchrun's variables contradict each other."""
     around = torchrun_around()
     return around is None or around.is_first
 
@@ -101,16 +95,13 @@ def is_first_rank() -> bool:
 def fields_here(
     fields: Mapping[str, object], gpus: int | None = None, processes: int | None = None
 ) -> dict[str, object]:
-    """With the layout from `--gpus`, `--processes` or torchrun.
-
-    Raises UserError if layout, device and number of processes contradict each other.
-    """
+    """With the layout from `--gpus`, `--processes` or torchrun. Raises UserError for contradictions."""
     given, around = with_processes(fields, gpus, processes), torchrun_around()
     return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
 
 
 def spread_here(spec: StepSpec) -> StepSpec:
-    """Raises UserError if torchrun started another number of processes than the layout takes."""
+    """Raises UserError if torchrun started another number of processes."""
     around = torchrun_around()
     if around is None or spec.layout.world_size == around.size:
         return spec
@@ -132,7 +123,7 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def is_told_here(failure: Failure) -> bool:
-    """True if this rank reports the failure: the first, or the failed one."""
+    """True for the first rank, and the failed one."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 

@@ -68,7 +68,7 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """`device_kind` gives a device's kind by its name, for a recipe. Raises UserError for an invalid request."""
+    """`device_kind`: a device's kind by its name, for a recipe. Raises UserError for an invalid request."""
     if isinstance(spec, StepSpec):
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")

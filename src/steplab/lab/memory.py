@@ -1,4 +1,4 @@
-"""Measure the memory of a step by category, predict it, and import the snapshot of another program."""
+"""Measure a step's memory by category, predict it, and import other programs' snapshots."""
 
 import dataclasses
 import functools
@@ -93,26 +93,13 @@ def _destinations(
     return target, beside
 
 
-def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
-    """The peak by category, from a dry run.
-
-    device: name of the GPU by torch; None: a Hopper. The prediction is always for a CUDA device. Raises Unsupported for
-    a step that a dry run does not support.
-    """
-    return _remembered(dataclasses.replace(spec, device="auto"), device)
-
-
-@functools.lru_cache(maxsize=128)
-def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
+def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
+    """By run id, for runs with watched memory on a CUDA device that the dry run supports."""
     from steplab.plan.memory import predict_memory
 
-    return predict_memory(spec, device=device)
-
-
-def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Predictions by run id, for runs with watched memory on a CUDA device that the dry run supports."""
+    remembered = functools.cache(predict_memory)  # runs of one step share a dry run
     watched = [
-        (run, run.spec)
+        (run, dataclasses.replace(run.spec, device="auto"))
         for run in runs
         if run.spec and run.memory_profile and run.memory_profile.source == "cuda allocator"
     ]
@@ -120,7 +107,7 @@ def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progres
     for number, (run, spec) in enumerate(watched, start=1):
         on_progress(Progress(stage="predict", done=number, total=len(watched)))
         with suppress(Unsupported):
-            found[run.id] = predicted_memory(spec, device=run.device_name)
+            found[run.id] = remembered(spec, device=run.device_name)
     return found
 
 
@@ -137,10 +124,8 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """The profile of a snapshot, by owner if its marks exist.
-
-    Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
-    allocation.
+    """By owner if the snapshot has marks. Raises UserError for a file that is no snapshot, and for marks of another;
+    SteplabError for one without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:

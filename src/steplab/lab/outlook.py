@@ -1,7 +1,7 @@
 """The prospects of a step's changes: results of tried ones, and predicted gains of others.
 
-Time is predicted by `plan time` (for several processes `plan layout`) if it knows the step and the GPU, else by the
-findings on a profile. `plan memory` predicts the fit. `specs.changes.ORDER` ranks changes by that.
+`plan time` predicts (for several processes `plan layout`) if it knows step and GPU, else a profile's findings; `plan
+memory` predicts the fit. `specs.changes.ORDER` ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -58,7 +58,6 @@ class Attempt:
     kept: bool = False
     failure: str | None = None
     took_s: float = 0.0
-    """Seconds until its decision."""
 
     @property
     def along(self) -> tuple[Change, ...]:
@@ -66,7 +65,7 @@ class Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """True if it was kept, failed, or saves no time although the host keeps up."""
+        """True if it was kept, failed, or saves no time although Python keeps up."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -76,7 +75,7 @@ class Attempt:
 class Outlook:
     spec: StepSpec
     profile: Callable[[StepSpec], Run]
-    """Measures and profiles it, if no other prediction exists."""
+    """Measures and profiles a step, if no other prediction exists."""
     store: Path | str | None
     keep_precision: bool
     opt_in: Collection[str] = ()
@@ -84,7 +83,7 @@ class Outlook:
     gone: set[tuple[str, str]] = field(default_factory=set)
     """Field, value and resolved value of changes that are not tried again."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Unprofitable steps with a change and its room-maker; without it, or with another, they may pay."""
+    """Unprofitable steps with a change and its room-maker; without it they may pay."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"
@@ -96,7 +95,7 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Find sources of predictions, once the first step is built; `may_profile`: there is time for a profile."""
+        """Once the first step is built. `may_profile`: there is time for a profile."""
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -116,7 +115,7 @@ class Outlook:
             self._gpu, self._planned = gpu, {}
 
     def compile_s(self, spec: StepSpec) -> float:
-        """On an unknown device by a known host; 0 if the number of blocks is unknown."""
+        """0 if the number of blocks is unknown."""
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
@@ -169,7 +168,6 @@ class Outlook:
         return changes_for(spec, self._device_kind, keep_precision=self.keep_precision, opt_in=self.opt_in)
 
     def untried(self, spec: StepSpec) -> list[Change]:
-        """Changes that make an untried step and are worth trying."""
         timed = {(attempt.change.field, attempt.change.value) for attempt in self.attempts if attempt.ratio}
         return [
             change
@@ -180,9 +178,8 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """The next one first; a trial takes `trial_s` seconds and compilation. `alternating`, with a process per turn,
-        keeps only larger savings. Memory is predicted for promising changes, for others on demand: it takes up to a
-        second.
+        """The next one first. A trial takes `trial_s` seconds and compilation; with a process per turn (`alternating`)
+        only larger savings count. Memory is predicted on demand, because that takes up to a second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
@@ -222,7 +219,7 @@ class Outlook:
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
         """A change that does not fit, with another that needs less memory without effect on numbers, if both may fit.
-        Changes that also save time come first, alone.
+        Those that also save time come first, alone.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong
@@ -237,7 +234,7 @@ class Outlook:
         return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
-        """The recipe's remaining settings as one change, once one did not pay alone: noise may hide single savings."""
+        """Once one setting did not pay alone: noise may hide single savings."""
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
         lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]

@@ -1,11 +1,12 @@
 """Compare precisions on one step: data types, lost values, inexact sums, and time saved.
 
-Each audit and timing has a separate process. Records of one call share a study, so a report finds them.
+Audits and timings have separate processes. One call's records share a study, so a report finds them.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +24,6 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.step_choices import Precision
 from steplab.specs.study import StudySpec
-from steplab.store.database import Store
 
 AUDITED = ("fp16", "bf16")
 """Audited by default: autocast's."""
@@ -38,7 +38,7 @@ class PrecisionResult:
     """An audit per precision, in order; for sums alone, one record without a step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
-    """The runs' study in the store; None without timings."""
+    """None without timings."""
 
 
 def precision(
@@ -73,34 +73,32 @@ def precision(
     timed = _timed(given, precisions) if "timings" in parts else []
     study = StudySpec(name=name or "precision", description="one step in several precisions", cells=tuple(timed))
     device = resolve_step(given).device
+    found: list[Numerics] = []
+    waiting: list[Numerics] = []  # refused before any was served: unless one is, nothing is stored
+    first: SteplabError | None = None
+    served = False
+    asked: Sequence[StepSpec | None] = audited or ([None] if "accumulation" in parts else [])
     with open_store(store, write=True) as opened:
-        book = _Book(opened, name, study)
-        if "accumulation" in parts and not audited:
-            book.add(numerics_in_child(device=device, timeout_s=timeout_s, on_progress=on_progress))
-        _audit(audited, book, timeout_s, on_progress)
-        study_id = book.study_id()
+        begin = cache(partial(opened.begin_study, study))
+        for spec in asked:
+            try:
+                waiting.append(numerics_in_child(spec, device=device, timeout_s=timeout_s, on_progress=on_progress))
+                served = True
+            except SteplabError as error:  # of this precision, perhaps, and not of the others
+                first = first or error
+                failure = Failure(kind="error", message=str(error))
+                waiting.append(Numerics(**new_head(), spec=spec, failure=failure))
+            while served and waiting:
+                record = dataclasses.replace(waiting.pop(0), name=name, study=begin() if timed else None)
+                found.append(keep(opened, record))
+        if first and not served:
+            raise first
+        study_id = begin() if timed else None
     if not timed:
-        return PrecisionResult(numerics=tuple(book.records))
+        return PrecisionResult(numerics=tuple(found))
     # The sweep continues the newest study over these cells, which has just begun.
     result = sweep(study, store=store, resume=True, timeout_s=timeout_s, on_progress=on_sweep)
-    return PrecisionResult(numerics=tuple(book.records), runs=result.runs, study_id=study_id)
-
-
-class _Book:
-    def __init__(self, store: Store, name: str, study: StudySpec) -> None:
-        self.records: list[Numerics] = []
-        self._store, self._name, self._study = store, name, study
-        self._study_id: str | None = None
-
-    def study_id(self) -> str | None:
-        if self._study_id is None and self._study.cells:
-            self._study_id = self._store.begin_study(self._study)
-        return self._study_id
-
-    def add(self, record: Numerics) -> None:
-        record = dataclasses.replace(record, name=self._name, study=self.study_id())
-        keep(self._store, record)
-        self.records.append(record)
+    return PrecisionResult(numerics=tuple(found), runs=result.runs, study_id=study_id)
 
 
 def _check_parts(parts: Sequence[str]) -> None:
@@ -110,7 +108,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """In these precisions, or in those that other fields allow: bf16_master needs an optimizer with masters."""
+    """In these precisions, or in each that other fields allow: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []
@@ -127,21 +125,3 @@ def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[Step
 
 def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
     return resolve_step({**fields, "precision": precision})
-
-
-def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress: OnProgress) -> None:
-    first: SteplabError | None = None
-    served = False
-    waiting: list[Numerics] = []
-    for spec in specs:
-        try:
-            waiting.append(numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress))
-            served = True
-        except SteplabError as error:  # of this precision, perhaps, and not of the others
-            first = first or error
-            failure = Failure(kind="error", message=str(error))
-            waiting.append(Numerics(**new_head(), spec=spec, failure=failure))
-        while served and waiting:
-            book.add(waiting.pop(0))
-    if first and not served:
-        raise first

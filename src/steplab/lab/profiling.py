@@ -29,7 +29,7 @@ from steplab.specs.step import StepSpec
 
 _TRACES = (".json", ".json.gz", ".json.xz", ".sqlite")
 LONGEST_S = 60.0
-"""Longest dry run: a model of 32 layers takes a few seconds, after Python's start."""
+"""Longest dry run: 32 layers take a few seconds."""
 
 
 def profile(
@@ -121,10 +121,8 @@ def import_trace(
 def read_ranks(
     folder: Path, on_progress: OnProgress = lambda progress: None, step_range: str | None = None
 ) -> tuple[Profile, TracedRanks]:
-    """Read a folder of traces, one per rank: the first rank's profile, and a summary of all ranks.
-
-    Files are read in parallel, one process each. Raises UserError for a folder without a trace, and for a file
-    without one.
+    """The first rank's profile, and a summary of all ranks. Files are read in parallel. Raises UserError for a folder
+    or a file without a trace.
     """
     from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
 
@@ -169,9 +167,8 @@ def read_profile(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> Profile:
-    """`source` is the program that wrote it; None: as the trace states.
-
-    Raises UserError for a file that is not a trace, or has more than the limits allow.
+    """`source`: the program that wrote it; None: as the trace states. Raises UserError for a file that is no trace, or
+    beyond the limits.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -188,8 +185,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """The run with its profile's shares after compilation, or a note. Only for an eager step on CUDA; a user's model
-    runs on tensors without content, in another process.
+    """With the shares after compilation, or a note; only for an eager step on CUDA. A user's model runs in another
+    process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

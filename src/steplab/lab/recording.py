@@ -146,7 +146,7 @@ def _flops(given: object, precision: object) -> float | None:
 
 
 def _device_name(device: "torch.device | str") -> str:
-    """steplab's name of a device: one CPU, also for torch's cpu:0. Raises UserError for an unknown name."""
+    """One CPU, also for torch's cpu:0. Raises UserError for an unknown name."""
     kind, _, index = str(device).partition(":")
     name = f"cuda:{index}" if kind == "cuda" and index else kind if index == "0" else str(device)
     check_device(name)

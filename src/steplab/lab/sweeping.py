@@ -1,4 +1,4 @@
-"""Measure a study, each measurement in new processes; an interrupted study can be resumed."""
+"""Measure a study, each measurement in new processes; an interrupted one can be resumed."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,13 +44,13 @@ class StudyJob:
     key: str
     what: str
     measure: Measure
-    """Measures it and stores the record. Raises SteplabError if impossible."""
+    """Stores the record. Raises SteplabError if impossible."""
     num_steps: int = 0
-    """Warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured; 0: unknown."""
 
 
 def jobs_of(study: StudySpec) -> list[StudyJob]:
-    """In order of measurement. Raises UserError for invalid options of a benchmark."""
+    """Raises UserError for invalid options of a benchmark."""
     watched = [part for part in study.parts if part.step]
     steps = [*study.cells, *(part.step for part in watched if part.step)]
     told = dict(zip(map(cell_key, steps), labels(steps), strict=True))
@@ -129,7 +129,6 @@ _BENCHMARKS: dict[str, tuple[Benchmark[Any], Callable[[Mapping[str, Any]], Measu
     "comm": (COMM, _comm),
     "ddp": (DDP, _ddp),
 }
-"""By name, the function that builds each measurement from its options."""
 
 
 def _of_benchmark(part: Part) -> StudyJob:
@@ -145,7 +144,7 @@ class SweepProgress:
     skipped: int
     what: str
     num_steps: int
-    """Its warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured; 0: unknown."""
     within: Progress | None = None
     record: Record | None = None
     """None until it ended, or if refused."""
@@ -158,7 +157,6 @@ class SweepResult:
     runs: tuple[Run, ...]
     """The newest record of each timed step, also from earlier attempts."""
     num_measured: int
-    """Measurements, also of earlier attempts."""
     num_failed: int
     refusals: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Measure alternating steps on one device, store and compare their records; one may be of another git revision."""
+"""Measure alternating steps on one device, and compare their records; one may be of another git revision."""
 
 import dataclasses
 import os
@@ -36,11 +36,11 @@ STEPS = 30
 STARTS, _SOON_S = 3, 60.0
 """Starts of each side by `ab`, and longest first start in seconds for others by default."""
 LEAST_GAIN = 0.003
-"""The smallest gain of a kept change, as a share of the step; several add up."""
+"""The smallest gain of a kept change, as a share; several add up."""
 _PLAIN = 0.03
-"""A difference beyond this share after the fewest turns with an interval gets no more turns."""
+"""A difference beyond this share, after the fewest turns with an interval, gets no more turns."""
 _MOST_ROUNDS = 2.5
-"""Most time of further turns, in multiples of the first: three rounds in all."""
+"""Most time of further turns, in multiples of the first."""
 
 
 class StoredSession:
@@ -49,7 +49,7 @@ class StoredSession:
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
         self.left: dict[Side, Run] = {}
-        """Records of sides that have left, in order."""
+        """In order."""
 
     def __enter__(self) -> Self:
         self.session.__enter__()
@@ -75,9 +75,9 @@ class StoredSession:
     def seek_gain(
         self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
     ) -> None:
-        """Alternate two sides until their difference is plain, or a saving by the second is ruled out; at most `steps`
-        of each. Open ratios get as many turns again, until `most_s` seconds have passed, or twice. Unless the session
-        `alternates`, a second side that does not fit fails.
+        """Alternate two sides until their difference is plain, or a saving is ruled out; at most `steps` of each. Open
+        ratios get as many turns again, until `most_s` seconds have passed, or twice. Unless the session `alternates`, a
+        second side that does not fit fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -99,7 +99,7 @@ class StoredSession:
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """Time of the second side over the first's; None if one failed. With a process per turn, their spread is the
+        """The second side's time over the first's; None if one failed. With a process per turn, their spread is the
         smallest difference that counts.
         """
         if before.run is None or after.run is None or before.failure or after.failure:
@@ -197,11 +197,10 @@ def label_of(number: int) -> str:
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Surroundings]:
-    """A temporary worktree of a revision of the repository around the working folder.
+    """A temporary worktree of a revision.
 
-    Its processes work in the same folder of the repository, and import from the worktree instead: a user's model, and
-    steplab itself if the repository has it. Untracked files are absent. Raises UserError outside of a repository, and
-    for an unknown revision.
+    Its processes work in the same folder of the repository, and import from the worktree: a user's model, and steplab
+    if it is there. Raises UserError outside of a repository, and for an unknown revision.
     """
     here = Path.cwd().resolve()
     root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
@@ -222,9 +221,8 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 
 
 def _import_path(root: Path, tree: Path) -> str:
-    """PYTHONPATH with the repository's entries, and its part of `sys.path`, moved to the worktree.
-
-    An editable installation adds entries that would otherwise be found in the repository.
+    """The repository's entries of PYTHONPATH and `sys.path`, moved to the worktree: an editable installation
+    adds some.
     """
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = []
@@ -238,7 +236,7 @@ def _import_path(root: Path, tree: Path) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """True if it belongs to Python or to a virtual environment, which a repository may contain."""
+    """True for Python's or a virtual environment's, which a repository may contain."""
     return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 
@@ -263,10 +261,9 @@ def try_findings(
 ) -> Findings:
     """The findings, with trials of changes to the spec's fields.
 
-    Each changed step alternates with the unchanged one, and every measurement is stored. `timeout_s` limits each
-    warm-up and turn. A change that runs out of memory, fails or is not supported gives a trial with a failure.
-
-    Raises UserError for a run without a step, and SteplabError if the unchanged step fails or runs on another device.
+    Each changed step alternates with the unchanged one. `timeout_s` limits each warm-up and turn. A failing change
+    gives a trial with a failure. Raises UserError for a run without a step, and SteplabError if the unchanged step
+    fails or runs on another device.
     """
     if run.spec is None:
         what = (
@@ -324,19 +321,14 @@ def _tried(
 
 
 def _trial(base: Run, outcome: Run | str) -> Trial:
-    if isinstance(outcome, str):
-        return Trial(before_s=base.median_s or 0.0, after_s=None, run_ids=(base.id,), failure=outcome)
-    tokens_ratio = outcome.spec.tokens_of_all / base.spec.tokens_of_all if outcome.spec and base.spec else 1.0
-    ratio = step_ratio(base, outcome, tokens_ratio=tokens_ratio)
-    ids = (base.id, outcome.id)
-    if ratio is None:
-        return Trial(
-            before_s=base.median_s or 0.0,
-            after_s=None,
-            run_ids=ids,
-            tokens_ratio=tokens_ratio,
-            failure=failure_words(outcome.failure),
-        )
+    run = None if isinstance(outcome, str) else outcome
+    ids = (base.id, run.id) if run else (base.id,)
+    tokens_ratio = run.spec.tokens_of_all / base.spec.tokens_of_all if run and run.spec and base.spec else 1.0
+    ratio = step_ratio(base, run, tokens_ratio=tokens_ratio) if run else None
+    if run is None or ratio is None:
+        failure = failure_words(run.failure) if run else str(outcome)
+        before_s = base.median_s or 0.0
+        return Trial(before_s=before_s, after_s=None, run_ids=ids, tokens_ratio=tokens_ratio, failure=failure)
     return Trial(
         before_s=ratio.a,
         after_s=ratio.a * ratio.ratio * tokens_ratio,
@@ -344,12 +336,12 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
         most_saved_s=None if ratio.low is None else ratio.a * (1 - ratio.low),
         run_ids=ids,
         tokens_ratio=tokens_ratio,
-        alternating=outcome.turns.alternating if outcome.turns else None,
+        alternating=run.turns.alternating if run.turns else None,
     )
 
 
 def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """Replaces `auto` by the run's kind of device, so that a machine without it refuses."""
+    """`auto` becomes the run's kind of device, so that a machine without it refuses."""
     kind = run.environment.device.kind if run.environment else None
     return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 

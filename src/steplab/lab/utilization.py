@@ -26,7 +26,7 @@ from steplab.units import counted
 class PeakFigure:
     flops_per_s: float | None
     source: str
-    """A data sheet or a measurement; or the reason that it is unknown."""
+    """A data sheet, a measurement, or why it is unknown."""
     measured: bool = False
 
 
@@ -55,10 +55,8 @@ def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, sto
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
-    """Stated for a known GPU, else measured by `steplab doctor`.
-
-    The highest measurement is used, because other work only lowers one. Measurements on another device, with other
-    threads, or on a busy machine are not used.
+    """Stated for a known GPU, else the highest that `steplab doctor` measured, because other work only lowers one: on
+    this device, with as many threads, on an idle machine.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
@@ -89,7 +87,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
 
 
 def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
-    """MFU under every convention with known sizes, and HFU; empty for a failed or third-party step."""
+    """MFU by each convention with known sizes, and HFU; empty for a failed or third-party step."""
     step_s = run.median_s
     if run.spec is None or run.model is None or step_s is None:
         return ()
@@ -142,25 +140,21 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
 
 
 def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
-    """Those above the peak by executed FLOPs; other conventions may count more."""
+    """By executed FLOPs; other conventions may count more."""
     return [u for u in used if u.exceeds_peak and u.convention in ("causal", "counted", "as_executed")]
 
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
     spec = run.spec
-    if (
-        not used
-        or spec is None
-        or spec.model.kind != "hf"
-        or not spec.checkpoints_apply
-        or spec.checkpointing == "none"
-    ):
+    if not used or spec is None or spec.model.kind != "hf":
+        return []
+    if not spec.checkpoints_apply or spec.checkpointing == "none":
         return []
     return ["HFU: steplab has no formula for recomputation in a transformers model"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """Under each convention; without a closed form, counted during a run in one process."""
+    """By convention; without a closed form, counted during a run in one process."""
     if model.is_counted:
         of_one: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
             ("mfu", "counted", model.needed_flops),

@@ -38,7 +38,7 @@ _MARGIN = 1.5
 """Factor on Python's launch time; the next launch may take longer."""
 _LEAST_FLUSH_BYTES = 256 * MIB
 MOST_FLUSHES = 40
-"""Most flushes before a call: some milliseconds, enough to launch any call of fewer than hundreds of kernels."""
+"""Most flushes before a call: milliseconds, in which Python launches hundreds of kernels."""
 _FLUSHES_TIMED = 20
 _LEAST_WARMUP_CALLS = 3
 
@@ -73,10 +73,9 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Returns samples of each phase (summed over a step) and of the whole step, and Python's seconds for the loop. The
-    device is idle at its first mark, so both clocks begin together; this shows how far Python was ahead. `head_start`
-    is called before the first step, and may launch untimed work; `before_drain` when the last step was launched and may
-    still run.
+    Returns samples of each phase (summed over a step) and of the step, and Python's seconds for the loop. Both clocks
+    begin on an idle device, which shows how far Python was ahead. `head_start` may launch untimed work before the first
+    step; `before_drain` is called when the last one was launched.
     """
     device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
     device.synchronize()
@@ -127,7 +126,7 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Time each phase by both clocks, with the device idle around it, and its peak: the largest of all iterations."""
+    """Times by both clocks, with the device idle around each phase, and each phase's largest peak."""
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}
@@ -153,13 +152,13 @@ def run_synchronised(
 
 
 def lengthen_launch_queues() -> None:
-    """Ask CUDA for its longest launch queue, unless the user set one. Call before CUDA is first used."""
+    """Ask CUDA for its longest launch queue, unless the user set one; before CUDA is first used."""
     if torch.version.cuda is not None:
         os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
 
 
 class HeadStart:
-    """Holds a device before timed work, equally on all ranks; all methods are collective. A CPU is not held."""
+    """Holds a device before timed work, equally on all ranks; methods are collective. CPUs are not held."""
 
     def __init__(self, device: Device, collectives: Collectives, longest_s: float = LONGEST_HOLD_S) -> None:
         self._device, self._collectives, self._longest_s = device, collectives, longest_s
@@ -171,13 +170,13 @@ class HeadStart:
             device.synchronize()
 
     def give(self) -> None:
-        """Hold the device until the holds of all ranks are over; returns at once."""
+        """Returns at once."""
         if self._device.asynchronous:
             self._device.hold(self.seconds)
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:
-        """Lengthen the hold for work that took `started_s` to launch on the slowest rank; returns whether it grew."""
+        """For work that took `started_s` to launch on the slowest rank; returns whether the hold grew."""
         slowest_s = max(self._collectives.host_gather(started_s))
         before_s, self.seconds = self.seconds, max(self.seconds, min(_MARGIN * slowest_s, self._longest_s))
         return self.seconds > before_s
@@ -191,8 +190,8 @@ class HeadStart:
         meet: Callable[[], object] = lambda: None,
         before: Callable[[], object] = lambda: None,
     ) -> Samples:
-        """Time `iterations` steps back to back after a head start. Repeat with a longer hold while Python `is_behind`
-        on some rank and that helps. Ranks `meet` before each attempt; `before` launches untimed work behind the hold.
+        """Time steps back to back after a head start; again with a longer hold while Python `is_behind` on some rank.
+        Ranks `meet` before each attempt; `before` launches untimed work behind the hold.
         """
         begun_s = started_s = 0.0
 
@@ -224,11 +223,10 @@ def run_turns(
     turn: int,
     on_step: OnStep,
 ) -> list[tuple[Samples, float | None]]:
-    """At least `steps` samples of each variant, `turn` in a row, and the longest hold before a step; every rank calls
-    this.
+    """At least `steps` samples of each variant, `turn` in a row, and its longest hold; a collective call.
 
-    Python has a head start before each step. Every other round reverses the order of variants. A variant has no work
-    under way between steps.
+    Python has a head start before each step. Every other round reverses the order. No work may be under way between
+    steps.
     """
     head_starts = [HeadStart(device, collectives, LONGEST_HOLD_S) for _ in variants]
     found: list[list[Samples]] = [[] for _ in variants]
@@ -294,8 +292,8 @@ class ColdCaches:
         return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
 
     def run_ahead(self, call: ColdCall) -> Marks:
-        """Call once; returns the marks around it. Call again behind more flushes while the device gets there before
-        everything is launched; at the most flushes, count a wait.
+        """Marks around one call. While the device gets there before all is launched, it is repeated behind more
+        flushes; at the most flushes a wait is counted.
         """
         while True:
             span = self._run(call)
@@ -313,10 +311,8 @@ class ColdCaches:
         attempt: Callable[[int], Marks | None] | None = None,
         on_round: OnStep = lambda number: None,
     ) -> list[tuple[float, ...]]:
-        """Seconds of each call, in turns; each round begins with another one.
-
-        `attempt` runs a call, by its place, instead of `run_ahead`; if it returns None, the call is left out from then
-        on.
+        """Seconds of each call; each round begins with another call. A call is left out once `attempt` (default:
+        `run_ahead`) returns None for its place.
         """
         spans: list[list[Marks]] = [[] for _ in calls]
         left = list(range(len(calls)))
@@ -362,7 +358,7 @@ class ColdCaches:
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:
-    """None if the device has no cache to flush."""
+    """None: the device has no cache to flush."""
     if device.torch_device.type != "cuda":
         return None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))

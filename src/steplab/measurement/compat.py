@@ -1,14 +1,8 @@
-"""The private interfaces of torch that steplab uses, and the effect of a missing one.
+"""torch's private interfaces, and the effect of a missing one.
 
-The size of a refused allocation: without the observer, torch's message, which rounds it.
-
-Compiled modules, and modules that react to hooks: they count as ordinary, and their profile shows the hooks' effect.
-
-The memory of a watched step (the allocator's history, the profiler's tree of events, the tensors in autograd's nodes):
-recording ends in an error, and the record has a note.
-
-A kernel that spins, to hold a device; autocast's rules for operators: timing with a head start, or an audit of
-precision, fails and names it.
+A refused allocation's size then comes from torch's message, which rounds it. Compiled modules, and those that react to
+hooks, count as ordinary. Recording memory (history, event trees, saved tensors) ends in an error and a note. Timing
+with a head start (a spinning kernel), and audits (autocast's rules), fail and name it.
 """
 
 import re
@@ -33,12 +27,12 @@ def watch_refused_allocations() -> None:
 
 
 def last_refused_bytes() -> int | None:
-    """Size of the last refused allocation since watching began; None if none was reported."""
+    """None: no allocation was refused since watching began."""
     return _refused[-1] if _refused else None
 
 
 def spin(cycles: int) -> None:
-    """Keep the current CUDA stream busy for `cycles` cycles of the GPU's clock."""
+    """Keep the current CUDA stream busy for `cycles` of the GPU's clock."""
     sleep: Any = torch.cuda._sleep
     sleep(cycles)
 
@@ -50,10 +44,8 @@ def bytes_in_message(message: str) -> int | None:
 
 
 def minds_hooks(module: nn.Module) -> bool:
-    """True if hooks on a module, or inside it, would change the run.
-
-    A compiled module would trace hooks into its graph, or compile again; in inference, TransformerEncoderLayer leaves
-    its fused path if it has hooks.
+    """True if hooks would change the run: a compiled module would trace them, and an encoder layer in inference would
+    leave its fused path.
     """
     if getattr(module, "compiled_within", False):
         return True
@@ -62,7 +54,7 @@ def minds_hooks(module: nn.Module) -> bool:
 
 
 def minds_function_modes(module: nn.Module) -> bool:
-    """True if a mode over torch's functions would make a module leave a fused path in inference."""
+    """True if a mode over torch's functions would make a module leave a fused path."""
     fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
     return isinstance(module, fused) and not module.training
 
@@ -85,7 +77,7 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def profiled_events(profiler: profile) -> list[Any]:
-    """The profiler's events as trees: operators with inputs, ranges, allocations and releases."""
+    """Event trees: operators with inputs, ranges, allocations and releases."""
     results: Any = profiler.profiler
     roots: list[Any] = results.kineto_results.experimental_event_tree()
     return roots
@@ -97,9 +89,8 @@ def next_sequence_number() -> int:
 
 
 def kept_by_node(node: Any) -> list[Any]:
-    """Saved tensors of an autograd node as stored: tensors, or the return value of a pack hook.
-
-    The public attributes would call the unpack hook, which recomputes under activation checkpointing.
+    """A node's saved tensors as stored: tensors, or a pack hook's values. Public attributes would call the unpack hook,
+    which recomputes under checkpointing.
     """
     kept: list[Any] = []
     for name in dir(node):
@@ -148,17 +139,15 @@ def _kernels_of(op: str, key: str) -> list[bool]:
 
 
 def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
-    """The sizes of DistributedDataParallel's buckets, in the order of launch; empty if torch does not report them."""
+    """DistributedDataParallel's buckets, in order of launch; empty if torch does not report them."""
     told: Any = getattr(wrapped, "_get_ddp_logging_data", dict)()
     text = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
     return tuple(int(size) for size in str(text).split(",") if size.strip().isdecimal())
 
 
 def compile_alike_in_all_wrappers() -> None:
-    """Have torch compile a block to the same code for every kind of data parallelism, or raise.
-
-    DistributedDataParallel would divide its blocks' graphs by buckets, and a block compiled too often would run
-    uncompiled from then on. The setting is process-wide in torch.
+    """Have torch compile a block alike under every kind of data parallelism, or raise: its own would divide graphs by
+    buckets, and a block compiled too often would run eagerly. Process-wide.
     """
     import torch._dynamo.config as dynamo
 

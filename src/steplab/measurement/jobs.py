@@ -1,8 +1,7 @@
-"""The jobs of a measuring process: each declared once, with the types of its messages.
+"""The jobs of a measuring process, each with the types of its messages.
 
-A parent sends a job's name and task (wire.Request). The process calls the job's function with the task, an observer
-and, among several processes, their world. The observer's calls, and last the result, are sent back and decoded by the
-types declared here. Functions are named by strings, so this module imports no torch.
+A job's function gets its task, an observer and, among several processes, their world; its calls and its result are
+decoded by these types. Functions are named by strings, so that this module imports no torch.
 """
 
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from steplab.records.ddp import DdpCell, DdpFacts
 from steplab.records.numerics import Numerics
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
+from steplab.records.timing import Turns
 from steplab.specs.attention import AttentionStudy
 from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
@@ -34,18 +34,13 @@ Study = TypeVar("Study")
 class StepTask(msgspec.Struct, kw_only=True):
     spec: StepSpec
     profiled_steps: int = 0
-    """Further steps to profile after timing, if there is a file for their trace."""
     trace: str | None = None
     """Compressed if it ends in .gz; None: no profiled steps."""
     snapshot: str | None = None
-    """File for the allocator's history of one further step; None: not recorded."""
+    """File for the allocator's history of one further step."""
     marks: str | None = None
-
-
-class TurnsTask(msgspec.Struct, kw_only=True):
-    spec: StepSpec
-    session: str
-    label: str
+    turns: Turns | None = None
+    """The step waits for each of its turns in this session; None: it is measured at once."""
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
@@ -54,7 +49,7 @@ class AuditTask(msgspec.Struct, kw_only=True):
 
 
 class SharesTask(msgspec.Struct, kw_only=True):
-    """Predict the times of an eager step once compiled."""
+    """The times of an eager step once compiled."""
 
     spec: StepSpec
     gpu: str
@@ -74,14 +69,14 @@ class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     work: str
-    """"module:function", which is called with the task, the observer and the world (None for a single process)."""
+    """"module:function"."""
     task: Any
     result: Any = None
     """None if the cells are the result."""
     cell: Any = None
     facts: Any = None
     holds_device: bool = False
-    """True if the job holds the device until Python is ahead; that needs longer launch queues (measurement.clock)."""
+    """True: it holds the device until Python is ahead, which needs longer launch queues (measurement.clock)."""
 
     def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
         module, _, function = self.work.partition(":")
@@ -89,14 +84,12 @@ class Job:
         return loaded
 
     def do(self, task: msgspec.Raw, observer: "Observer", world: "World | None") -> object:
-        """Raises SteplabError for an impossible task."""
         return self.load()(msgspec.json.decode(task, type=self.task), observer, world)
 
 
 _HERE = "steplab.measurement."
 JOBS = {
     "step": Job(work=_HERE + "step_job:measure_step", task=StepTask, result=Run),
-    "turns": Job(work=_HERE + "step_job:measure_in_turns", task=TurnsTask, result=Run),
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
     "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
     "shares": Job(work="steplab.fake_step.shares:predict_shares", task=SharesTask, result=CompiledShares),

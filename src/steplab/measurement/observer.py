@@ -1,7 +1,4 @@
-"""The observer of a measurement: one interface for steps, audits and the cells of every benchmark.
-
-Measuring never prints: it calls an observer, and the measuring process sends the calls to its parent.
-"""
+"""Measuring never prints: it calls an observer, and the measuring process sends the calls to its parent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,18 +14,15 @@ class Observer:
     on_environment: Callable[[Environment], None] = lambda environment: None
     """The environment, and again with its clocks."""
     on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    """Name and number of steps (or 0) of a beginning stage."""
+    """Name of a beginning stage, and its number of steps or 0."""
     on_step: Callable[[int], None] = lambda iteration: None
     """Number of the step that ended, from 0."""
     on_measured: Callable[[Run], None] = lambda run: None
-    """The record after all timing, before recording, which may kill the process; for alternating steps, after each
-    turn.
-    """
+    """After all timing, before recording, which may kill the process; and after each turn."""
     next_turn: Callable[[], Turn | None] = lambda: None
-    """Waits for an alternating step's next turn. None: it was the last."""
+    """Waits for an alternating step's next turn; None: no more."""
     on_facts: Callable[[Any], None] = lambda facts: None
-    """Facts common to all cells: ranks, versions, model sizes."""
+    """Facts common to all cells."""
     on_under_way: Callable[[Sequence[int]], None] = lambda cells: None
-    """Numbers of the cells that run next; if the process dies, one of them is the cause."""
+    """Numbers of the cells that run next: one of them is the cause if the process dies."""
     on_cell: Callable[[int, Any], None] = lambda number, cell: None
-    """Number and result of each cell as it ends."""

@@ -31,10 +31,8 @@ from steplab.units import counted
 
 class ProfiledSteps:
     def __init__(self, steps: range, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps`: numbers from 0; the first cannot be profiled. `module`: the model, with submodules that mark their
-        forward passes. `trace`: None: another rank writes the profile.
-
-        Raises UserError for no steps, steps with gaps, or the first.
+        """`steps`: numbers from 0, without the first. `trace` None: another rank writes it. Raises UserError for no
+        steps, gaps, or the first.
         """
         if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
             raise UserError(
@@ -48,20 +46,19 @@ class ProfiledSteps:
         self._spans = Spans(nvtx=False)
         self._running = ExitStack()
         self._profiler: profile | None = None
-        self._has_failed = False
 
     def takes(self, number: int) -> bool:
         return self._steps.start - 1 <= number < self._steps.stop
 
     def are_over(self, number: int) -> bool:
-        """True if step `number` is behind them, on all ranks, also where profiling fails."""
+        """Also where profiling fails, so that it holds on all ranks."""
         return number >= self._steps.stop
 
     def range(self, name: str) -> AbstractContextManager[object]:
         return self._spans(name)
 
     def around_step(self, number: int, device: Device) -> AbstractContextManager[object]:
-        if number == self._steps.start - 1 and self._path and not self._profiler and not self._has_failed:
+        if number == self._steps.start - 1 and self._path and not self._profiler:
             self._start(device)
         return self._spans("warmup step" if number < self._steps.start else "step")
 
@@ -77,7 +74,7 @@ class ProfiledSteps:
             self._give_up(failure_of(error, None).message)
 
     def end(self, num_steps: int) -> None:
-        if self._path is None or self.trace or self._has_failed:
+        if self._path is None or self.trace:
             return
         with suppress(Exception):  # the trace is not kept
             self._running.close()
@@ -99,7 +96,7 @@ class ProfiledSteps:
             self.notes += note_on_left_out(left_out)
 
     def _give_up(self, why: str) -> None:
-        self._profiler, self._has_failed = None, True
+        self._profiler = self._path = None
         self.notes.append(f"profile: {why}")
 
 
@@ -109,17 +106,15 @@ Span = tuple[Any, Any]
 @dataclass(slots=True)
 class _Step:
     number: int
-    """From 0, with profiled steps, without steps that raised."""
+    """From 0, without steps that raised."""
     start: Any
     end: Any = None
     parts: dict[str, list[Span]] = field(default_factory=dict)
 
 
 class Recorder:
-    """Collects marks on the device's timeline, and converts them to seconds after the loop.
-
-    It keeps two marks per step and per phase, enough for thousands of steps. Each process has a recorder; the first
-    makes the record.
+    """Collects marks on the device's timeline, two per step and phase, and converts them to seconds after the loop.
+    Each rank has one.
     """
 
     def __init__(
@@ -134,9 +129,8 @@ class Recorder:
         model: nn.Module | None,
         folder: Path,
     ) -> None:
-        """Open the device. In a process group every rank calls this, and `finish` if its loop succeeds.
-
-        `folder` is for the trace of `profile`. Raises UserError under torchrun without a process group.
+        """In a process group every rank calls this, and `finish` if its loop succeeds. `folder` is for the profile's
+        trace. Raises UserError under torchrun without a process group.
         """
         self.run: Run | None = None
         self._name, self._tokens_per_step = name, tokens_per_step
@@ -199,10 +193,8 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        r"""A named part of the step; its times within a step are summed.
-
-        No name may end a training: control characters are written out (`\n`), long names cut, and `step` becomes `step
-        (phase)`.
+        """Times within a step are summed. No name may end a training: control characters are written out, long names
+        cut, and `step` becomes `step (phase)`.
         """
         name = _phase_name(name)
         if not self._inside:
@@ -214,7 +206,7 @@ class Recorder:
                 self._timed.parts.setdefault(name, []).append((start, self._device.mark()))
 
     def finish(self, error: BaseException | None = None) -> Run:
-        """The record of all complete steps; with `error`, as a failure. Without one it waits for the other ranks."""
+        """With `error`, a failed record; without one, all ranks meet here."""
         self._device.synchronize()
         if self._profiled:
             self._profiled.end(self._number)

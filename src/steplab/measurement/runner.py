@@ -1,8 +1,7 @@
-"""The work of every measurement in its process: a step, an audit, and the cells of a benchmark on each of its ranks.
+"""The work of every measurement in its process.
 
-Importing torch and compiling take longer than most cells, so one process measures many. No cell may affect the next:
-memory held by a failure is freed, and the rest is compared with before. A process that cannot go on ends, and another
-one measures the other cells (`processes.launch`).
+Importing torch and compiling take longer than most cells, so one process measures many, and none may affect the next: a
+failure's memory is freed, and checked. Otherwise the process ends, and another measures the rest (`processes.launch`).
 """
 
 import gc
@@ -23,7 +22,7 @@ from steplab.units import MIB
 
 T = TypeVar("T")
 TOLERATED_BYTES = 256 * MIB
-"""How much more memory may be held after a cell: libraries allocate some once and keep it."""
+"""Libraries allocate some memory once and keep it."""
 
 
 class Broken(Exception):
@@ -72,9 +71,7 @@ class Runner:
         return allocated_bytes(self.device)
 
     def stays(self, beyond: int = 0, patience_s: float = 0.0) -> int:
-        """Free unreferenced memory. Returns the bytes held beyond the idle device and `beyond` after `patience_s`; 0
-        if libraries may keep that much.
-        """
+        """Bytes held beyond the idle device and `beyond`, after `patience_s`; 0 if libraries may keep that much."""
         until_s = time.monotonic() + patience_s
         while True:
             held, idle = self.free(), self.idle_bytes

@@ -1,22 +1,21 @@
-"""Measures one step in this process: build, compile, warm up, repeat, and then record further steps if requested.
+"""Measures one step in this process, and then records further steps if requested.
 
-Each step has its own process, because peak memory, torch's process-wide settings and memory kept by a failed allocation
-must not affect the next one.
+A step has its own process: peak memory, torch's process-wide settings and memory kept by a failure must not affect the
+next.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
-from steplab.measurement.clock import OnStep, Phase, run_back_to_back, run_synchronised, seconds_of
-from steplab.measurement.jobs import StepTask, TurnsTask
+from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised, seconds_of
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import samples_of_rank
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
@@ -33,54 +32,27 @@ from steplab.measurement.step.step import make_step
 from steplab.measurement.tensors import not_finite
 from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
-from steplab.ops.attention.plain import Span
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
-from steplab.records.memory import AllocatorState, Memory, PeakMemory
+from steplab.records.memory import Memory, PeakMemory
 from steplab.records.run import NOT_FINITE, ModelFacts, RankSamples, Run
 from steplab.records.timing import PhaseSamples, Timing, Turn, Turns, find_phase, joined, part
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec, refuse_unserved_graph
 from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
 
-
-class Watcher(Protocol):
-    @property
-    def stage(self) -> str:
-        """Stage while the steps run; the watcher's notes begin with it."""
-
-    @property
-    def export_stage(self) -> str:
-        """Stage while the files are written."""
-
-    @property
-    def num_steps(self) -> int:
-        """Number of recorded steps."""
-
-    @property
-    def span(self) -> Span:
-        """The model's ranges."""
-
-    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Returns notes on gaps; `on_export` is called between the steps and the writing."""
-
-
+Watcher = StepProfiler | MemoryRecorder
 Watch = Callable[[StepSpec, Device], Watcher]
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
     """Raises UserError or Unsupported for an impossible request."""
-    return measure_here(task.spec, observer, _watch(task, world), world)
-
-
-def measure_in_turns(task: TurnsTask, observer: Observer, world: World | None) -> Run:
-    """The step waits for each of its turns. Raises as `measure_step` does."""
-    return measure_here(task.spec, observer, world=world, turns=Turns(session=task.session, label=task.label))
+    return measure_here(task.spec, observer, _watch(task, world), world, task.turns)
 
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:
     def place(path: str) -> Path:
-        """This rank's file. All ranks record, so that all run the same steps; the first's files are kept."""
+        """All ranks record, so that all run the same steps; the first's files are kept."""
         if world is None or world.rank == 0:
             return Path(path)
         assert world.folder is not None  # ranks of torchrun are not recorded
@@ -100,11 +72,9 @@ def measure_here(
     world: World | None = None,
     turns: Turns | None = None,
 ) -> Run:
-    """Measure one cell in this process; a failure of the model or of its memory is part of the record.
-
-    Collective; a record without a failure has the samples of all ranks. Steps of `watch` come after all timing; if they
-    fail, the record has a note. With `turns`, the observer gets the record after each. Raises UserError or Unsupported
-    for an impossible request.
+    """A failure of the model or of its memory is part of the record, and one of `watch`'s steps, after all timing, a
+    note. Collective; a record without a failure has all ranks' samples. Raises UserError or Unsupported for an
+    impossible request.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved_step(spec, device.torch_device)
@@ -137,28 +107,12 @@ def _least_state_bytes(spec: StepSpec) -> int:
 
 
 _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
-"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps shorter than _SHORT_S the
-second lets the host run ahead.
+"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps below _SHORT_S the second
+lets Python run ahead.
 """
 _SHORT_S = 0.1
 _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
-"""Steps with one thread for comparison.samples; and one's longest time, from the time with all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Warm:
-    step: Step
-    samples: tuple[PhaseSamples, ...]
-    first_step_s: float | None
-    states: tuple[AllocatorState, ...]
-    others: OtherProcesses
-    suspension: Suspension
-    meter: Meter
-
-    @property
-    def last_s(self) -> float:
-        step = find_phase(self.samples, "step")
-        return step.best_s[-1] if step and step.best_s else 0.0
+"""Steps with one thread for comparison.samples, and their longest time, estimated from all threads'."""
 
 
 class _Cell:
@@ -169,25 +123,26 @@ class _Cell:
         self.tokens_per_step: int | None = spec.tokens_of_all
         self.notes: list[str] = []
 
-    def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
+    def warm_up(self, watcher: Watcher | None = None) -> None:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         layers = spec.model.shape.num_layers if spec.model.shape else None
         gradients = spec.pass_name != "forward"
         if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
             self.notes.append(remark)
         self.runner.begin("build", 0)
-        marked = {"span": watcher.span} if watcher else {}
+        marked = {"span": watcher.span} if isinstance(watcher, StepProfiler) else {}
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = facts_of(workload)
         self.notes += workload.notes
         if not workload.knows_tokens:
             self.tokens_per_step = None
         built = make_step(workload, spec, device.torch_device, self.world)
-        step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
-        first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
+        self.step: Step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
+        compiles = spec.compile != "off" or spec.cuda_graph == "step"
+        self.first_step_s = self.compile() if compiles else None
         self.meet()
-        others, suspension = OtherProcesses(), Suspension()
-        meter = Meter(self.runner.environment.device.uuid)
+        self.others, self.suspension = OtherProcesses(), Suspension()
+        self.meter = Meter(self.runner.environment.device.uuid)
         self.runner.begin("warmup", spec.warmup)
         states = [device.allocator_state()]
 
@@ -195,62 +150,54 @@ class _Cell:
             states.append(device.allocator_state())
             on_step(iteration)
 
-        samples, _ = run_back_to_back(
-            step.phases, device, spec.warmup, on_warmup_step, before_drain=self.runner.read_clocks
+        self.warmup, _ = run_back_to_back(
+            self.step.phases, device, spec.warmup, on_warmup_step, before_drain=self.runner.read_clocks
         )
+        self.states = tuple(state for state in states if state)
         if not device.asynchronous:
             self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
-        return _Warm(
-            step=step,
-            samples=samples,
-            first_step_s=first_step_s,
-            states=tuple(state for state in states if state),
-            others=others,
-            suspension=suspension,
-            meter=meter,
-        )
 
     def measure(self, watcher: Watcher | None) -> Run:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
-        warm = self.warm_up(watcher)
-        phases = warm.step.phases
+        self.warm_up(watcher)
+        phases = self.step.phases
         self.runner.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were an idle GPU's.
         before_drain = (lambda: None) if spec.warmup else self.runner.read_clocks
-        warm.meter.start()
+        self.meter.start()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
-        energy = warm.meter.stop(spec.steps)
-        step_peak = self.peak(warm.step)
+        energy = self.meter.stop(spec.steps)
+        step_peak = self.peak()
         # The other ranks would be counted as other processes.
-        other_cpus = warm.others.mean_cpus() if self.world is None else None
-        self.note_surroundings(other_cpus=other_cpus, suspended_s=warm.suspension.seconds())
+        other_cpus = self.others.mean_cpus() if self.world is None else None
+        self.note_surroundings(other_cpus=other_cpus, suspended_s=self.suspension.seconds())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
             self.runner.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
-            if isinstance(warm.step, GraphedStep):
-                phase_peaks = tuple(warm.step.phase_peaks.values())
-        self.check_weights(warm.step)
+            if isinstance(self.step, GraphedStep):
+                phase_peaks = tuple(self.step.phase_peaks.values())
+        self.check_weights()
         if self.model is not None and self.model.is_counted:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
         timing = Timing(
-            warmup=warm.samples,
+            warmup=self.warmup,
             back_to_back=measured,
             synchronised=synchronised,
             back_to_back_host_s=host_s,
-            first_step_s=warm.first_step_s,
+            first_step_s=self.first_step_s,
             one_thread_s=() if watcher else self.with_one_thread(phases, measured),
             energy=energy,
         )
-        memory = self.memory(warm, peaks)
+        memory = self.memory(peaks)
         run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
-        return self.watch(watcher, run, warm.step) if watcher else run
+        return self.watch(watcher, run) if watcher else run
 
     def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
-        """Times of steps with one thread, if a first one is faster: on a busy CPU threads wait for each other."""
+        """Empty unless one thread is faster: on a busy CPU threads wait for each other."""
         threads, step = torch.get_num_threads(), find_phase(measured, "step")
         on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
         if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
@@ -267,10 +214,12 @@ class _Cell:
         return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
-        """Between turns the device holds only the state for the next step, and an empty allocator cache."""
+        """Between turns the device holds the state for the next step, and no cache of the allocator."""
         device = self.device
-        warm = self.warm_up()
-        lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
+        self.warm_up()
+        warm = find_phase(self.warmup, "step")
+        is_short = device.asynchronous and not (warm and warm.best_s and warm.best_s[-1] >= _SHORT_S)
+        lead_in = _LEAD_IN_OF_SHORT if is_short else _LEAD_IN
         # Other processes of the session have the device open, and are no disturbance.
         self.note_surroundings(device=dataclasses.replace(self.runner.environment.device, other_processes=None))
         found: list[tuple[PhaseSamples, ...]] = []
@@ -280,18 +229,18 @@ class _Cell:
         device.free_unused()
         for turn in iter(self.observer.next_turn, None):
             self.runner.begin("measure", lead_in + turn.steps)
-            samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
-            self.check_weights(warm.step)
+            samples, _ = run_back_to_back(self.step.phases, device, lead_in + turn.steps, self.observer.on_step)
+            self.check_weights()
             device.free_unused()
             found.append(part(samples, lead_in))
             step = find_phase(samples, "step")
             assert step is not None
             taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
-            peak = self.peak(warm.step)
-            self.note_surroundings(suspended_s=warm.suspension.seconds())
-            timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
+            peak = self.peak()
+            self.note_surroundings(suspended_s=self.suspension.seconds())
+            timing = Timing(warmup=self.warmup, back_to_back=joined(found), first_step_s=self.first_step_s)
             run = dataclasses.replace(
-                self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),
+                self.record(timing=timing, memory=self.memory((peak,) if peak else ())),
                 turns=dataclasses.replace(turns, turns=tuple(taken)),
             )
             self.observer.on_measured(run)
@@ -300,13 +249,13 @@ class _Cell:
     def note_surroundings(self, **found: Any) -> None:
         self.runner.environment = dataclasses.replace(self.runner.environment, **found)
 
-    def peak(self, step: Step) -> PeakMemory | None:
-        return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
+    def peak(self) -> PeakMemory | None:
+        return self.step.peak if isinstance(self.step, GraphedStep) else self.device.peak("step")
 
-    def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
+    def memory(self, peaks: tuple[PeakMemory, ...]) -> Memory:
         return Memory(
             peaks=peaks,
-            during_warmup=warm.states,
+            during_warmup=self.states,
             total_bytes=self.runner.environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )
@@ -318,28 +267,29 @@ class _Cell:
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
-        """Wait for the other ranks, so that samples do not contain their build or compile time."""
+        """Samples must not contain other ranks' build or compile time."""
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
-    def compile(self, step: Step) -> float:
-        """Seconds of the step that compiles, or of recording the replayed one; it is no step time."""
+    def compile(self) -> float:
+        """Seconds of the compiling step, or of recording graphs; no step time."""
         self.runner.begin("compile", 1)
+        step = self.step
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
-    def check_weights(self, step: Step) -> None:
-        """Warn once if weights became infinite or NaN: a GPU draws less power on such numbers, and may clock higher."""
+    def check_weights(self) -> None:
+        """A GPU draws less power on infinite or NaN weights, and may clock higher."""
         said = any(note.startswith(NOT_FINITE) for note in self.notes)
-        if said or self.spec.pass_name != "train" or step.module is None:
+        if said or self.spec.pass_name != "train" or self.step.module is None:
             return
-        if name := not_finite(step.module):
+        if name := not_finite(self.step.module):
             self.notes.append(
                 f"{NOT_FINITE} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
                 "precision` shows where a step overflows"
             )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
-        """For a third-party model, after all timing, because counting slows the step down."""
+        """Only of third-party models, and after all timing, because counting slows a step down."""
         if self.spec.cuda_graph == "step":
             self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return
@@ -360,12 +310,12 @@ class _Cell:
                 model, counted_flops=None if compiled else counted.executed, needed_flops=counted.needed
             )
 
-    def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
+    def watch(self, watcher: Watcher, run: Run) -> Run:
         self.observer.on_measured(run)
         self.runner.begin(watcher.stage, watcher.num_steps)
         try:
             notes = watcher.record(
-                step, self.observer.on_step, on_export=lambda: self.runner.begin(watcher.export_stage, 0)
+                self.step, self.observer.on_step, on_export=lambda: self.runner.begin(watcher.export_stage, 0)
             )
         except Exception as error:  # out of memory or any other error must not cost what was measured
             if self.world is not None:

@@ -1,4 +1,4 @@
-"""The tensors in a batch, a model's output, or any other nest of dicts, lists and tuples."""
+"""Tensors in nested dicts, lists and tuples, such as batches and a model's output."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def tensors_in(held: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The nest with each of its tensors changed; lists become tuples."""
+    """Each tensor is replaced by `change` of it; lists become tuples."""
     if isinstance(held, Tensor):
         return change(held)
     if isinstance(held, dict):

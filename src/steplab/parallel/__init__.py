@@ -1,7 +1,5 @@
-"""Training on many GPUs: gradients averaged over ranks, and optimizer state sharded over them.
-
-The folder imports only torch, and Triton for one kernel, so that it can be copied into another project. sizes.py needs
-no torch, so that plans can read it.
+"""Data parallelism and a sharded optimizer, to be copied into other projects: torch alone is needed, Triton for one
+kernel, and sizes.py neither.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ _HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimize
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names at their first use: parts of this folder are used without torch."""
+    """Import public names at their first use: sizes.py is used without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,11 +1,10 @@
-"""Buckets of gradients that are sent together, and those that collectives average.
+"""Buckets of gradients that are sent together.
 
-A `CollectiveBucket` is averaged everywhere, by one all-reduce. Several gradients are views of one flat buffer; those
-made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large gradients are
-not copied unless autograd shares their memory.
+A `CollectiveBucket` is averaged everywhere by one all-reduce, in a flat buffer; a single gradient is reduced in
+autograd's own memory.
 
-An `OwnedBucket` is averaged only on the ranks that own the parameters, in one flat buffer with a slot for each owner.
-If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py).
+An `OwnedBucket` is averaged on its parameters' owners: by one reduce-scatter if equal slots need little padding, else
+by a reduce per owner (sizes.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,25 +26,20 @@ def aligned(tensor: Tensor) -> int:
 
 
 class Bucket(Protocol):
-    """Gradients that are sent together: `launch` starts averaging, `wait` returns the averages. These are the
-    parameters' gradients, and may be changed until the next launch.
-    """
+    """Averages are the parameters' gradients, and may be changed until the next launch."""
 
     @property
     def shared_bytes(self) -> int:
-        """Memory of all the module's buckets outside torch's allocator."""
+        """Bytes of all the module's buckets outside torch's allocator."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
+        """Start averaging; None counts as zero. The gradients then belong to the bucket."""
 
     def wait(self) -> Sequence[Tensor | None]:
         """Averages, each shaped as its parameter; None except on its owner."""
 
-    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Averages plus late gradients: the input of the next launch."""
-
     def release(self) -> None:
-        """Drop references to gradients outside the bucket's memory."""
+        """Drop gradients outside the bucket's memory."""
 
 
 def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -71,7 +65,7 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """Averages plus late gradients. size: number of ranks, to multiply averages that only owners have; else 1."""
+    """`size` multiplies averages that only owners have: the number of ranks, else 1."""
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
         if average is not None:
@@ -86,8 +80,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """The strides of its gradient: its own if it fills its memory without gaps, as optimizers are fastest on equal
-    strides. Call outside of backward: it takes longer than launching a copy.
+    """Strides of the parameter's gradient: optimizers are fastest on equal strides. Slow, so not for backward
+    passes.
     """
     if fills_its_memory(parameter):
         return parameter.stride()
@@ -95,7 +89,7 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """True if elements fill a stretch of memory, each once, in any order."""
+    """True if each element of its stretch of memory occurs once, in any order."""
     if not tensor.numel():
         return True
     expected = 1
@@ -107,9 +101,8 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """True if a gradient just made by autograd may share its memory: autograd does not copy a gradient that is a view.
-    With `h + p[None]`, p's gradient is in the memory of h's, which backward still reads. Only the number of references
-    shows that.
+    """True if autograd may still read a new gradient's memory: in `h + p[None]`, p's gradient is a view of h's. Only
+    the count of references shows it.
     """
     return _references(gradient) > references_of_its_own()
 
@@ -120,9 +113,7 @@ def _references(tensor: Tensor) -> int:
 
 @cache
 def references_of_its_own() -> int:
-    """References to an unshared gradient's memory when its hooks run, by this torch. The first call runs a backward
-    pass, so it must be outside of one.
-    """
+    """References to an unshared gradient's memory in a hook, by this torch. The first call runs a backward pass."""
     found: list[int] = []
     with torch.enable_grad():
         parameter = torch.zeros(1, requires_grad=True)
@@ -175,9 +166,6 @@ class CollectiveBucket:
             self._pending = None
         return self._averages
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return with_late(self.wait(), gradients, 1)
-
     def release(self) -> None:
         if self._buffer is None:
             self._averages = []
@@ -220,9 +208,6 @@ class OwnedBucket:
         self._pending = []
         return self._averages
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return with_late(self.wait(), gradients, self._collectives.size)
-
     def release(self) -> None:
         """All lie in the bucket's own memory."""
 
@@ -231,7 +216,7 @@ _ALL = "gradients with all their elements"
 
 
 def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
-    """Raise Unsupported for an embedding with sparse gradients; `holders` would hold them, such as 'buckets'."""
+    """Raise Unsupported for an embedding with sparse gradients; `holders` names what would hold them."""
     for name, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             what, why = f"{doing} of {name or 'a module'} with sparse gradients", f"{holders} hold {_ALL}"
@@ -239,7 +224,7 @@ def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
 
 
 def refuse_sparse_gradient(name: str, gradient: Tensor) -> None:
-    """Raise Unsupported for a sparse gradient from elsewhere, such as torch.nn.functional.embedding."""
+    """Raise Unsupported for a sparse gradient, such as torch.nn.functional.embedding's."""
     if gradient.layout is not torch.strided:
         what = f"data parallelism with a sparse gradient of {name}"
         raise Unsupported(what, f"buckets hold {_ALL}", "use sparse=False")

@@ -1,11 +1,7 @@
-"""The only calls of torch.distributed's collectives in this folder.
+"""The collectives of a group, which tests replace. Peer copies and torch's engine for meshes bypass it.
 
-`DataParallel` and `ShardedOptimizer` communicate through `Collectives`, which tests replace. Peer copies
-(peer_memory.py) and torch's own engine for meshes bypass it.
-
-Calls on *tensors* return at once with a `Pending`; its wait is on the device's timeline, if any. *Host values* decide
-the next steps and go from CPU to CPU, so that a GPU's queue need not drain. All ranks of the group must make every call
-in the same order.
+Calls on tensors return at once; the wait is on the device's timeline. Host values go from CPU to CPU, so a GPU's queue
+need not drain. All ranks make every call in one order.
 """
 
 from typing import Any, Protocol
@@ -48,8 +44,9 @@ class Collectives(Protocol):
 
 
 class GroupCollectives:
-    """The collectives of a torch process group. A group without a CPU backend gets a companion for host values (gloo);
-    making it is a collective call."""
+    """A torch process group's collectives. Without a CPU backend it makes a gloo group for host values, together with
+    all ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -103,7 +100,7 @@ class GroupCollectives:
         return values
 
     def _operation(self, tensor: Tensor, average: bool) -> tuple[Any, int]:
-        """The backend's operation, and the remaining divisor: only NCCL averages."""
+        """The backend's operation, and the divisor that remains: only NCCL averages."""
         if not average:
             return dist.ReduceOp.SUM, 1
         if self._backends.get(tensor.device.type) == "nccl":
@@ -112,7 +109,7 @@ class GroupCollectives:
 
 
 def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """The collectives of a group (None: of all processes); collectives pass through."""
+    """None: all processes' group. Collectives pass through."""
     left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on excluded ranks
     if group == left_out:
         raise UserError("this process is not in the group it was given")

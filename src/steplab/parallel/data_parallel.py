@@ -77,9 +77,9 @@ class DataParallel(nn.Module):
         transport: str | PeerMemory = "collectives",
         to_owners: bool = False,
     ) -> None:
-        """Build it as the class describes; `bucket_size_mb` (1e6 bytes of gradients) affects only `bucketed`. Raises
-        UserError for an invalid setting, without joined processes, or if the ranks differ; Unsupported if the module
-        makes sparse gradients, or the transport does not support these ranks."""
+        """Raises UserError for an invalid setting, without joined processes, or if ranks differ; Unsupported for sparse
+        gradients, or a transport that these ranks lack.
+        """
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
         check_transport(transport)
@@ -123,29 +123,26 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Average the gradients of all backward passes since the last call; call it before the optimizer's step.
+        """Average the gradients since the last call; every rank calls it before the optimizer's step.
 
-        Every rank must call it. Afterwards every parameter's `.grad` is the same on all ranks (with `to_owners`, only
-        its owner has it). Before, gradients in transit are not in `.grad`, `zero_grad` does not reach them, and
-        optimizers' `step` raises UserError. To discard a failed backward pass, call this on all ranks, then
-        `zero_grad`.
+        Until then gradients in transit are not in `.grad`, and optimizers' `step` raises UserError. To discard a failed
+        backward pass, call this on all ranks, then `zero_grad`.
 
-        Raises UserError within `no_sync`, for a parameter unfrozen since this was built, and on all ranks if they
-        synchronise different modules or sent gradients in different orders.
+        Raises UserError within `no_sync`, for a parameter unfrozen since, and for ranks that synchronise other modules
+        or orders.
         """
         for _ in self.finish_in_parts(1):
             pass
 
     def finish_in_parts(self, parts: int = 4) -> Generator[list[nn.Parameter], None, None]:
-        """As finish_gradient_synchronization, but yields the parameters of each part as soon as their `.grad` are
-        averages, so that they can be updated while later gradients are in transit.
+        """Like finish_gradient_synchronization, but yields parameters as soon as they have averages, to update them
+        meanwhile:
 
             for parameters in model.finish_in_parts():
-                update.of(parameters)  # these alone: steplab.ops.update.UpdateByParts(optimizer)
+                update.of(parameters)  # steplab.ops.update.UpdateByParts(optimizer)
 
-        Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes. More parts take longer to
-        update, because their kernels do not fill the GPU to the end. A collective call, with the other's errors. If the
-        caller stops early, the rest is still waited for.
+        Parts are whole buckets of about equal sizes; more than a few leave the GPU idle between updates. If the caller
+        stops early, the rest is still waited for.
         """
         if not self._reducer.active:
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")
@@ -174,7 +171,7 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
+        return [[self._trained_names[index] for index in group] for group in self._reducer.members]
 
     @property
     def owners(self) -> Mapping[Tensor, int]:
@@ -183,20 +180,15 @@ class DataParallel(nn.Module):
 
     @property
     def shared_bytes(self) -> int:
-        """Device memory that `peer_copy` holds on this rank, outside of torch's allocator; 0 with collectives."""
+        """Bytes of `peer_copy` on this rank's device, outside torch's allocator; else 0."""
         return self._reducer.shared_bytes
-
-    @property
-    def readiness_difference(self) -> str | None:
-        """A difference between the ranks' orders of readiness, in words; None if none was found."""
-        return self._reducer.agreement.difference
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Every rank has to load the same. Raises UserError for `assign=True`, which would separate parameters from
-        their buckets.
+        """Every rank loads the same. Raises UserError for `assign=True`, which would separate parameters from
+        buckets.
         """
         if assign:
             raise UserError("assign=True would replace parameters: load into the module before building DataParallel")
@@ -247,7 +239,7 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The tensor without repeated elements, as in an expanded mask; strides: of the repeating tensor, if another."""
+    """Without repeated elements, as in an expanded mask; `strides` are the repeating tensor's."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -272,7 +264,7 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """A collective call for peer_copy. owners: of all parameters; gradients are averaged only there."""
+    """A collective call for peer_copy."""
     if transport != "collectives" and groups and collectives.size > 1:
         from .peer_copies import peer_buckets  # it needs Triton
 
@@ -284,8 +276,7 @@ def buckets_of(
 
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    """Raise UserError, on all ranks, if they differ in a setting, in their tensors, or in the form of a tensor.
-    `settings` are the user's, by name; `tensors` has the form of each parameter and buffer in words, by name."""
+    """Raise UserError, on all ranks, if they differ in a setting, or in a tensor's form, given in words by name."""
     everyone = collectives.host_gather((dict(settings), dict(tensors)))
     first_settings, first_tensors = everyone[0]
     for rank, (others_settings, others_tensors) in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""The errors of this folder; each message is one line with the fault and its fix."""
+"""Errors of this folder; a message is one line with the fault and its fix."""
 
 
 class UserError(Exception):
@@ -6,7 +6,7 @@ class UserError(Exception):
 
 
 class Unsupported(UserError):
-    """A valid request that these ranks, this device or this model do not support; nothing falls back silently."""
+    """A valid request that these ranks, this device or this model do not support."""
 
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(what, why, instead)

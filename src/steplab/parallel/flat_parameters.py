@@ -1,14 +1,10 @@
 """Parameters in one buffer, owner by owner, so that exchanging them needs few calls and no copies.
 
-For S bytes of parameters on N ranks, updates reach the other ranks by
+For S bytes on N ranks: `broadcast` takes N calls and S bytes; `all_gather` of padded equal shares 1 call and (N - 1)/N
+S bytes; `peer_copy` copies shares into the others' buffers.
 
-- `broadcast`, one for each owner: N calls in sequence, S bytes together;
-- `all_gather` of equal shares: 1 call, (N − 1) / N · S bytes to each rank; smaller shares are padded;
-- `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, without padding.
-
-`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory. On CPUs it uses
-broadcasts, because gloo's all-gather needs its own memory: 75 parameters of 38 MB on 4 ranks took 95 ms by `broadcast`,
-302 by `all_gather`.
+`auto` gathers on GPUs unless padding exceeds an eighth, and broadcasts on CPUs, where gloo's all-gather needs its own
+memory: 75 parameters of 38 MB on 4 ranks took 302 ms by `all_gather`, 95 by `broadcast`.
 """
 
 from collections.abc import Sequence
@@ -31,9 +27,8 @@ _LINE = 0
 class ParameterCopies:
     """Owners copy updated parameters into the other ranks' buffers, without a collective.
 
-    The buffers of all parameters are in memory that all ranks reach, at the same places. After its update each rank
-    signals that it no longer reads the old parameters. After all signals, the copy engines copy its parameters into the
-    others' buffers during the next forward pass, in that pass's order. A signal after each buffer announces its part.
+    After its update each rank signals that it reads no old parameters. Then copy engines work during the next forward
+    pass, in its order; a signal announces each buffer.
     """
 
     def __init__(self, memory: PeerMemory, sizes_bytes: Sequence[int]) -> None:
@@ -61,7 +56,7 @@ class ParameterCopies:
         return self._own[self._starts[place] : self._starts[place] + self._sizes[place]]
 
     def begin(self) -> None:
-        """Later starts wait until all ranks have called this and so read no old parameters."""
+        """Later starts wait until all ranks have called this."""
         self._num_exchanges += 1
         with torch.cuda.device(self._gpu):
             self._memory.follow_current(_LINE)
@@ -69,7 +64,7 @@ class ParameterCopies:
             self._memory.await_signals(_LINE, self._done_reading, self._num_exchanges)
 
     def start(self, place: int, begin_bytes: int, num_bytes: int) -> "ArrivingCopies":
-        """Copy this part of this rank's buffer to all others; all ranks start the same buffers in one order."""
+        """Copy this part of this rank's buffer to all others; all ranks start buffers in one order."""
         self._num_copied += 1
         begin, count = self._starts[place] + begin_bytes, len(self._peers)
         targets = [self._bases[peer] + begin for peer in self._peers]
@@ -81,7 +76,7 @@ class ParameterCopies:
         return ArrivingCopies(self, self._num_copied)
 
     def wait(self, number: int) -> None:
-        """The current stream's next work waits until `number` buffers have been copied on all ranks."""
+        """The current stream waits until `number` buffers have been copied on all ranks."""
         with torch.cuda.device(self._gpu):
             self._memory.current_awaits(self._arrived, number)
 
@@ -127,18 +122,19 @@ class FlatParameters:
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:
-        """True if a step may have changed any of these. False if all have been frozen since the beginning, without a
-        gradient. A parameter frozen later may have a gradient on its owner that other ranks do not know."""
+        """True if a step may have changed any of these; False if all have been frozen from the beginning."""
         used = any(param.requires_grad or param.grad is not None for param in self.params)
         self._used = self._used or used
         return self._used and self._buffer.numel() > 0
 
     def bring_back(self) -> None:
-        """Move parameters with other memory back into the buffer, before `start_exchange`."""
-        self._move_in(self._moved_out())
+        """Move parameters with other memory back into the buffer."""
+        address, width = self._buffer.data_ptr(), self._buffer.element_size()
+        placed = enumerate(zip(self.params, self._slots.starts, strict=True))
+        self._move_in([i for i, (p, start) in placed if p.numel() and p.data_ptr() != address + start * width])
 
     def start_exchange(self) -> None:
-        """Begin to send this rank's parameters and to receive the others; read nothing before `wait`."""
+        """Read nothing before `wait`."""
         start, end = self._slots.bounds[self._ranks.rank]
         if self._copies is not None:
             width = self._buffer.element_size()
@@ -158,14 +154,6 @@ class FlatParameters:
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             pending.wait()
-
-    def _moved_out(self) -> list[int]:
-        address, width = self._buffer.data_ptr(), self._buffer.element_size()
-        return [
-            index
-            for index, (param, start) in enumerate(zip(self.params, self._slots.starts, strict=True))
-            if param.numel() and param.data_ptr() != address + start * width
-        ]
 
     def _move_in(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -193,7 +181,7 @@ def _gathers(shares: Sequence[int], device: torch.device, exchange: Exchange) ->
 
 
 def check_movable(params: Sequence[nn.Parameter]) -> None:
-    """Raise Unsupported for parameters that cannot be moved into a buffer without changing their meaning."""
+    """Raise Unsupported for parameters that cannot be moved into a buffer."""
     for param in params:
         what = f"sharding the optimizer state of a parameter of shape {tuple(param.shape)}"
         if type(param.data) is not Tensor:

@@ -1,16 +1,13 @@
-"""A module laid out over a mesh of ranks by torch's own engine.
+"""A module laid out over a mesh of ranks by torch's engines.
 
-A mesh has four named axes, outermost first, so that ranks that communicate most are neighbours. Along pp a rank has
-some of the blocks, along dp a part of the batch. Along fsdp it also has a part of each parameter, along tp a part of
-each matrix product.
+A mesh has four axes, outermost first, so that ranks that communicate most are neighbours: pp divides blocks, dp the
+batch, fsdp the batch and each parameter, tp each matrix product.
 
-`lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
-(recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled
-code. The caller names units and splits; this file does not depend on the module.
+`lay_out` splits products, lets the caller wrap units (recomputation, compilation), then shards, so that FSDP2's hooks
+stay outside of compiled code.
 
-torch's schedules run a pipeline of stages along pp: `gpipe` (Huang et al. 2019), `1f1b` (Narayanan et al. 2019),
-`interleaved` (Narayanan et al. 2021). The caller gives the shape of messages between stages, which saves a step for
-finding it.
+Pipelines run torch's schedules: `gpipe` (Huang et al. 2019), `1f1b` (Narayanan et al. 2019), `interleaved` (Narayanan
+et al. 2021).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +32,8 @@ AXES = ("pp", "dp", "fsdp", "tp")
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """A collective call; a missing axis has size 1. Raises UserError for an unknown axis, a size below 1, or another
-    product than the number of ranks.
+    """A collective call. Raises UserError for an unknown axis, a size below 1, or a product other than the number of
+    ranks.
     """
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -63,24 +60,19 @@ def data_share(mesh: DeviceMesh) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A submodule with parameters gathered together, when its forward pass begins."""
+    """A submodule; its parameters are gathered together when its forward pass begins."""
 
     module: nn.Module
     low_precision: bool = True
-    """True if its parameters may be gathered in `Sharding.gather_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How FSDP2 stores and sends parameters."""
-
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    """Gradients are averaged in it; None: in their own dtype."""
+    """Dtype of the gradients' average; None: their own."""
     reshard_after_forward: bool = True
-    """True to free a unit's gathered parameters after forward and gather them again for backward: less memory, half as
-    much communication again.
-    """
+    """True: gathered parameters are freed after forward and gathered again for backward."""
 
 
 def lay_out(
@@ -92,16 +84,13 @@ def lay_out(
     wrap_units: Callable[[], None],
     sharding: Sharding,
 ) -> None:
-    """Lay the module out in place, on all ranks of the mesh together; parameters outside of units are gathered with the
-    root.
+    """Lay the module out in place; all ranks of the mesh call it together.
 
     Args:
-        module: equal on all ranks that differ only in dp, fsdp and tp.
-        mesh: from `open_mesh`.
-        tensor_plan: style by name of submodule, `*` for any one name; names that the module lacks are skipped.
-        units: in the order of their forward passes.
-        wrap_units: called between both, to change how the units compute but not their parameters.
-        sharding: how parameters are kept along dp and fsdp.
+        module: equal on ranks that differ only in dp, fsdp and tp.
+        tensor_plan: style by name of submodule, `*` for any one name; absent names are skipped.
+        units: in the order of their forward passes; other parameters are gathered with the root.
+        wrap_units: called between splitting and sharding; it keeps parameters.
     """
     if mesh["tp"].size() > 1:
         split_products(module, mesh["tp"], tensor_plan)
@@ -111,15 +100,16 @@ def lay_out(
 
 
 def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split parameters over a mesh of one axis. Each rank cuts its part out of its copy, without a message."""
+    """Each rank cuts its part out of its copy, without a message."""
     names = [name for name, _ in module.named_modules()]
     present = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     parallelize_module(module, mesh, present, src_data_rank=None)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
-    """Shard along fsdp and, where dp is larger than 1, replicate along dp (hybrid sharding). Raises Unsupported if two
-    units, or a unit and the rest of the module, share a parameter, and for sparse gradients."""
+    """Shards along fsdp, and replicates along dp. Raises Unsupported for a parameter that units share with each other
+    or with the rest, and for sparse gradients.
+    """
     refuse_shared(module, units)
     refuse_sparse(module, "sharding", "shards")
     data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
@@ -155,9 +145,8 @@ def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None]:
-    """A context: backward passes add to whole gradients on each rank and send nothing; the next one outside sends all.
-    `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered after a backward
-    pass, so that the next forward pass need not gather them.
+    """Backward passes inside send nothing; the next one outside sends all. `keep_gathered` saves the next forward
+    pass's gathering.
     """
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
@@ -175,7 +164,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-"""Torch's, by name. The last one takes several stages a rank, the others one."""
+"""By name; `interleaved` takes several stages a rank, the others one."""
 
 
 def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
@@ -200,14 +189,9 @@ class Pipeline:
         """Shapes are of one microbatch on this rank.
 
         Args:
-            stages: laid out, on their device, in the order of `stage_numbers`.
-            mesh: from `layout.open_mesh`.
-            device: this rank's.
-            schedule: a key of SCHEDULES.
-            microbatches: number of parts of a batch, along its first dimension.
-            between: a tensor on torch's meta device, of the shape and dtype between stages.
-            first_input: the same for the first stage's input.
-            last_output: the same for the last stage's output.
+            stages: on their device, in the order of `stage_numbers`.
+            microbatches: parts of a batch, along its first dimension.
+            between, first_input, last_output: meta tensors of a stage's input or output.
             loss: (output of the last stage, target) -> the mean over a microbatch.
         """
         numbers = stage_numbers(mesh, len(stages))
@@ -230,9 +214,7 @@ class Pipeline:
         self._schedule = SCHEDULES[schedule](given, microbatches, loss_fn=loss)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Forward and backward passes of all microbatches; gradients are of the mean over the batch. Every rank
-        receives the whole batch and uses its stages' part. Returns the mean loss on the ranks with the last stage, None
-        on the others."""
+        """Every rank gives the whole batch. Returns the batch's mean loss on ranks with the last stage, else None."""
         losses: list[Tensor] = []
         given = (inputs,) if self._gives_input else ()
         target = targets if self._gives_target else None

@@ -1,30 +1,23 @@
-"""Buckets of gradients that travel by copies into the other ranks' memory, without collectives.
+"""Buckets of gradients that travel by copies into other ranks' memory, without collectives.
 
-A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps on two lines
-of work:
+A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps:
 
-1. *out*, on the line of copies: each rank copies gradients into landing places of the parts' owners, and signals them.
+1. *out*, on the line of copies: each rank copies gradients to the parts' owners, and signals them.
 2. on the line of means: after all signals, the owner writes the mean into its part.
-3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
-   the means stay.
+3. *home*, on the line of copies: the owner copies its part to all ranks, and signals them. With owners of parameters,
+   means stay.
 
-*One line has all copies*, because one copy engine of a GPU sends to all of its peers over an NVSwitch. The order is
-out(1), out(2), home(1), out(3), home(2), ..., so the engine sends one chunk during another's means. A bucket's last
-means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
+One line has all copies, because one copy engine sends to all peers over an NVSwitch. The order out(1), out(2), home(1),
+out(3), home(2), ... sends one chunk during another's means.
 
-*Ranks take turns.* In turn s rank r copies to rank r + s; otherwise two ranks would share a third one's link. A rank
-begins a turn when the next rank has ended the turn before. With owners there are no turns, because a bucket's parts are
-too uneven.
+In turn s rank r copies to rank r + s, once the next rank has ended the turn before; else two ranks would share a link.
+With owners, parts are too uneven for turns.
 
-For B bytes each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half with owners. The multiprocessors read
-and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
+For B bytes each of n ranks sends 2 (n-1)/n B, as in a ring, or half with owners. One rank makes each mean, so all have
+the same bits.
 
-Memory is not overwritten while it is read. Landing places and gradients live until their bucket is home. A peer writes
-its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
-Averages may be changed after the wait, and are the source of my copies home; so a bucket counts as home only after my
-own signal, which follows my copies.
-
-The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns.
+No memory is overwritten while it is read: a peer writes its part of my bucket after my gradients of that part, thus
+after the optimizer that read the last averages. A bucket is home after my own signal, which follows my copies.
 """
 
 from collections import deque
@@ -37,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from .buckets import Owners, dense, layout_of, views_of, with_late
+from .buckets import Owners, dense, layout_of, views_of
 from .peer_memory import PeerMemory, Piece
 from .sizes import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
 
@@ -49,8 +42,7 @@ Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
 def peer_buckets(
     groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory, owners: Owners | None = None
 ) -> list["PeerBucket"]:
-    """The buckets of one module, one for each group of parameters; a collective call. With `owners` each average is
-    only on the parameter's owner. The buckets share `memory`, which is freed with the last of them."""
+    """One module's buckets; a collective call. They share `memory`, which is freed with the last of them."""
     divisions = [
         divided([p.nbytes for p in group], memory.size, None if owners is None else [owners[p] for p in group])
         for group in groups
@@ -62,9 +54,7 @@ def peer_buckets(
 
 
 class PeerCopies:
-    """Memory shared by one module's buckets, and the buckets in transit. It does not refer to the buckets: otherwise
-    the memory, which is not Python's, would stay until the garbage collector runs.
-    """
+    """Memory shared by one module's buckets. It does not refer to them, so that dropping them frees it at once."""
 
     def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
         self.memory = memory
@@ -91,7 +81,7 @@ class PeerCopies:
         )
 
     def landing(self, on_rank: int, of_rank: int) -> int:
-        """Address of one rank's ring for another's gradients; rings are adjacent."""
+        """Address of one rank's ring for another's gradients."""
         ring = (of_rank - on_rank - 1) % self.memory.size
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
@@ -147,35 +137,28 @@ class PeerCopies:
         self.memory.signal(COPIES, self._tell_of_means, number)
 
     def return_last(self) -> None:
-        """Send home the means of the last chunk, unless they are in transit."""
         if self._unreturned is not None:
             self.memory.follow_line(COPIES, MEANS)
             self._send_home(self._unreturned, self.num_launched)
             self._unreturned = None
 
     def copy(self, copies: Sequence[Copies]) -> None:
-        if self.go_home and len(self.peers) > 1:
-            self.copy_in_turns(copies)
-        else:
-            self.copy_at_once(copies)
-
-    def copy_in_turns(self, copies: Sequence[Copies]) -> None:
-        """The same; a turn begins when the next rank has ended the turn before."""
-        for targets, sources, sizes in copies:
-            if self._num_turns:
-                self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
+        """Between several peers in turns: one begins when the next rank has ended the turn before."""
+        if not self.go_home or len(self.peers) == 1:
+            targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
             if targets:
                 self.memory.copy(COPIES, targets, sources, sizes)
+            return
+        for in_turn in copies:
+            if self._num_turns:
+                self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
+            if in_turn[0]:
+                self.memory.copy(COPIES, *in_turn)
             self._num_turns += 1
             self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
 
-    def copy_at_once(self, copies: Sequence[Copies]) -> None:
-        targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
-        if targets:
-            self.memory.copy(COPIES, targets, sources, sizes)
-
     def await_launch(self, number: int) -> None:
-        """The current stream's next work waits until chunks up to this number have come home."""
+        """The current stream waits until chunks up to this number are home."""
         self.return_last()
         if self._num_awaited < number:
             self.memory.current_awaits(self._means_told, number)
@@ -183,7 +166,7 @@ class PeerCopies:
 
 
 class Chunk:
-    """A part of a bucket that travels separately, as far as equal in all launches."""
+    """The part of a bucket's launches that is equal in all of them."""
 
     def __init__(
         self,
@@ -194,7 +177,7 @@ class Chunk:
         landing: int,
         dtype: torch.dtype,
     ) -> None:
-        """`starts` as in PeerBucket; `landing`: its place within the bucket's."""
+        """`landing`: its place within the bucket's."""
         rank, borders = copies.memory.rank, division.chunks[number]
         overlaps = [division.overlaps(number, peer) for peer in copies.peers]
         self._sent = [
@@ -231,7 +214,7 @@ class PeerBucket:
     def __init__(
         self, copies: PeerCopies, parameters: Sequence[nn.Parameter], division: Division, starts: Sequence[int]
     ) -> None:
-        """`starts`: the beginning, in each rank's memory, of its kept part of the bucket."""
+        """`starts`: by rank, the beginning of its kept part of the bucket."""
         self._copies = copies
         self._parameters = tuple(parameters)
         self._strides = [layout_of(parameter) for parameter in self._parameters]
@@ -285,9 +268,6 @@ class PeerBucket:
             self._copies.await_launch(self.number)
         return self._averages
 
-    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
-
     def release(self) -> None:
         while self in self._copies.under_way:
             self._copies.under_way.remove(self)
@@ -310,7 +290,7 @@ def _means_told_by(rank: int) -> int:
 BLOCK = 4096
 PIECES = 8
 UNIT_BYTES = 16
-"""Pieces begin at multiples of this and are given in these units, so that the compiler knows the alignment."""
+"""Pieces begin at multiples of this and are given in it: the compiler then knows the alignment."""
 _WIDE = (1 << 40) + 3
 
 
@@ -331,7 +311,7 @@ class Means:
             compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
 
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
-        """The kernel for numbers of a type; `aligned`: all begin at multiples of 16 bytes."""
+        """`aligned`: all numbers begin at multiples of 16 bytes."""
         # Triton's own launch decides what to compile for: places and sizes of 64 bits, and numbers that are multiples
         # of nothing. With negative counts the kernel does no work.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]

@@ -1,21 +1,17 @@
-"""Memory that the ranks of one host share, lines of work on it, and counters for their waits.
+"""Memory that one host's ranks share, lines of work on it, and counters for their waits.
 
-A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory. A line appends "set this
-counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So Python
-never waits.
+A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory: a line sets another rank's,
+and waits on the device until one has reached a value.
 
-`SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel, by calling the
-driver (`CudaDriver`): torch's own copy takes Python several times as long.
-
-While such waits were queued, kernels of some forward passes began 1.1 to 1.3 microseconds later each on H200s
-(docs/ddp.md), depending on the streams. So pairs of streams are tested at allocation, and the fastest pair becomes the
-lines.
+The driver is called for copy engines and stream waits without kernels: torch's copy takes Python several times as long.
+On H200s, queued waits delayed kernels of some forward passes by 1.1 to 1.3 microseconds each (docs/ddp.md), depending
+on the streams; so pairs of streams are tested.
 """
 
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,59 +25,21 @@ from .sizes import COUNTER_BYTES
 class Piece(NamedTuple):
     own: int
     start_bytes: int
-    """Beginning in the target and in the others' numbers; a multiple of 16."""
+    """Place in the target and in the others' numbers; a multiple of 16."""
     num_bytes: int
-
-
-class PeerMemory(Protocol):
-    """Operations of ranks that reach each other's memory, by address. Lines are 0 and 1. One call starts several
-    operations, because Python is busy with a backward pass.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """Allocate these bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's. Also
-        allocates `num_counters` zero counters. Every rank calls it once.
-        """
-
-    def follow_current(self, line: int) -> None:
-        """The line's next work waits for all work already given to the current stream."""
-
-    def follow_line(self, line: int, other: int) -> None:
-        """The line's next work waits for all work already given to another line of this rank."""
-
-    def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
-        """The current stream's next work waits until these counters of this rank are at least `value`."""
-
-    def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Copy from address to address of any ranks, in any order; at least one byte each."""
-
-    def mean(
-        self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
-    ) -> None:
-        """Write target + start = (own + (others + start)) / size for each piece; own may be the place of its mean. The
-        others' numbers begin at `others`, `distance_bytes` apart. They are summed in float32 (float64 for float64), in
-        this order."""
-
-    def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
-        """Set these (rank, counter) when all earlier work of the line is done and visible."""
-
-    def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
-        """The line's next work waits until these counters of this rank are at least `value`."""
 
 
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
-"""Tested pairs of streams, trials of each, and kernels of a trial."""
 _HELD_CYCLES = 20_000_000
-"""GPU cycles, some ten milliseconds, during which those kernels queue up."""
+"""GPU cycles, some ten milliseconds."""
 
 
-class SymmetricMemory:
-    """The peer memory of GPUs of one host (PeerMemory); `device` must be the current device at every use."""
+class PeerMemory:
+    """Operations of one host's GPUs on each other's memory, by address. Lines are 0 and 1.
+
+    `device` must be the current one at every use. Tests replace all methods, for processes on a CPU.
+    """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Raises Unsupported, on all ranks, if one cannot reach another's memory."""
@@ -108,6 +66,9 @@ class SymmetricMemory:
         self._means = Means(device, self.size - 1)
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
+        """Bytes on every rank: this rank's (uint8, zero) and each rank's address. Also zero counters. Every rank calls
+        it once.
+        """
         # The only private module in use: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
 
@@ -130,9 +91,7 @@ class SymmetricMemory:
         torch.cuda.synchronize(self.device)
 
     def _choose_lines(self) -> None:
-        """Choose the pair of streams with waits that slow the current stream least; all ranks test together, by
-        counters that are zeroed afterwards.
-        """
+        """The pair of streams with waits that slow the current stream least; all ranks test together."""
         pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
         least_ms = [float("inf")] * _PAIRS
         for trial in range(_TRIALS * _PAIRS):
@@ -162,27 +121,35 @@ class SymmetricMemory:
         return begin.elapsed_time(end)
 
     def follow_current(self, line: int) -> None:
+        """The line's next work waits for all work already given to the current stream."""
         event = self._ready.cuda_event
         self._driver.record(event, self._current())
         self._driver.wait_event(self._lines[line], event)
 
     def follow_line(self, line: int, other: int) -> None:
+        """The line's next work waits for all work already given to another line."""
         event = self._ready.cuda_event
         self._driver.record(event, self._lines[other])
         self._driver.wait_event(self._lines[line], event)
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
+        """The current stream's next work waits until these counters of this rank are at least `value`."""
         self._await(self._current(), counters, value)
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        """Copy from address to address of any ranks, in any order; at least one byte each."""
         self._driver.copy(self._lines[line], targets, sources, sizes_bytes)
 
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
+        """Write target + start = (own + (others + start)) / size for each piece. The others' numbers begin at `others`,
+        `distance_bytes` apart, and are summed in this order in float32 at least.
+        """
         self._means.start(self._lines[line], pieces, target, others, distance_bytes, dtype)
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
+        """Set these (rank, counter) when all earlier work of the line is done and visible."""
         operations = self._operations.get(places)
         if operations is None:
             addresses = [self._counters[rank] + counter * COUNTER_BYTES for rank, counter in places]
@@ -204,18 +171,19 @@ class SymmetricMemory:
 
 
 _WAIT, _WRITE = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Flags of zero mean GEQ for a wait: until the
-number minus the value is not negative as an int32, so that numbers may overflow. For a write they mean: after all of
-the stream's work is visible."""
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Zero flags: a wait compares by int32 difference
+(GEQ), so numbers may overflow; a write follows the stream's work.
+"""
 _FLUSH, _CAN_FLUSH = 1 << 30, 98
-"""CU_STREAM_WAIT_VALUE_FLUSH: another device's earlier writes are visible after the wait, even where the device may
-reorder them. Such devices support it: CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES."""
+"""CU_STREAM_WAIT_VALUE_FLUSH, for devices that may reorder another's writes:
+CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES.
+"""
 _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a wait or a write: both have the same fields."""
+    """CUstreamBatchMemOpParams, of a wait or a write."""
 
     _fields_ = (
         ("operation", ctypes.c_uint64),
@@ -249,7 +217,7 @@ class MemoryOperations:
 
 class CudaDriver:
     def __init__(self, device: int) -> None:
-        """Raises Unsupported if the driver of the device of that number lacks a function."""
+        """Raises Unsupported if the driver lacks a function."""
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._copy = _function(
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -266,7 +234,7 @@ class CudaDriver:
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
-        """Waits until the number at each address is at least a value; the stream then sees earlier writes."""
+        """Waits until the number at each address is at least a value."""
         return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
@@ -314,8 +282,9 @@ def open_peer_memory(
     group: dist.ProcessGroup | Collectives | None,
     parameters: Sequence[nn.Parameter],
 ) -> PeerMemory:
-    """The given PeerMemory, or a new one for the GPUs of these parameters, or of their gradients; a collective call.
-    Raises Unsupported for gradients that it cannot copy, or if the ranks do not reach each other's memory."""
+    """The given memory, or a new one for these parameters' GPUs; a collective call. Raises Unsupported for gradients
+    that it cannot copy, and for ranks out of reach.
+    """
     _refuse_uncopied(parameters)
     if not isinstance(transport, str):
         return transport
@@ -323,7 +292,7 @@ def open_peer_memory(
     if process_group is None and collectives.size != dist.get_world_size():
         what = f"{_PEER_COPY} among {collectives.size} of {dist.get_world_size()} processes"
         raise Unsupported(what, "it needs their group", "give the process group, not its collectives")
-    return SymmetricMemory(collectives, process_group, parameters[0].device)
+    return PeerMemory(collectives, process_group, parameters[0].device)
 
 
 def _refuse_uncopied(parameters: Sequence[nn.Parameter]) -> None:

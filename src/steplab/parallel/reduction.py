@@ -1,25 +1,18 @@
-"""Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
+"""Averages one module's gradients over ranks, whatever the ranks' backward passes did.
 
-One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
-all ranks exchange flags*. Every rank then knows of each parameter:
+Buckets are launched in one fixed order, each once; then all ranks exchange flags, so no rank waits for another thing. A
+gradient that is absent on some ranks counts as zero there. After a late gradient its bucket is launched again: the
+average plus late gradients, averaged, is the sums' average.
 
-- if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
-- if any rank has a late gradient, after the launch. Its bucket is launched again with the first average plus the late
-  gradients; the average is its own average, so by linearity this gives the average of the sums.
-
-A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
-in reduction. A parameter without a gradient in the last step does not hold back later buckets in the next.
-
-A hook refuses the step of any torch optimizer with unaveraged gradients, which would make ranks diverge silently. Each
-group numbers its modules and keeps a checksum of the order of launches (`LaunchOrder`), which the exchange compares:
-other orders would average gradients of different modules.
+A launched bucket holds its gradients (`.grad` is None until the end), so later backward passes never write to them. A
+hook refuses steps of any torch optimizer with unaveraged gradients. The exchange also compares each rank's order of
+launches, over all modules of a group.
 """
 
 import sys
 import threading
 import warnings
 import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .buckets import Bucket, Owners, refuse_sparse_gradient
+from .buckets import Bucket, Owners, refuse_sparse_gradient, with_late
 from .collectives import Collectives
 from .errors import UserError
 from .sharded_optimizer import ShardedOptimizer
@@ -40,16 +33,15 @@ from .sizes import grouped, runs_of
 
 class Strategy(NamedTuple):
     bucket_bytes: float
-    """Largest bucket of several gradients; 0 puts each gradient into its own."""
+    """Largest bucket of several gradients; 0: one bucket a gradient."""
     during_backward: bool
-    """True to launch a bucket as soon as its gradients are ready; False: after backward."""
     one_at_a_time: bool
-    """True to wait for each collective before the next is launched."""
+    """True: wait for each collective before the next."""
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """The size, in MB of 1e6 bytes, affects only `bucketed`. Raises UserError for an unknown name, and for a size that
-    is not positive.
+    """`bucket_size_mb` (1e6 bytes) is of `bucketed`. Raises UserError for an unknown name, or a size that is not
+    positive.
     """
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
@@ -70,7 +62,7 @@ class LaunchOrder:
         self.checksum = 0
 
     def join(self) -> int:
-        """Number of a new module; equal on all ranks, which build modules together."""
+        """Number of a new module, equal on all ranks."""
         self._num_modules += 1
         return self._num_modules
 
@@ -82,75 +74,12 @@ _orders: WeakKeyDictionary[Any, LaunchOrder] = WeakKeyDictionary()
 
 
 def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrder:
-    """Shared by all modules of this process in the group."""
     key = dist.group.WORLD if group is None else group
     return _orders.setdefault(key, LaunchOrder())
 
 
 _PADDED = 4096
-"""Exchanges are padded to a multiple of this many numbers, to compare modules of different sizes."""
-
-
-class StepAgreement:
-    """One exchange per step, which also compares the order of ready gradients.
-
-    Orders are compared by a checksum; ranks send the orders only if it differs. The first difference is kept and warned
-    about, and ends that comparison. Every exchange checks that the ranks synchronise the same module, and launched the
-    buckets of all modules in one order.
-    """
-
-    def __init__(self, collectives: Collectives, names: Sequence[str], launches: LaunchOrder) -> None:
-        self._collectives = collectives
-        self._names = names
-        self._launches = launches
-        self.module = launches.join()
-        self.difference: str | None = None
-
-    def note_launch(self) -> None:
-        self._launches.note(self.module)
-
-    def exchange(
-        self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]
-    ) -> tuple[list[bool], list[bool]]:
-        """Exchange two flags per parameter (present; late: after its bucket's launch) and this rank's order of
-        readiness; returns flags that hold on any rank. Raises UserError, on all ranks, if they synchronise different
-        modules or launched in different orders.
-        """
-        checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
-        compared = self.module, self._launches.checksum, checksum
-        values = [*compared, *(-value for value in compared), *present, *late]
-        values += [0] * (-len(values) % _PADDED)
-        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
-        count, num_compared = len(present), len(compared)
-        same_module, same_launches, same_order = (
-            largest[place] == -largest[place + num_compared] for place in range(num_compared)
-        )
-        if not same_module or not same_launches:
-            different = "sent gradients of several DataParallel in different orders"
-            raise UserError(
-                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
-                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
-            )
-        if not same_order:
-            self._compare(self._collectives.host_gather(list(order)))
-        flags = [bool(flag) for flag in largest[2 * num_compared :]]
-        return flags[:count], flags[count : 2 * count]
-
-    def _compare(self, orders: list[list[int]]) -> None:
-        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient is not in the order
-        alike = [[index for index in order if index in common] for order in orders]
-        for rank, order in enumerate(alike):
-            for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):
-                if expected != found:
-                    self.difference = (
-                        f"gradients become ready in another order on rank {rank} than on rank 0: as number {place} "
-                        f"came {self._names[found]} there and {self._names[expected]} on rank 0"
-                    )
-                    _warn_caller(
-                        f"{self.difference}; buckets are still launched in one fixed order, so the result is correct, "
-                        "but a rank that is early waits for the others"
-                    )
-                    return
+"""Exchanges are padded to a multiple of this, to compare modules of different sizes."""
 
 
 class GradientReducer:
@@ -164,16 +93,16 @@ class GradientReducer:
         launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
-        """`owners`: each average is only on the parameter's owner; filled once the buckets are made."""
+        """`owners`, filled by `make_buckets`: each average is only on its parameter's owner."""
         self.active = True
-        self._rank, self._owners = collectives.rank, owners
+        self._owners = owners
         self._names, self._parameters = names, tuple(parameters)
         self._strategy = strategy
         kinds = [(p.dtype, p.device) for p in parameters]
-        self._members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
-        self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
-        self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
-        self.agreement = StepAgreement(collectives, names, launches)
+        self.members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
+        self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self.members])
+        self._bucket_of = {index: place for place, group in enumerate(self.members) for index in group}
+        self._collectives, self._launches, self._module = collectives, launches, launches.join()
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
         self._begin()
@@ -193,22 +122,16 @@ class GradientReducer:
             )
 
     @property
-    def buckets(self) -> list[list[int]]:
-        return [list(group) for group in self._members]
-
-    @property
     def shared_bytes(self) -> int:
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int, _: Tensor) -> None:
-        """Launch complete buckets, after a backward pass has accumulated a parameter's gradient."""
         with self._lock:
             if not self.active or index in self._ready:
                 return
             self._ready.add(index)
             if not self._strategy.during_backward:
                 return
-            self._order.append(index)
             if self._expected[index]:
                 self._missing[self._bucket_of[index]] -= 1
             with self._told_by_its_error():
@@ -229,10 +152,10 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """All ranks raise together; else some would wait for the others in the exchange of parameters."""
+        """All ranks raise together: none may wait in the exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
-            by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._rank
+            by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._collectives.rank
             if self._owners.get(parameter, by) == by:
                 continue
             raise UserError(
@@ -241,8 +164,8 @@ class GradientReducer:
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average every gradient; a collective call. Yields parameters of each part once they have averages; later
-        parts may be in transit. Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes.
+        """Average all gradients; a collective call. Yields the parameters of at most `parts` parts as their averages
+        arrive.
         """
         with self._told_by_its_error():
             while self._next < len(self._buckets):
@@ -251,9 +174,9 @@ class GradientReducer:
                     self._buckets[self._next - 1].wait()
             late = [parameter.grad is not None for parameter in self._parameters]
             present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
-            on_any, late_on_any = self.agreement.exchange(present, late, self._order)
+            on_any, late_on_any = self._exchange(present, late)
             self._launch_again(late_on_any)
-        sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
+        sizes = [sum(self._parameters[index].nbytes for index in group) for group in self.members]
         arriving = deque(runs_of(sizes, sum(sizes) / parts))
         try:
             while arriving:
@@ -265,9 +188,27 @@ class GradientReducer:
             self._expected = present
             self._begin()
 
+    def _exchange(self, present: Sequence[bool], late: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+        """Exchange two flags per parameter (present; late: after its bucket's launch); returns those that hold on any
+        rank. Raises UserError, on all ranks, for different modules or orders of launches.
+        """
+        compared = self._module, self._launches.checksum
+        values = [*compared, *(-value for value in compared), *present, *late]
+        values += [0] * (-len(values) % _PADDED)
+        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
+        same_module, same_launches = largest[0] == -largest[2], largest[1] == -largest[3]
+        if not same_module or not same_launches:
+            different = "sent gradients of several DataParallel in different orders"
+            raise UserError(
+                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
+                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
+            )
+        flags, count = [bool(flag) for flag in largest[4:]], len(present)
+        return flags[:count], flags[count : 2 * count]
+
     @contextmanager
     def _told_by_its_error(self) -> Iterator[None]:
-        """Whoever sees the error needs no warning when this reducer is dropped."""
+        """A failed reducer needs no warning when it is dropped."""
         try:
             yield
         except BaseException:
@@ -278,35 +219,36 @@ class GradientReducer:
         found: list[nn.Parameter] = []
         self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves all
         for place in places:
-            for index, average in zip(self._members[place], self._buckets[place].wait(), strict=True):
+            for index, average in zip(self.members[place], self._buckets[place].wait(), strict=True):
                 self._parameters[index].grad = average if present[index] else None
                 found.append(self._parameters[index])
             self._buckets[place].release()
-            self._ready.difference_update(self._members[place])
+            self._ready.difference_update(self.members[place])
         return found
 
     def _begin(self) -> None:
         self._next, self._has_failed = 0, False
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
-        self._order: list[int] = []
-        self._missing = [sum(self._expected[index] for index in group) for group in self._members]
+        self._missing = [sum(self._expected[index] for index in group) for group in self.members]
 
     @torch.no_grad()  # a backward pass with create_graph records what its hooks do
     def _launch_next(self) -> None:
-        gradients = self._take(self._members[self._next])
-        for index, gradient in zip(self._members[self._next], gradients, strict=True):
+        gradients = self._take(self.members[self._next])
+        for index, gradient in zip(self.members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
-        self.agreement.note_launch()
+        self._launches.note(self._module)
         self._buckets[self._next].launch(gradients)
         self._next += 1
 
     @torch.no_grad()
     def _launch_again(self, late: Sequence[bool]) -> None:
-        for bucket, members in zip(self._buckets, self._members, strict=True):
+        size = 1 if self._owners is None else self._collectives.size
+        for bucket, members in zip(self._buckets, self.members, strict=True):
             if any(late[index] for index in members):
-                self.agreement.note_launch()
-                bucket.launch(bucket.add(self._take(members)))
+                self._launches.note(self._module)
+                gradients = self._take(members)
+                bucket.launch(with_late(bucket.wait(), gradients, size))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
         gradients = [self._parameters[index].grad for index in indices]
@@ -319,7 +261,7 @@ class GradientReducer:
 
 
 def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """The hook does nothing once the reducer is gone: a parameter may outlive it and get another."""
+    """The hook does nothing once the reducer is gone: a parameter may outlive it."""
 
     def called(*arguments: Any) -> None:
         living = reducer()
@@ -327,10 +269,3 @@ def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None]
             method(living, *given, *arguments)
 
     return called
-
-
-def _warn_caller(message: str) -> None:
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -1,11 +1,10 @@
-"""An optimizer with state sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""An optimizer with state sharded over ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-One rank, the owner, updates each parameter and keeps its state; the owners then exchange the parameters, (N − 1) / N of
-their bytes to each rank. With gradients averaged only on their owners (`to_owners`), a step moves as many bytes as
-without sharding.
+The owner updates each parameter and keeps its state; owners then exchange parameters, (N - 1)/N of their bytes to each
+rank. With `to_owners`, a step moves as many bytes as without sharding.
 
-A *full* state dict has torch's form for an unsharded optimizer: `state` by the parameter's position over all groups,
-and `param_groups`. A *shard* has one rank's state, and under `shard` its rank, the number of ranks, and its positions.
+A *full* state dict has torch's form. A *shard* has one rank's state and, under `shard`, its rank, the number of ranks,
+and its positions.
 """
 
 import math
@@ -33,8 +32,9 @@ class _Sent:
 
 
 def merge_shards(shards: Sequence[StateDict]) -> StateDict:
-    """The full state dict from every rank's shard, to load on any number of ranks, or without sharding. Tensors are not
-    copied. Raises UserError unless all ranks of one run are there, each once."""
+    """The full state dict from every rank's shard, without copies. Raises UserError unless all ranks of one run are
+    there, each once.
+    """
     if not all("shard" in shard for shard in shards) or not shards:
         raise UserError("only shards can be merged; give what state_dict() returned on each rank")
     marks = sorted((shard["shard"]["world_size"], shard["shard"]["rank"]) for shard in shards)
@@ -47,9 +47,9 @@ def merge_shards(shards: Sequence[StateDict]) -> StateDict:
 
 
 def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) -> StateDict:
-    """The full state dict on rank 0, as a copy in CPU memory; an empty dict on other ranks. All ranks must call it.
-    Tensors go one at a time and by broadcast, so a device holds at most one more, and no communicators for pairs of
-    ranks are set up. `device`: of the parameters."""
+    """The full state dict on rank 0, in CPU memory; empty elsewhere. All ranks call it. Tensors go one at a time, so a
+    device holds one more at most.
+    """
     sent: list[Tensor] = []
 
     def described(tensor: Tensor) -> Any:
@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     found_inf: Tensor
     grad_scale: Tensor | None
-    """Present while a gradient scaler calls `step`: its verdict, and the gradients' remaining divisor."""
+    """Set while a gradient scaler calls `step`: its verdict, and the remaining divisor."""
 
     def __init__(
         self,
@@ -194,26 +194,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Elements of trained parameters that each rank owns; none exceeds (total + (size - 1) · largest) / size."""
+        """Elements of trained parameters by owner; none exceeds (total + (size - 1) · largest) / size."""
         return tuple(self._loads)
 
     @property
     def padding_bytes(self) -> int:
-        """Memory of the buffers beyond their parameters: with `auto`, at most about an eighth of these."""
         return sum(flat.padding_bytes for flat in self._flats)
 
     @property
     def shared_bytes(self) -> int:
-        """Device memory of parameters that `peer_copy` holds on this rank, outside of torch's allocator."""
+        """Bytes of `peer_copy`'s parameters on this rank, outside torch's allocator."""
         return self._copies.shared_bytes if self._copies else 0
 
     def owner(self, param: Tensor) -> int:
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group on every rank; parameters keep existing owners. Raises the local optimizer's error if it refuses
-        its part, and UserError on the other ranks.
-        """
+        """Parameters keep their owners. If one rank's optimizer refuses, all raise."""
         if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)
             return
@@ -234,9 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()
 
     def _add_to_local(self, added: dict[str, Any]) -> None:
-        """Add each rank's part of a group if all ranks can: a rank with a group that another refused would wait for it
-        in the next exchange.
-        """
+        """All ranks or none: a rank with the group would wait for the others in the next exchange."""
         assert self._local is not None
         refused: Exception | None = None
         try:
@@ -296,7 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [found[param] for param in params]
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Ranks with different parameters would wait for each other, or overwrite each other's weights."""
+        """Ranks with different parameters would wait for each other, or overwrite weights."""
         mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
         for rank, theirs in enumerate(self._ranks.host_gather(mine)):
             if theirs != mine:
@@ -310,11 +305,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- stepping -----------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the owned parameters and exchange them; `closure`, if given, is evaluated once, on every rank.
+        """Update owned parameters and exchange them; `closure` is evaluated once, on every rank.
 
-        On return the new parameters can be used, except in modules of `overlap_with`, which wait for theirs. A gradient
-        scaler's step does nothing, on all ranks, after an overflow. Raises UserError, on all ranks, if the scaler has
-        not asked all of them.
+        Modules of `overlap_with` wait for theirs later. After an overflow a gradient scaler's step does nothing, on all
+        ranks. Raises UserError, on all ranks, if the scaler has not asked all of them.
         """
         assert self._local is not None
         self.wait()
@@ -332,9 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """A rank that skipped a step alone would leave the others waiting for its parameters, and scale its next loss
-        differently.
-        """
+        """A rank that skipped a step alone would leave the others waiting."""
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))
@@ -352,9 +344,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def overlap_with(self, *modules: nn.Module) -> None:
         """Let each of these modules wait for its parameters before its forward pass, instead of `step` for all.
 
-        Name the modules that use parameters in `forward`, as fine as the overlap should be: the embedding, each block,
-        the head. Call `wait` before reading their parameters otherwise after a step; `state_dict` of the modules does.
-        It needs `bucket_size_mb`, because a bucket arrives as a whole.
+        Name modules that use parameters in `forward`: the embedding, each block, the head. Otherwise call `wait` before
+        reading parameters. It needs `bucket_size_mb`, because a bucket arrives as a whole.
         """
         for module in modules:
             flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
@@ -401,9 +392,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UserError("a ShardedOptimizer cannot be copied or pickled: build another, or save state_dict()")
 
     def state_dict(self, *, gather: bool = False) -> StateDict:
-        """This rank's shard of the state; or, gathered, the state of the unsharded optimizer. With `gather` all ranks
-        must call it. Rank 0 of the group gets a copy in CPU memory, the others an empty dict. `merge_shards` merges
-        shards without a process group."""
+        """This rank's shard. With `gather`, which all ranks call, rank 0 gets the full state in CPU memory, the others
+        an empty dict.
+        """
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}
         mine = [position[param] for group in self._local.param_groups for param in group["params"]]
@@ -418,9 +409,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gather_shards(shard, device, self._ranks) if gather else shard
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a full state dict (gathered, merged or of an unsharded optimizer), or this rank's shard. Every rank must
-        load it. The groups' options, such as the learning rate, come with it. Raises UserError if it is for other
-        groups, or a shard without all of this rank's state."""
+        """Every rank loads a full state dict, or its shard, with the groups' options. Raises UserError for other
+        groups, or a shard without this rank's state.
+        """
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}
         mine = [position[param] for group in self._local.param_groups for param in group["params"]]

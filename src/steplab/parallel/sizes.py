@@ -1,15 +1,10 @@
-"""Decisions from the sizes of tensors, equal on every rank because their inputs are; without torch.
+"""Decisions from sizes of tensors, equal on every rank because their inputs are; without torch.
 
-- Gradients that are sent together (`grouped`). In a buffer each begins at a multiple of 16 bytes, for vectorised
-  optimizers; the gaps are zero and are sent too.
-- The owner of each parameter (`owners_in`). Parameters stay whole, because an optimizer may depend on their shape
-  (Muon, Adafactor).
-- Places in a buffer with a slot for each owner (`owner_slots`). A collective over all slots needs equal slots, padded
-  if shorter; a collective for each owner does not. On GPUs one collective is worth a padding of up to an eighth; on
-  CPUs none, because gloo's needs its own memory.
-- Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places in shared memory (`placed`).
-  Without owners each rank has an equal part of a chunk, with borders maybe inside gradients. With owners a bucket is
-  one chunk, ordered by owner.
+- `grouped`: gradients sent together. Each begins at a multiple of 16 bytes, for vectorised optimizers.
+- `owners_in`: each parameter's owner. Parameters stay whole: Muon and Adafactor depend on their shape.
+- `owner_slots`: places in a buffer with a slot per owner. One collective needs equal slots; on GPUs it is worth a
+  padding of an eighth, on CPUs none, because gloo needs its own memory.
+- `divided`, `placed`: chunks of a bucket of peer copies, their parts by rank, and places in shared memory.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,11 +20,10 @@ MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
 def grouped(
     sizes_bytes: Sequence[int], bucket_bytes: float, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Groups of gradients by index, from sizes in order of readiness; each gradient is in one group.
+    """Groups of indices, from sizes in order of readiness; a group has one kind, and groups are in order of completion.
 
-    A group's gradients are of one kind, if `kinds` are given; groups are in the order of completion. A group of several
-    has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after it. If sending takes
-    up to half as long as the pass, a bucket of half the rest has been sent before the next is complete.
+    A group of several has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after
+    it. If sending takes up to half as long as the pass, a bucket of half the rest leaves before the next is complete.
     """
     sizes = [aligned_bytes(size) for size in sizes_bytes]
     rest = sum(sizes)
@@ -53,9 +47,9 @@ def aligned_bytes(num_bytes: int) -> int:
 
 
 def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
-    """The owner of each parameter by its number of elements: the largest first, each to the rank with the least so far.
-    `loads`, the elements that each rank owns already, is updated. Ties go to the earlier parameter and to the lower
-    rank, so that all ranks agree."""
+    """Owners by elements: the largest parameter first, each to the rank with the least. `loads`, elements by rank, is
+    updated. Ties go to the earlier parameter and lower rank.
+    """
     owners = [0] * len(elements)
     for index in sorted(range(len(elements)), key=lambda index: (-elements[index], index)):
         owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
@@ -65,13 +59,13 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Owners of groups of parameters, given by numbers of elements: each group and all together are spread evenly."""
+    """Owners of groups of parameters, by elements: each group, and all together, are spread evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 
 
 def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Runs of neighbours, by index; each ends once it has `bucket_bytes` or more."""
+    """Runs of neighbours, by index; each ends once it has `bucket_bytes`."""
     found: list[list[int]] = []
     filled: float = bucket_bytes
     for index, size_bytes in enumerate(sizes_bytes):
@@ -84,7 +78,7 @@ def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
 
 
 SLOT_ALIGNMENT_BYTES = 256
-"""Least alignment of torch's allocators, which matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
+"""Least alignment of torch's allocators, which kernels rely on."""
 MOST_PADDING = 1 / 8
 
 
@@ -101,7 +95,7 @@ class OwnerSlots:
 def owner_slots(
     elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int, *, even: bool
 ) -> OwnerSlots:
-    """Places for tensors of one dtype with these owners, ranks below `size`; `even`: all slots are equally long."""
+    """Places for tensors of one dtype by their owners, ranks below `size`. `even`: equal slots."""
     shares = shares_of(elements, element_bytes, owners, size)
     ends = list(accumulate([max(shares)] * size if even else shares))
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -120,7 +114,7 @@ def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int]
 
 
 def worth_padding(shares: Sequence[int], device_type: str) -> bool:
-    """True if one collective for slots of these lengths is better than one an owner; see the module's docstring."""
+    """True if one collective of padded slots is better than one per owner."""
     return device_type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
 
 
@@ -130,18 +124,17 @@ def _aligned(num_elements: int, element_bytes: int) -> int:
 
 
 PAGE = 256
-"""Buckets, equal parts of them and landing places begin at multiples of this many bytes."""
+"""Bytes that buckets, their parts and landing places are aligned to."""
 PART_BYTES = 40 * 2**20
-"""Largest part of a rank in a chunk, in whole pages. Measured (docs/ddp.md): on two H200s parts of 10 and 20 MiB, and
-undivided buckets, slowed a backward pass more."""
+"""Largest part of a rank in a chunk; on two H200s 10 MiB, 20 MiB and undivided buckets slowed backward more
+(docs/ddp.md).
+"""
 WINDOW_BYTES = 512_000_000
-"""Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-with bursts of gradients need not wait.
-
-At least three of the largest bucket: one on its way out, one in the means, and one on its way home.
+"""Gradients with landing places at a time, so that bursts need not wait; at least three of the largest bucket: on its
+way out, in the means, on its way home.
 """
 NUM_COUNTERS, COUNTER_BYTES = 2, 64
-"""Counters that a rank has of each rank, after its other shared memory; each has its own cache line."""
+"""Counters that a rank has of each rank; each has its own cache line."""
 
 
 class Overlap(NamedTuple):
@@ -155,10 +148,9 @@ class Division(NamedTuple):
     sizes_bytes: Sequence[int]
     order: Sequence[int]
     chunks: Sequence[Sequence[int]]
-    """The borders of each chunk's parts, in bytes from the beginning of the bucket: the begin of each rank's part, and
-    the end of the last."""
+    """Borders of each chunk's parts, in bytes from the bucket's beginning, rank by rank."""
     owners: Sequence[int] | None
-    """The rank that keeps the mean of each gradient; None if all ranks get all means."""
+    """The rank that keeps each gradient's mean; None: all ranks get all means."""
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +158,7 @@ class Division(NamedTuple):
 
     @property
     def landing_bytes(self) -> int:
-        """The largest part of each chunk, in whole pages: a bucket's share of each ring of landing places."""
+        """A bucket's share of each ring of landing places."""
         return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
@@ -188,7 +180,6 @@ class Division(NamedTuple):
 
 
 def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None) -> Division:
-    """The division of the bucket of gradients of these sizes among `size` ranks; by owner if `owners` are given."""
     sizes = [aligned_bytes(num_bytes) for num_bytes in sizes_bytes]
     if owners is None:
         total, chunks = sum(sizes), []
@@ -205,15 +196,14 @@ def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None)
 
 class Places(NamedTuple):
     starts: Sequence[Sequence[int]]
-    """For each rank, the bytes from the beginning of its memory to its kept part of each bucket."""
+    """For each rank, bytes to its kept part of each bucket."""
     rings_start: int
-    """Bytes before the rings, the landing places of other ranks' gradients."""
     ring_bytes: int
     num_bytes: int
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """A ring is a rank's part of the window. If parts are uneven, it has room for three of the largest as well."""
+    """A ring is a rank's part of the window; with uneven parts it has room for three of the largest."""
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)
     ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))

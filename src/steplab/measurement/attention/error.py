@@ -1,7 +1,7 @@
 """Errors of attention's output and gradients against float64, with plain attention's in the same format.
 
-Heads are independent. If all take too long or too much memory, only some are checked, each in full. Within a head the
-reference processes queries in pieces, so not all scores have to fit.
+Heads are independent, so some are checked in full if all would take too long. Queries go in pieces, so that not all
+scores have to fit.
 
 Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads per shared head, S query
 positions, K key positions, D head dimension; s a piece of S.
@@ -20,11 +20,11 @@ from steplab.specs.attention import AttentionSpec
 from steplab.units import MIB
 
 RESULTS = ("output", "queries", "keys", "values")
-"""The compared tensors: the output, and the gradients of the inputs."""
+"""The output, and the inputs' gradients."""
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
-"""The largest number of scores computed in float64, which takes a second or two."""
+"""Scores computed in float64 within a second or two."""
 _MOST_BYTES = 256 * MIB
-"""Largest size of the float64 results, kept while implementations are tried."""
+"""Largest float64 results, kept while implementations are tried."""
 _PIECE_BYTES = 256 * MIB
 
 
@@ -74,7 +74,7 @@ class Reference:
         return sum(tensor.nbytes for head in self._heads for tensor in head.exact)
 
     def look_at_plain(self, spec: AttentionSpec, inputs: Inputs) -> None:
-        """Find the errors of plain attention, head by head. Raises torch's error if it does not fit."""
+        """Raises torch's error if plain attention does not fit."""
         found = {name: _Distance() for name in RESULTS}
         for head in self._heads:
             q_RSD, k_KD, v_KD, do_RSD = self._head(inputs, head.batch, head.group)

@@ -1,7 +1,6 @@
 """Measures cells of a benchmark of attention in this process.
 
-Implementations of one shape alternate, repeat by repeat, and each round begins with another one, so a disturbance of
-the machine affects all of them.
+Implementations of one shape alternate, repeat by repeat, so that a disturbance affects all of them.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.attention.variant import (
     AttentionVariant,
     MakeAttention,
-    look_at_errors,
     make_attention,
     make_inputs,
     try_both,
@@ -42,7 +40,7 @@ def measure_attention(
     world: World | None = None,
     make: MakeAttention = make_attention,
 ) -> None:
-    """The job. Raises UserError or Unsupported for an impossible request."""
+    """Raises UserError or Unsupported for an impossible request."""
     study = task.study
     device = open_device(study.device)
     for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):
@@ -123,9 +121,10 @@ class _Session:
                 del output
                 stage = "backward"
                 output, gradients = try_both(variant, self.device)
-            if reference:
+            if reference and reference.checked_heads:
                 stage = "comparison with float64"
-                look_at_errors(variant, reference, output, gradients)
+                variant.errors = reference.errors(output, gradients)
+                variant.checked_heads = reference.checked_heads
         except Exception as error:
             variant.fail(error, stage, self.device)
         output = gradients = None  # type: ignore[assignment]
@@ -133,9 +132,8 @@ class _Session:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
-        """Free a failure's memory; if that fails, report its result and end the process.
-
-        If the device stops answering while cells alternate, no cell is named: the failure may be another's.
+        """Free a failure's memory; else report its result and end the process. If the device dies while cells
+        alternate, no cell is named: the failure may be another's.
         """
         try:
             self.runner.check()
@@ -149,8 +147,10 @@ class _Session:
             raise
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
-        self.runner.begin(f"{self._label(variants)}: {name}, warm-up")
-        study, call_s = self.study, 0.0
+        if not variants:
+            return
+        label, study, call_s = variants[0].spec.label, self.study, 0.0
+        self.runner.begin(f"{label}: {name}, warm-up")
         calls = {variant.index: variant.call(name) for variant in variants}
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
@@ -160,7 +160,7 @@ class _Session:
             return
         measured_s = study.measured_s * len(variants)
         repeats = repeats_within(measured_s, call_s, least=study.least_repeats, most=study.most_repeats)
-        self.runner.begin(f"{self._label(variants)}: {name}", repeats)
+        self.runner.begin(f"{label}: {name}", repeats)
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
             variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
@@ -194,7 +194,3 @@ class _Session:
         variant.ready.clear()
         self._after_failure(variant, variants if in_turns else ())
         return None
-
-    @staticmethod
-    def _label(variants: Sequence[AttentionVariant]) -> str:
-        return variants[0].spec.label if variants else "nothing"

@@ -1,4 +1,4 @@
-"""One implementation on one set of inputs: its passes, their memory, and their errors."""
+"""One implementation on one set of inputs: passes, memory, errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
@@ -21,7 +21,7 @@ MakeAttention = Callable[[AttentionSpec], AttentionFn]
 
 
 def make_attention(spec: AttentionSpec) -> AttentionFn:
-    """Compiled if requested. Raises Unsupported for an unknown one."""
+    """Raises Unsupported for an unknown implementation."""
     function = attention_named(spec.implementation)
     if spec.compile == "off":
         return function
@@ -30,7 +30,7 @@ def make_attention(spec: AttentionSpec) -> AttentionFn:
 
 
 def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
-    """Normally distributed queries, keys, values and output gradient, equal for equal shape and seed."""
+    """Normally distributed, equal for equal shape and seed."""
     dtype = TORCH_DTYPES.get(spec.dtype, torch.float32)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
 
@@ -133,7 +133,7 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 
 
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run both passes for the first time and measure their memory; returns output and gradients."""
+    """Measures memory as well; returns output and gradients."""
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
     variant.first_call_s = first_s + (variant.first_call_s or 0.0)
     gauge = Gauge(device)
@@ -153,16 +153,8 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
     return output.detach(), gradients
 
 
-def look_at_errors(
-    variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
-) -> None:
-    if reference.checked_heads:
-        variant.errors = reference.errors(output, gradients)
-        variant.checked_heads = reference.checked_heads
-
-
 class Gauge:
-    """Measures bytes beyond those allocated at its creation."""
+    """Bytes beyond those allocated at its creation."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -171,7 +163,7 @@ class Gauge:
         self._before = allocated_bytes(device)
 
     def now(self) -> int | None:
-        """Bytes in live tensors now; None if the allocator does not count."""
+        """None: the allocator does not count."""
         after = allocated_bytes(self._device)
         return after - self._before if after is not None and self._before is not None else None
 
@@ -182,7 +174,7 @@ class Gauge:
 
 
 class SavedTensors:
-    """Counts autograd's saved storages on a CPU: its allocator does not count."""
+    """Counts autograd's saved storages on a CPU, where the allocator does not count."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.leaves}

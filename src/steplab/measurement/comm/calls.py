@@ -1,12 +1,7 @@
-"""One call of each collective: torch.distributed's, as a training loop makes it, or steplab.parallel's own transport.
+"""One call of each collective, by torch.distributed or steplab.parallel's transport, and the data that check it.
 
-The calls of torch are synchronous: on a GPU they return as soon as the work is on the current stream.
-
-The data sent in the check of a collective, and the data each rank must receive, element by element.
-
-They are whole numbers so small that every sum is exact in every type, drawn from a hash of rank and index: an element
-at another place, or from another rank, is almost always another number. Tensors are flat, and filled and compared in
-pieces, because a whole message as int64 would take twice its memory.
+Whole numbers so small that all sums are exact, drawn from a hash of rank and index, differ almost always at another
+place or rank. They are compared in pieces: a whole message as int64 would take twice its memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +13,7 @@ from torch import Tensor, nn
 
 from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
-from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+from steplab.parallel.peer_memory import PeerMemory
 from steplab.specs.comm import CommSpec
 
 _PIECE = 2**24
@@ -28,10 +23,8 @@ _EXACT = 256
 
 
 class Buffers:
-    """One rank's tensors of a cell: `send` holds its data, `receive` the result; the same tensor for a collective in
-    place.
-
-    An average is compared through its sum, which is exact in every type.
+    """`send` has one rank's data, `receive` the result; one tensor for a collective in place. An average is compared
+    through its sum, which is exact.
     """
 
     def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
@@ -99,7 +92,7 @@ MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
     send, receive = buffers.send, buffers.receive
     if buffers.spec.backend == "peer_copy":
-        return peer_copy_call(buffers, SymmetricMemory(GroupCollectives(group), group, send.device))
+        return peer_copy_call(buffers, PeerMemory(GroupCollectives(group), group, send.device))
     match buffers.spec.collective:
         case "all_reduce":
             return lambda: dist.all_reduce(send, group=group)
@@ -116,7 +109,7 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
-    """Average the whole message as one gradient; the average is written to the bucket."""
+    """The whole message is averaged as one gradient, in the bucket."""
     from steplab.parallel.peer_copies import peer_buckets  # it needs Triton
 
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)

@@ -1,25 +1,21 @@
 """Measures cells of a benchmark of collectives on this rank.
 
-Every rank measures the same cells in the same order; a cell with fewer ranks uses the lowest ones, and the others wait.
-A result is checked before it is timed. If a step fails on one rank alone, such as an allocation, all ranks learn of it
-before they wait for each other in a collective.
+Every rank measures the same cells in one order; a cell with fewer ranks takes the lowest ones. Results are checked
+before they are timed. Ranks learn of a failure before they wait for each other.
 
-Times one cell of the benchmark of collectives, in step with the other ranks.
+On a device with its own timeline, calls go back to back in rows. A row begins with a barrier, also on the device,
+because a broadcast's root waits for nobody, and an uncounted call. An event takes microseconds, so there is one per
+millisecond of calls, and a sample is their mean.
 
-On a device with its own timeline, calls are made back to back, in rows. A row begins with a barrier, also on the
-device, because the root of a broadcast waits for no other rank; then with an uncounted call. An event takes some
-microseconds itself, so there is one per millisecond of calls, and a sample is their mean.
-
-Then, on every device, each call is timed alone: a barrier, then Python's clock around the call, with the device
-synchronised at both ends. That is the time of a call without preparation.
-
-All ranks must make the same number of calls, so they agree on it by the slowest rank's time.
+Then each call is timed alone by Python's clock, after a barrier, with the device synchronised at both ends. Ranks agree
+on the number of calls by the slowest rank's time.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
 from statistics import median
 
 import torch
@@ -29,7 +25,7 @@ from steplab.errors import Unsupported
 from steplab.measurement.clock import HeadStart, Phase, Samples, repeats_within, run_synchronised, seconds_of
 from steplab.measurement.comm.calls import Buffers, Call, MakeCall, make_call
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import Device, HostClockDevice
+from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Runner, attempt
@@ -43,15 +39,14 @@ from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
-"""Longest warm-up, as a multiple of the requested one; then calls are timed even if they have not settled."""
+"""Multiple of the requested warm-up; then even unsettled calls are timed."""
 _SETTLED = 1.5
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
-"""Calls in a row; the device's launch queue must hold them all."""
+"""Calls that the device's launch queue holds."""
 _TRIED = 5
 _LONGEST_HOLD_S = 0.25
-"""The longest hold; Python launches a row of calls in less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +88,11 @@ def time_calls(
 
 
 def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int]) -> RankTimes:
-    """This rank's times; `samples_of` maps calls per sample to the number of samples."""
+    """`samples_of`: calls per sample -> number of samples."""
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds per call, and the number of samples that may contain Python's time even with the longest hold,
-        because the call waits for the device.
-        """
+        """Seconds per call, and the number of samples that may contain Python's time even with the longest hold."""
 
         def sample() -> None:
             for _ in range(calls):
@@ -135,10 +128,8 @@ def _waits(samples: Samples) -> int:
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
-    """Call until the warm-up time has passed and times are stable; returns the seconds of a call.
-
-    The first calls are among the slowest, so batches of half the time follow until two in a row agree, or the longest
-    time has passed.
+    """Seconds of a call, once the warm-up is over and two batches in a row agree, or the longest time has passed: the
+    first calls are among the slowest.
     """
     call_s, agree = _batch_s(call, together, _LEAST_WARMUP_CALLS), False
     spent_s = _LEAST_WARMUP_CALLS * call_s
@@ -169,7 +160,7 @@ class _Found:
 def measure_comm(
     task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """The job; collective, and each rank's observer gets all cells. Raises Unsupported for an impossible request."""
+    """Collective, and each rank's observer gets all cells. Raises Unsupported for an impossible request."""
     assert world is not None  # the study has at least two processes
     study = task.study
     for index in task.numbers:
@@ -200,38 +191,30 @@ def _libraries(study: CommStudy) -> dict[str, str]:
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
-@dataclass(slots=True)
-class _Groups:
-    world: World
-    made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
+Group = tuple[dist.ProcessGroup | None, GroupCollectives | None]
+"""A cell's group, and its members' collectives; None for these if this rank is no member."""
 
-    def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        """The group, and its members' collectives for agreeing; None for these if this rank is not a member."""
-        key = (spec.transport, spec.world_size)
-        if key not in self.made:
-            self.made[key] = self._make(spec)
-        return self.made[key]
 
-    def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        # The processes' own group sends tensors of each device by the backend native to it.
-        if spec.world_size == self.world.size and spec.transport in ("nccl", "gloo"):
-            return None, GroupCollectives(None)
-        # With gloo for CPU tensors, through which the ranks agree, whatever moves the messages.
-        backend = "gloo" if spec.backend == "gloo" else "nccl"  # where the ranks of peer copies find each other as well
-        group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{backend}")
-        return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
+def _group_of(world: World, transport: str, backend: str, size: int) -> Group:
+    # The processes' own group sends tensors of each device by the backend native to it.
+    if size == world.size and transport in ("nccl", "gloo"):
+        return None, GroupCollectives(None)
+    # With gloo for CPU tensors, through which the ranks agree, whatever moves the messages.
+    moving = "gloo" if backend == "gloo" else "nccl"  # where the ranks of peer copies find each other as well
+    group = dist.new_group(list(range(size)), backend=f"cpu:gloo,cuda:{moving}")
+    return group, GroupCollectives(group) if world.rank < size else None
 
 
 class _Session:
     def __init__(self, study: CommStudy, world: World, runner: Runner, make: MakeCall) -> None:
         self.study, self.world, self.runner, self.make = study, world, runner, make
-        self._groups = _Groups(world)
+        self._group_of = cache(partial(_group_of, world))
 
     def measure(self, numbers: Sequence[int]) -> None:
         (index,) = numbers
         spec = self.study.cells[index]
         self._begin(spec, "first call")
-        group, collectives = self._groups.of(spec)
+        group, collectives = self._group_of(spec.transport, spec.backend, spec.world_size)
         found = None
         if collectives is not None:
             together = Together(device=self._device(spec), collectives=collectives)
@@ -244,7 +227,7 @@ class _Session:
 
     def _device(self, spec: CommSpec) -> Device:
         device = self.world.device
-        return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
+        return device if device.torch_device.type == spec.device else Device(torch.device("cpu"))
 
     def _begin(self, spec: CommSpec, stage: str) -> None:
         self.runner.begin(f"{spec.label}: {stage}")
@@ -258,7 +241,6 @@ class _Share:
         self._found = _Found()
 
     def measure(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> _Found:
-        """Each step runs only if the previous one succeeded on all ranks."""
         called = self._went_well("buffers", self._fill) and self._went_well("first call", self._check)
         if called and not any(self._together.collectives.host_gather(self._found.compared[1])):
             self._went_well("timing", lambda: self._time(study, begin))

@@ -1,7 +1,7 @@
 """Remedies for errors of GPUs, NCCL and gloo.
 
-CUDA's texts come from cudaGetErrorString, and torch adds three lines of advice; NCCL's and gloo's come from torch's
-process groups. "Xid" is the NVIDIA driver's number for a GPU fault: https://docs.nvidia.com/deploy/xid-errors/.
+Texts are cudaGetErrorString's and torch's process groups'. An Xid is the driver's number for a GPU fault:
+https://docs.nvidia.com/deploy/xid-errors/.
 """
 
 import re
@@ -14,7 +14,7 @@ from steplab.records.failure import FailureKind
 class Cause:
     words: str
     kind: FailureKind
-    """crashed or timeout for a fault of the machine (`--resume` then measures again); error for one of the code."""
+    """error for a fault of the code; crashed or timeout for the machine's, which `--resume` measures again."""
 
 
 _XID = "`dmesg | grep Xid` has the driver's reason"
@@ -47,7 +47,7 @@ _CAUSES: tuple[tuple[str, FailureKind, str], ...] = (
 
 
 def cause_of(text: str) -> Cause | None:
-    """The cause behind an error's text or a process's last lines; None if unknown."""
+    """None if the text, an error's or a process's last lines, is unknown."""
     for pattern, kind, words in _CAUSES:
         if re.search(pattern, text, re.IGNORECASE):
             return Cause(words=words, kind=kind)

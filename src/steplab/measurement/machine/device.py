@@ -1,12 +1,9 @@
-"""The device behind a small interface: a clock, a barrier and a memory gauge.
-
-A fake device tests the loop's order of events and its statistics.
-"""
+"""The device behind a small interface: a clock, a barrier and a memory gauge."""
 
 import resource
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,47 +18,61 @@ _SPINS_TIMED = 10_000_000
 """Timed cycles: some milliseconds."""
 
 
-class Device(Protocol):
-    asynchronous: bool
+class Device:
+    """A CPU or MPS device by Python's clock, with the device idle at each mark. CUDA devices and fakes replace it."""
+
+    asynchronous = False
     """True if work continues after a call returns; marks then lie on the device's timeline."""
-    torch_device: torch.device
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
 
     def reserve_marks(self, count: int) -> None:
         """Prepare `count` marks, so that making one inside a loop takes almost no time."""
 
     def mark(self) -> Any:
         """A point on the device's timeline, after all work launched so far."""
+        self.synchronize()
+        return time.perf_counter_ns()
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has finished all work launched before a mark."""
+        """True if the device has finished all work launched before a mark."""
+        return True
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to a later one; the device must have been synchronised since."""
+        """The device must have been synchronised since both marks."""
+        return float((end - start) / NS_PER_S)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work launched so far."""
+        if self.torch_device.type == "mps":
+            torch.mps.synchronize()
 
     def hold(self, seconds: float) -> None:
-        """Keep the device idle for about `seconds` before the work that is launched next; returns at once."""
+        """Keep the device idle before the work that is launched next; returns at once."""
 
     def reset_peak(self) -> None:
-        """Start a new high-water mark at the memory that is allocated now."""
+        """Start a new high-water mark at the memory allocated now."""
 
     def allocator_state(self) -> AllocatorState | None:
         """Bytes the allocator holds now; None without a count."""
+        return None
 
     def peak(self, phase: str) -> PeakMemory | None:
         """The high-water mark since the last reset; None if the device keeps none."""
+        return None
 
     def free_unused(self) -> None:
-        """Give the memory that the allocator caches back to other processes."""
+        """Give the allocator's cached memory back to other processes."""
+        if self.torch_device.type == "mps":
+            torch.mps.empty_cache()
 
 
-class CudaDevice:
+class CudaDevice(Device):
     asynchronous = True
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch_device
+        super().__init__(torch_device)
         self._reserved: list[torch.cuda.Event] = []
         self._spins_per_s = 0.0
 
@@ -121,48 +132,6 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
 
-class HostClockDevice:
-    """A CPU or MPS device; marks are readings of the host's clock with the device idle."""
-
-    asynchronous = False
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch_device
-
-    def reserve_marks(self, count: int) -> None:
-        """Nothing: a mark is a number."""
-
-    def mark(self) -> int:
-        self.synchronize()
-        return time.perf_counter_ns()
-
-    def has_passed(self, mark: int) -> bool:
-        return True
-
-    def seconds_between(self, start: int, end: int) -> float:
-        return (end - start) / NS_PER_S
-
-    def hold(self, seconds: float) -> None:
-        """Nothing: there is no launch queue."""
-
-    def synchronize(self) -> None:
-        if self.torch_device.type == "mps":
-            torch.mps.synchronize()
-
-    def reset_peak(self) -> None:
-        """Nothing: neither allocator keeps a high-water mark."""
-
-    def allocator_state(self) -> None:
-        return None
-
-    def peak(self, phase: str) -> None:
-        return None
-
-    def free_unused(self) -> None:
-        if self.torch_device.type == "mps":
-            torch.mps.empty_cache()
-
-
 def open_device(name: str) -> Device:
     """The device that a spec names; `auto` is cuda, else mps, else cpu.
 
@@ -184,7 +153,7 @@ def open_device(name: str) -> Device:
     if kind == "cuda":
         torch.cuda.set_device(number)
         return CudaDevice(torch.device("cuda", number))
-    return HostClockDevice(torch.device(kind))
+    return Device(torch.device(kind))
 
 
 def _devices_here() -> list[str]:
@@ -199,17 +168,13 @@ def host_peak_bytes() -> int:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """NVIDIA GPUs of compute capability 8.0 and above."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return _has_capability(device, (8, 0))
 
 
-def has_fp8(device: torch.device) -> bool:
-    """NVIDIA GPUs of compute capability 8.9 and above."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def _has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """True for NVIDIA GPUs of this compute capability or a higher one."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= least
 
 
 def refuse_unserved(precision: str, device: torch.device) -> None:
@@ -217,7 +182,7 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
-    if precision in FP8 and device.type != "cpu" and not has_fp8(device):
+    if precision in FP8 and device.type != "cpu" and not _has_capability(device, (8, 9)):
         why = f"{device} has no products of fp8, which NVIDIA GPUs have from compute capability 8.9 on"
         raise Unsupported(f"precision {precision}", why, "use --precision bf16")
     if precision == "fp8_torchao" and device.type == "cpu":

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -113,12 +114,10 @@ def _flash_triton(device: torch.device) -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor() or platform.machine()
     return platform.processor() or platform.machine()
 
 

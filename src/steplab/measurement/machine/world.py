@@ -19,9 +19,7 @@ from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""A collective raises after this wait, as a last resort: processes.conversation learns sooner of a rank that died or
-makes no progress.
-"""
+"""The last resort: processes.conversation learns sooner of a rank that died or hangs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +32,15 @@ class World:
     """nccl or gloo."""
     collectives: Collectives
     folder: Path | None = None
-    """A private folder of these processes for temporary files; None under torchrun."""
+    """Private, for temporary files; None under torchrun."""
 
     def leave(self) -> None:
         dist.destroy_process_group()
 
 
 def meeting_place(around: Torchrun) -> Store:
-    """The key-value store that all processes of torchrun reach; each collective call gets its own keys.
-
-    Raises UserError if this process cannot serve the store.
+    """The store that all processes of torchrun reach; each call gets its own keys. Raises UserError if this process
+    cannot serve it.
     """
     store = _store_of(around)
     arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
@@ -52,7 +49,7 @@ def meeting_place(around: Torchrun) -> Store:
 
 @cache
 def _store_of(around: Torchrun) -> Store:
-    """One store for all measurements; the first process serves it, unless the launcher does."""
+    """The first process serves it, unless the launcher does."""
     serves = around.is_first and not around.agent_store
     address, listening = around.address, None
     if around.is_on_one_machine and not around.agent_store:
@@ -72,9 +69,8 @@ def _store_of(around: Torchrun) -> Store:
 
 
 def private_meeting_place(folder: str, size: int) -> Store:
-    """A file as key-value store of processes that share a private folder.
-
-    Raises FileNotFoundError if the folder is gone: torch would wait for it with Python's lock held.
+    """A file as store. Raises FileNotFoundError if the folder is gone: torch would wait for it with Python's
+    lock held.
     """
     os.stat(folder)
     store = FileStore(f"{folder}/store", size)
@@ -90,10 +86,8 @@ def _listening_at(port: int) -> int:
 
 
 def join_world(place: ProcessPlace, device: str, meet: Callable[[], Store], *, folder: str | None = None) -> World:
-    """Join the group, on this rank's share of `device` (auto, cuda or cpu).
-
-    `meet` returns the common store. Host values travel by gloo, GPU tensors by nccl. Raises Unsupported if the machine
-    has no GPU for this rank, and UserError if this program already has a process group.
+    """Join the group on this rank's share of `device` (auto, cuda or cpu); gloo carries CPU values, nccl GPU tensors.
+    Raises Unsupported without a GPU for this rank, and UserError in a program with a process group.
     """
     if dist.is_initialized():
         raise UserError(
@@ -131,7 +125,7 @@ def _open_share(place: ProcessPlace, device: str) -> Device:
 
 
 def refuse_too_few_gpus(wanted: int, there: int) -> None:
-    """Raise Unsupported if processes would have to share a GPU, which NCCL does not support."""
+    """Raise Unsupported if processes would share a GPU, which NCCL does not support."""
     if wanted > there:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f" (CUDA_VISIBLE_DEVICES is '{visible}')" if visible is not None else ""

@@ -1,7 +1,7 @@
-"""A device's allocations and releases from torch's profiler, with the operators and ranges around them.
+"""A device's allocations and releases from torch's profiler, which every allocator tells, with operators and ranges
+around them.
 
-Every allocator of torch reports allocations and reserved sizes to the profiler. A mode over the dispatcher would see
-only tensors, and changes the step: autograd then adds gradients out of place.
+A mode over the dispatcher would see only tensors, and make autograd add gradients out of place.
 """
 
 import re
@@ -30,7 +30,7 @@ class Operator:
     start_ns: int
     end_ns: int
     first_address: int | None
-    """Storage of its first input; None if that is not a tensor."""
+    """None: its first input is no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +84,8 @@ class AllocationEvents:
         return [event for event in self.memory if start_ns <= event.time_ns < end_ns]
 
     def first_sighting(self, allocated: MemoryEvent, released_ns: float) -> Sighting | None:
-        """The block's tensor, as the first operator with it as an input saw it; preferably after the allocating one,
-        because inner ones may see another shape.
+        """The block's tensor as an operator saw it: after the allocating one if possible, because inner ones may see
+        another shape.
         """
         seen = self._sightings.get(allocated.address, [])
         after = (allocated.operator.end_ns,) if allocated.operator else ()

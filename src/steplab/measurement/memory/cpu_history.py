@@ -1,10 +1,7 @@
-"""A history of a CPU's memory in the format of torch's CUDA memory snapshots, for the same readers.
+"""A history of a CPU's memory in the format of torch's CUDA snapshots: each block is a segment of the requested size.
 
-https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes the format. A CPU has no caching allocator: each
-block is a separate segment of the requested size.
-
-A mode over torch's functions sees lines of Python, and unlike one over the dispatcher leaves autograd unchanged. The
-autograd engine's work has no line, nor has the recomputation of a checkpointed forward pass.
+https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes it. A mode over torch's functions sees lines of
+Python and leaves autograd unchanged; autograd's own work, and recomputation, have no line.
 """
 
 import gc
@@ -28,7 +25,7 @@ Frame = tuple[str, int, str]
 
 
 class PythonLines(TorchFunctionMode):
-    """A context: every call of a torch function becomes a profiler range named by its stack."""
+    """Every call of a torch function becomes a profiler range named by its stack."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -87,11 +84,7 @@ def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
 def cpu_snapshot(
     events: Sequence[MemoryEvent], before: Mapping[int, int], stack_of: Callable[[tuple[str, ...]], tuple[Frame, ...]]
 ) -> dict[str, Any]:
-    """The snapshot at the end of those events.
-
-    `before` has address and bytes of blocks from before the first event. `stack_of` turns the open ranges into the
-    Python stack, innermost frame first.
-    """
+    """`before`: bytes of older blocks by address. `stack_of`: open ranges -> Python's stack, innermost frame first."""
     alive = dict(before)
     frames_at: dict[int, list[dict[str, Any]]] = {}
     written: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}

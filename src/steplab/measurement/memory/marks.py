@@ -1,9 +1,7 @@
-"""Makes the marks of a step's history from its records, each mark at its number of allocations.
+"""The memory owned by a step's objects, and autograd's saved tensors, marked in its history by numbers of allocations.
 
-Records the memory owned by a step's objects as it runs, and autograd's saved tensors.
-
-It keeps no tensor alive and wraps or replaces none, so the step runs unchanged. Saved tensors are read from autograd's
-graph after the forward pass. A node belongs to a module if its number lies between the module's beginning and end.
+No tensor is kept alive or wrapped, so the step runs unchanged. Saved tensors are read from autograd's graph after
+forward; a node belongs to a module if its number lies within the module's.
 """
 
 from bisect import bisect_left
@@ -25,9 +23,8 @@ from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 
 class StepSightings:
-    """Looks at a step's objects at moments, each numbered and reported to `on_moment`.
-
-    Positions are moment numbers until `StepMarks` replaces them by numbers of allocations.
+    """Looks at a step's objects at numbered moments, each reported to `on_moment`; `StepMarks` replaces these by
+    numbers of allocations.
     """
 
     def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
@@ -187,7 +184,7 @@ _Seen = TypeVar("_Seen", Owned, Saved)
 
 class StepMarks:
     def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
-        """`sightings` is None for a step without phases; `autocast`: weights are cast."""
+        """`sightings` None: a step without phases. `autocast`: weights are cast."""
         (step,) = [marked for marked in events.ranges if marked.name == STEP]
         self._events, self._sightings, self._autocast = events, sightings, autocast
         self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]
@@ -250,10 +247,8 @@ class StepMarks:
                 yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
 
     def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
-        """Memory saved for backward: by autograd's nodes, then other memory kept from the forward pass by checkpointing
-        or the model.
-
-        There a block's input counts under the block, anything else under its producing module.
+        """By autograd's nodes, then memory otherwise kept from forward by checkpointing or the model: a block's input
+        under the block, anything else under its producing module.
         """
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()
@@ -265,7 +260,7 @@ class StepMarks:
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
     def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
-        """The step's allocations alive at these addresses, each at its position, because addresses are reused."""
+        """The step's allocations alive at these addresses, at each position: addresses are reused."""
         indices: dict[int, list[int]] = {}
         for index, event in enumerate(self.allocations):
             indices.setdefault(event.address, []).append(index)

@@ -1,8 +1,8 @@
 """Records the memory of one more step, once everything is timed.
 
-The allocator's history has address, time and Python line of each allocation, in torch's own format. The profiler hears
-of the same allocations and knows the operators and ranges around them. A CPU's allocator keeps no history; the
-profiler's record is written in that form. No hook changes autograd in the recorded step, and no mode the dispatcher.
+The allocator's history has address, time and line of each allocation; the profiler the operators and ranges around
+them. A CPU's allocator keeps no history, so the profiler's is written in that form. No hook or mode changes autograd or
+the dispatcher.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import pickle
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMark
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
-from steplab.ops.attention.plain import Span, no_span
 from steplab.printing import MARK
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
@@ -36,21 +34,13 @@ from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Testimony:
-    snapshot: dict[str, Any] | None
-    before: dict[int, int]
-    """Without a history: address and bytes of earlier storages."""
-    counted: Marks
-
-
 class MemoryRecorder:
     stage, export_stage = "memory", "snapshot"
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """Writes the history to `snapshot`, in torch's CUDA format, and further facts to `marks`
-        (records.memory_marks). Raises Unsupported if the allocator reports nothing.
+        """`snapshot` is in torch's CUDA format, `marks` in records.memory_marks'. Raises Unsupported if the allocator
+        reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
@@ -59,12 +49,8 @@ class MemoryRecorder:
             why = "its allocator keeps no history and reports nothing to torch.profiler"
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
 
-    @property
-    def span(self) -> Span:
-        return no_span
-
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps, record the second, and write both files. The marks name gaps."""
+        """Runs two steps, and records the second. The marks name gaps."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device
@@ -77,22 +63,24 @@ class MemoryRecorder:
             self._device.synchronize()
             module = None if self._compiled else step.module
             with Spans(nvtx=False).on(module) as left_out:
-                testimony = self._watch_step(step, sightings, lines)
+                snapshot, before, counted = self._watch_step(step, sightings, lines)
         on_step(0)
         on_export()
         events = AllocationEvents(compat.profiled_events(profiler), device)
         autocast = self._spec.precision in AUTOCAST
         seen = StepMarks(events, sightings, autocast=autocast)
         notes = self._notes(step, left_out, has_lines=lines is not None)
-        marks = self._agreed(seen, testimony, notes)
-        snapshot = testimony.snapshot
+        marks = self._agreed(seen, snapshot, counted, notes)
         if snapshot is None:
-            before = left_behind(seen.memory_before) | testimony.before
+            before = left_behind(seen.memory_before) | before
             snapshot = cpu_snapshot(seen.memory, before, lines.stack if lines else _no_stack)
         self._write(marks, snapshot)
         return ()
 
-    def _watch_step(self, step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> _Testimony:
+    def _watch_step(
+        self, step: Step, sightings: StepSightings | None, lines: PythonLines | None
+    ) -> tuple[dict[str, Any] | None, dict[int, int], Marks]:
+        """The allocator's history; without one, the bytes of earlier storages by address; and the counted memory."""
         before = {} if self._on_cuda else storages_in_sight()
         self._device.reset_peak()
         with compat.memory_history() if self._on_cuda else nullcontext():
@@ -100,9 +88,7 @@ class MemoryRecorder:
                 _run(step, sightings, lines)
                 self._device.synchronize()
             counted = self._counted()
-            return _Testimony(
-                snapshot=compat.memory_snapshot() if self._on_cuda else None, before=before, counted=counted
-            )
+            return compat.memory_snapshot() if self._on_cuda else None, before, counted
 
     def _counted(self) -> Marks:
         peak = self._device.peak("step")
@@ -117,10 +103,9 @@ class MemoryRecorder:
             outside_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(device),
         )
 
-    def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        counted = testimony.counted
-        if testimony.snapshot is not None:
-            trace = testimony.snapshot["device_traces"][counted.device_index]
+    def _agreed(self, seen: StepMarks, snapshot: dict[str, Any] | None, counted: Marks, notes: list[str]) -> Marks:
+        if snapshot is not None:
+            trace = snapshot["device_traces"][counted.device_index]
             history = [entry["addr"] for entry in trace if entry["action"] == "alloc"]
             if history != [event.address for event in seen.allocations]:
                 notes.append(

@@ -1,11 +1,11 @@
 """Records every operation of a step, above and below autocast.
 
-A mode over torch's functions sees the operations that the model calls, above autocast, such as layer_norm. A mode over
-the dispatcher sees the operators that the device runs, below it: casts, and products such as mm with the types that
-they multiply. A backward node belongs to the module in whose forward pass it was made, known by its number.
+A mode over torch's functions sees calls such as layer_norm. A mode over the dispatcher sees the operators that run:
+casts, and products such as mm with their types. A backward node belongs to the module whose forward pass made it, known
+by its number.
 
-torch's dispatcher shows that autocast has a rule for an operation, not which one; the two shorter of torch's three
-lists ("Autocast Op Reference" of torch.amp) are below.
+torch shows that autocast has a rule for an operation, not which; two of its three lists ("Autocast Op Reference" of
+torch.amp) are below.
 """
 
 from bisect import bisect_right
@@ -47,14 +47,14 @@ _COPIES = """
 clone contiguous flip new_empty new_full new_ones new_zeros ones_like repeat roll tile to_dense tril triu zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
-"""The operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
+"""Operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
 MOVES = frozenset((_VIEWS + _COPIES).split())
-"""Operations that move elements and compute nothing; they keep the type."""
+"""Operations that compute nothing and keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
-"""Operations for a model's own casts."""
+"""A model's own casts."""
 
 
 def op_name(function: Any) -> str:
@@ -65,10 +65,8 @@ def op_name(function: Any) -> str:
 
 
 def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[str, ...]]:
-    """Autocast's rule for `op`, named as op_name does, and the parts through which it applies.
-
-    cross_entropy has no rule, but consists of log_softmax and nll_loss, which do. `ran` are the operators below
-    autocast that ran for it.
+    """Autocast's rule for `op`, and the parts through which it applies: cross_entropy has none, but log_softmax and
+    nll_loss do. `ran` are the operators that ran for it.
     """
     if op in CASTS:
         return "cast", ()
@@ -94,15 +92,14 @@ _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
 )
 _MATMUL_WORDS = ("convolution", "attention")
-"""Words in the names of operators that multiply matrices and have many kernels."""
+"""Parts of the names of operators that multiply matrices and have many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
 _Call = tuple[str, str, str, str | None, Types, Types]
 Products = list[tuple[_Call, Tensor]]
-"""Products in fp8, in order: their error, flushed and saturated shares, and largest magnitudes of both operands."""
+"""Products in fp8, in order: error, flushed and saturated shares, and both operands' largest magnitudes."""
 _CHECKED_ROWS = 256
-"""Rows of a result that are computed again in float64."""
 
 
 class Place:
@@ -121,7 +118,7 @@ class Place:
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
     def module(self) -> str:
-        """The module that runs, forward or backward; '' outside of any."""
+        """Also of a backward node; '' outside of any."""
         if self.phase == "forward":
             return self._open[-1]
         node = running_node()
@@ -149,7 +146,7 @@ class Operators(TorchDispatchMode):
         self._calls: dict[_Call, int] = {}
         self.fp8_products: Products = []
         self._casts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """By address, a tensor in fp8, the one it was cast from, and its flushed and saturated share and amax."""
+        """By address: a tensor in fp8, its source, and its flushed and saturated shares and largest magnitude."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -185,7 +182,7 @@ class Operators(TorchDispatchMode):
             self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """Its losses, from the operands before their casts. `b` is a transposed view."""
+        """`b` is a transposed view."""
         if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
             return
         (_, a_MS, of_a), (_, b_NS, of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]
@@ -205,7 +202,7 @@ class Operators(TorchDispatchMode):
         return Fp8Losses(error=own[0], flushed=own[1], saturated=own[2], amaxes=tuple((*of[3:],) for of in histories))
 
     def matmuls(self, steps: Sequence[Products] = ()) -> tuple[MatmulAudit, ...]:
-        """The operators that multiplied matrices. `steps`: training steps of the same products, for histories."""
+        """`steps`: training steps of the same products, for histories."""
         names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
             MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key, steps))  # type: ignore[arg-type]

@@ -1,12 +1,7 @@
-"""Audits the numerics of one step in one precision: the step in fp32, and again in the precision.
+"""Audits the numerics of one step: in fp32, and again in its precision, on one batch and the same random numbers.
 
-The step is `run`'s, with its autocast and conversions; all passes use one batch and the same random numbers, so dropout
-drops the same elements.
-
-The accumulation study: one number added to a sum a thousand times, in several pairs of types.
-
-As the sum grows, the numbers of its type lie further apart, and each addition is rounded to the nearest. torch makes
-the sums on the device; exact fractions give the rounding of each addition.
+The accumulation study adds one number to a sum a thousand times. As the sum grows, its type's numbers lie further
+apart, and each addition is rounded; exact fractions give the rounding.
 """
 
 import dataclasses
@@ -48,7 +43,7 @@ STUDY: tuple[tuple[torch.dtype, torch.dtype, bool], ...] = (
     (torch.bfloat16, torch.bfloat16, False),
     (torch.float32, torch.bfloat16, False),
 )
-"""Type of the sum, type of the addend, and True if the addend is first cast to the sum's type (without effect)."""
+"""Type of the sum, of the addend, and True if the addend is first cast to the sum's (without effect)."""
 
 
 def accumulate(device: torch.device) -> tuple[Accumulation, ...]:
@@ -78,7 +73,7 @@ def _accumulate(device: torch.device, accumulator: torch.dtype, addend: torch.dt
 
 
 def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
-    """Additions by the power of two below their sum. `eps` is the spacing of numbers between 1 and 2."""
+    """Additions by the power of two below their sum; `eps`: spacing of numbers between 1 and 2."""
     added: dict[float, list[float]] = {}
     for before, after in pairwise(sums):
         start = 2.0 ** (math.frexp(before)[1] - 1) if before else 0.0
@@ -91,15 +86,14 @@ def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
 
 _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
 _HEADROOM = 8
-"""The margin of the suggested loss scale for larger gradients in later steps."""
+"""Factor of the suggested loss scale's margin for larger gradients."""
 _MOST_HALVINGS = 16
 _HISTORY = 8
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """The job; without a step, the accumulation study. A failure of the model is part of the record.
-
-    Raises UserError or Unsupported for an impossible request.
+    """Without a step, the accumulation study. A failure of the model is part of the record. Raises UserError or
+    Unsupported for an impossible request.
     """
     spec = task.spec
     if spec is not None and spec.layout.world_size > 1:
@@ -192,7 +186,7 @@ class _AuditedStep:
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """A micro-step of `run` without optimizer, compilation and CUDA graphs."""
+        """A micro-step without optimizer, compilation and CUDA graphs."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
         eager = dataclasses.replace(spec, compile="off", cuda_graph="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)
@@ -215,7 +209,7 @@ class _AuditedStep:
             step.module.zero_grad(set_to_none=True)
 
     def _trained(self, num_products: int) -> list[Products]:
-        """The products of the first training steps of another copy of the model; none if they are not the audited."""
+        """The products of another copy's first training steps; none unless they are the audited ones."""
         eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
         found = []
         try:

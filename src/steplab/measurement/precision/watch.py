@@ -30,7 +30,7 @@ class Tally:
     _was_compared: bool = True
 
     def add(self, tensor: Tensor, reference: Tensor | None) -> None:
-        """Count a floating-point tensor; `reference` is its `kinds_of` in the fp32 run."""
+        """`reference`: the tensor's `kinds_of` in the fp32 run."""
         x = tensor.detach()
         if x.numel() == 0:
             return
@@ -95,7 +95,7 @@ class Exponents:
         self._counts = found if self._counts is None else self._counts + found
 
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """(e, count), ascending."""
+        """(exponent, count), ascending."""
         found = self._counts.tolist() if self._counts is not None else []
         return tuple((index + _LOWEST_EXPONENT, count) for index, count in enumerate(found) if count)
 
@@ -103,7 +103,7 @@ class Exponents:
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Key = tuple[str, str, int]
-"""Module, the kind of its tensor, and the tensor's number among those."""
+"""Module, kind of its tensor, and number among those."""
 
 
 class _Seen:
@@ -121,11 +121,11 @@ class NumericsWatch:
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """`low`: the audited type. `reference`: the fp32 run; None: this is it, and keeps data for comparisons."""
+        """`low`: the audited type. `reference`: the fp32 run; None: this is it."""
         self.exponents = Exponents()
-        """Exponents of `all_gradients`; only of a reference."""
+        """Exponents of `all_gradients`, in a reference alone."""
         self.all_gradients = Tally()
-        """Gradients of parameters, and of outputs of modules without submodules."""
+        """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
         modules, self.left_out = modules_for_hooks(model)

@@ -125,6 +125,12 @@ class Listener:
                 self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
                 self.answered = True
 
+    def unless_failed(self, what: str) -> Any:
+        """The result. Raises SteplabError, beginning with `what`, if it is a failure."""
+        if isinstance(self.result, Failure):
+            raise SteplabError(f"{what}: {self.result.message}")
+        return self.result
+
     def _show(self, progress: Progress) -> None:
         self.progress = progress
         self.on_progress(progress)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from steplab.errors import SteplabError, Unsupported, UserError
+from steplab.errors import Unsupported, UserError
 from steplab.measurement.jobs import JOBS, AuditTask, CellsTask, StepTask
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
@@ -65,7 +65,6 @@ def measure_in_child(
     )
     if isinstance(answer.result, Run):
         return answer.result
-    assert isinstance(answer.result, Failure)
     if answer.measured is not None:
         note = f"{'memory' if task.snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
@@ -94,21 +93,7 @@ def numerics_in_child(
     answer = ask("audit", AuditTask(spec=spec, device=device), timeout_s=timeout_s, on_progress=on_progress)
     if isinstance(answer.result, Numerics):
         return answer.result
-    assert isinstance(answer.result, Failure)
     return Numerics(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    result: Any
-    environment: Environment | None
-    measured: Run | None
-
-    def unless_failed(self, what: str) -> Any:
-        """Raises SteplabError, beginning with `what`, if the job failed."""
-        if isinstance(self.result, Failure):
-            raise SteplabError(f"{what}: {self.result.message}")
-        return self.result
 
 
 def ask(
@@ -120,15 +105,16 @@ def ask(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     surroundings: Surroundings = HERE,
-) -> Answer:
-    """Have a process do a job with one result. Raises a process's SteplabError."""
+) -> Listener:
+    """Have a process do a job with one result, maybe a failure. Raises a process's SteplabError."""
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, surroundings)
-    result = failure or listener.result
-    if result is None:  # it waits for a turn, which this job does not have
-        result = Failure(kind="error", message="the process gave no result", phase=listener.progress.stage)
-    return Answer(result=result, environment=listener.environment, measured=listener.measured)
+    listener.result = failure or listener.result
+    if listener.result is None:  # it waits for a turn, which this job does not have
+        why = "the process gave no result"
+        listener.result = Failure(kind="error", message=why, phase=listener.progress.stage)
+    return listener
 
 
 def converse(

@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from steplab.errors import UserError
-from steplab.measurement.jobs import JOBS, StepTask, TurnsTask
+from steplab.measurement.jobs import JOBS, StepTask
 from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.processes.wire import Request
@@ -30,7 +30,7 @@ from steplab.records.timing import MOST_IN_A_BLOCK, Timing, Turn, Turns, joined
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 
-_JOB = "turns"
+_JOB = "step"
 _FEWEST_TURNS = 10
 """Turns of each side, steps permitting; fewer than eight cannot distinguish a difference from chance."""
 _ALTERNATING_ROUNDS = 2
@@ -159,7 +159,7 @@ class Session:
     # --- processes that wait ------------------------------------------------------------------------------
 
     def _start(self, side: Side) -> None:
-        task = TurnsTask(spec=side.spec, session=self.id, label=side.label)
+        task = StepTask(spec=side.spec, turns=Turns(session=self.id, label=side.label))
         request = Request(job=_JOB, task=msgspec.Raw(encode(task)), device=side.spec.device)
         self._await_spare()
         if self._spare and self._loading and side.surroundings is HERE:

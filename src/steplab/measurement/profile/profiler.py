@@ -1,8 +1,7 @@
 """Records further steps under a profiler, once everything is timed.
 
-A profiler slows the host, so these times are not step times; they show kernels, their order and their operators. As in
-the timed loop, nothing waits between steps. A profiler's first step differs, so one named `warmup step` precedes;
-readers omit it.
+A profiler slows Python, so these are no step times. As in the timed loop, nothing waits between steps. The first step
+differs; readers omit `warmup step`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from steplab.specs.step import StepSpec
 
 
 class StepProfiler:
-    """Built before the cell's model, so that the model has its ranges."""
+    """Built before the model, which then has its ranges."""
 
     stage, export_stage = "profile", "trace"
 
@@ -37,11 +36,11 @@ class StepProfiler:
 
     @property
     def span(self) -> Span:
-        """Marks a model's work outside its modules; does nothing if it would be compiled or recorded."""
+        """Marks work outside modules, unless it would be compiled or recorded."""
         return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Returns notes on gaps of the trace. Errors of a step or the profiler pass through."""
+        """Returns notes on gaps. Raises a step's or the profiler's error."""
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)

@@ -27,13 +27,10 @@ class CountedFlops:
 
 
 def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
-    """FLOPs of matmuls, convolutions and attention in one step, backward included.
+    """FLOPs of matmuls, convolutions and attention, backward included; runs a step once more, eagerly.
 
-    A backward pass needs two products per forward product (costs.flops), so a training step needs three times its
-    forward pass; fewer if some parameters are frozen.
-
-    Causal attention counts the whole square, except in steplab's operators, which count only unmasked pairs. A compiled
-    model is counted as it runs eagerly. Runs the step once more, slowly.
+    Needed FLOPs are three forward passes (costs.flops), or fewer with frozen parameters. Causal attention counts the
+    whole square, except steplab's operators, which count unmasked pairs.
     """
     # The counter has no formula for the fused attention of a CPU, and would count it as zero.
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
@@ -50,7 +47,7 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
 
 
 def _formulas() -> dict[Any, Any]:
-    """Counts missing in torch, or missing for shared heads."""
+    """Missing in torch, or wrong there for shared heads."""
     aten = torch.ops.aten
     found: dict[Any, Any] = {aten._grouped_mm: _grouped_flops} if hasattr(aten, "_grouped_mm") else {}
     for kind in ("flash", "efficient", "cudnn"):
@@ -62,7 +59,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_: object) -> int:
-    """FLOPs of fused attention over the whole square: two products forward, five backward, of all query heads."""
+    """Over the whole square: two products forward, five backward, of all query heads."""
     (batch, heads, queries, width), key, value = shapes[backward : backward + 3]
     columns = 3 * width + 2 * value[-1] if backward else width + value[-1]
     return int(2 * batch * heads * queries * key[-2] * columns)

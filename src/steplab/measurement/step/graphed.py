@@ -1,18 +1,14 @@
-"""A step recorded once as CUDA graphs, one per phase, and then replayed.
+"""A step recorded once as CUDA graphs, one per phase, and then replayed: one call launches all kernels of a phase.
 
-One call launches all kernels of a graph, so the device does not wait for Python, and each phase keeps its time, peak
-memory and range in a profile.
-
-Every replay reads and writes the recorded addresses. So batches are copied into permanent buffers; the backward graph
-makes gradients and the optimizer's frees them, in the graphs' memory; and the optimizer counts steps on the device.
-Python code of the step, such as a print or an `if`, runs only while recording.
+Replays read and write the recorded addresses. So batches are copied into permanent buffers, gradients live in the
+graphs' memory, and the optimizer counts steps on the device. Python code of the step runs only while recording.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +22,8 @@ from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
 
 _STEPS_BEFORE = 3
-"""Steps before the recording, as in torch's example (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture").
-The first compiles and makes the optimizer's state.
+"""As in torch's example (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture"); the first compiles and
+makes the optimizer's state.
 """
 _REMOVE = (
     "remove what waits for the GPU or copies from it (.item(), .tolist(), .cpu(), a condition on a tensor's value, "
@@ -35,19 +31,8 @@ _REMOVE = (
 )
 
 
-class Recorder(Protocol):
-    def apart(self) -> AbstractContextManager[object]:
-        """A context for recording and the steps before."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Call `run` without executing its kernels; returns the function that executes them."""
-
-    def forget(self) -> None:
-        """Free the recording and its memory."""
-
-
 class CudaGraphs:
-    """CUDA graphs share one pool of memory, because they are replayed in recorded order."""
+    """The graphs share one pool of memory, because they are replayed in recorded order."""
 
     def __init__(self, device: torch.device) -> None:
         # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each. Its kernels precede a
@@ -58,14 +43,16 @@ class CudaGraphs:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A separate stream, since the default one cannot be recorded."""
+        """A context for recording and the steps before: the default stream cannot be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises errors of `run` and of the capture."""
+        """Call `run` without executing its kernels; returns the function that executes them. Raises errors of `run` and
+        of the capture.
+        """
         graph = torch.cuda.CUDAGraph()
         first: Exception | None = None
         try:
@@ -87,16 +74,16 @@ class CudaGraphs:
 
 
 def _free_random_numbers(device: torch.device) -> None:
-    """Let a process draw random numbers after a failed capture: torch takes the generator for captured
-    (github.com/pytorch/pytorch/issues/171263), but not a copy of its state.
+    """After a failed capture torch keeps the generator for captured (github.com/pytorch/pytorch/issues/171263), but not
+    a copy of its state.
     """
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 class GraphedStep:
-    def __init__(self, step: BuiltStep, device: Device, model: str, recorder: Recorder | None = None) -> None:
-        """`model` is its name in errors. Raises Unsupported for a user's whole step."""
+    def __init__(self, step: BuiltStep, device: Device, model: str, recorder: CudaGraphs | None = None) -> None:
+        """Raises Unsupported for a user's whole step."""
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
             why = "its factory returns a whole step; its batches and optimizer are unknown"
@@ -108,11 +95,11 @@ class GraphedStep:
         self.batches = step.batches
         self.phases: tuple[Phase, ...] = ()
         self.peak: PeakMemory | None = None
-        """Peak memory while recording: a replay allocates nothing. None: the device keeps no high-water mark."""
+        """While recording: a replay allocates nothing. None: the device keeps no high-water mark."""
         self.phase_peaks: dict[str, PeakMemory] = {}
 
     def record(self) -> None:
-        """Run a few steps first. Raises Unsupported for an unrecordable step."""
+        """Raises Unsupported for an unrecordable step."""
         with self._recorder.apart():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*capturable=True.*")  # it is captured below
@@ -126,7 +113,7 @@ class GraphedStep:
             self.peak = replace(peak.with_larger_of(self.peak or peak), phase="step")
 
     def launched(self) -> ModelStep:
-        """The step before recording, for measuring its allocations; the recording is freed."""
+        """The step before recording, which allocates; the recording is freed."""
         self.phases = ()
         self._recorder.forget()
         self._device.free_unused()

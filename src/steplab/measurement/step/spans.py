@@ -1,12 +1,10 @@
-"""Named ranges around parts of a step, for any profiler: torch's own, nsys, any reader of NVTX.
+"""Named ranges around parts of a step, for any profiler.
 
-A model is built with its ranges, and timed with them off. Only while a profiler runs are they on, and modules carry
-hooks, so the timed step is the step without steplab.
+Only while a profiler runs are they on, and modules carry hooks: the timed step is the step without steplab.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,19 +25,18 @@ def activities_on(device: torch.device) -> list[ProfilerActivity]:
 
 class Spans:
     def __init__(self, *, nvtx: bool) -> None:
-        """`nvtx` marks ranges in NVTX as well, which needs a torch with CUDA."""
+        """`nvtx` needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
-        self._open: list[_Range] = []
+        self._open: list[AbstractContextManager[None]] = []
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        return _Range(name, self._nvtx) if self._are_on else _NOTHING
+        return _range(name, self._nvtx) if self._are_on else _NOTHING
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
-        """A context: ranges are recorded, and each submodule of `module` marks its forward pass by its dotted name.
-
-        Yields names of submodules left without ranges, because hooks would change their run.
+        """Each submodule of `module` marks its forward pass by its dotted name. Yields the names of unmarked ones,
+        because hooks would change their run.
         """
         hooks, left_out = self._attach(module) if module is not None else ([], ())
         self._are_on = True
@@ -57,7 +54,7 @@ class Spans:
 
     def _mark(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, arguments: Any) -> None:
-            self._open.append(_Range(name, self._nvtx))
+            self._open.append(_range(name, self._nvtx))
             self._open[-1].__enter__()
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -69,7 +66,7 @@ class Spans:
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out, with all inside."""
+    """Modules that may carry hooks, by dotted name ('' is the model), and names of those left out with all inside."""
     modules: dict[str, nn.Module] = {}
     left_out: list[str] = []
     for name, module in model.named_modules():
@@ -90,19 +87,13 @@ def note_on_left_out(names: Sequence[str]) -> list[str]:
     return [f"ranges: none inside {shown}{more}, where hooks would change what runs"]
 
 
-class _Range:
-    def __init__(self, name: str, nvtx: bool) -> None:
-        self._name, self._nvtx = name, nvtx
-        self._record = record_function(name)
-
-    def __enter__(self) -> None:
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(self._name)
-        self._record.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._record.__exit__(kind, error, trace)
-        if self._nvtx:
+@contextmanager
+def _range(name: str, nvtx: bool) -> Iterator[None]:
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if nvtx:
             torch.cuda.nvtx.range_pop()

@@ -1,12 +1,11 @@
-"""The training step, divided into phases: forward, backward, optimizer, in the spec's precision.
+"""The training step in phases: forward, backward, optimizer. This is the only builder of a step.
 
-This is the only builder of a step. With accumulation each micro-step runs forward and backward on its own batch, with
-the loss divided by their number; ranks exchange gradients after the last.
+Micro-steps run forward and backward on their own batch, with the loss divided by their number; gradients are exchanged
+after the last.
 
-With steplab's own DataParallel, a phase `gradient sync` follows backward: the rest of the communication, and the wait
-for the slowest rank. It belongs to the optimizer's phase where parameters are updated as soon as gradients arrive. A
-pipeline has one phase, `pipeline`. An update overlapped with backward belongs to backward. zero_grad belongs to the
-last phase that uses gradients.
+With steplab's DataParallel a phase `gradient sync` is the rest of the communication; it belongs to the optimizer where
+parameters are updated as gradients arrive. A pipeline has one phase. An overlapped update belongs to backward.
+zero_grad belongs to the last phase that uses gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,19 +37,17 @@ LEARNING_RATE = 1e-4
 FIRST = -1
 """Priority of a CUDA stream above the lowest, 0."""
 _DATA_SEEDS = 1_000_003
-"""Distance of batch seeds between two seeds of a spec: a prime above any number of ranks."""
+"""Distance of batch seeds between two specs' seeds: a prime above any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
-    """A step known only by its phases."""
-
     phases: Sequence[Phase]
     module: nn.Module | None = None
 
 
 def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "BuiltStep":
-    """A user's whole step is one phase, `step`. Raises Unsupported for a layout that does not fit the workload."""
+    """A user's whole step is one phase, `step`. Raises Unsupported for a layout that does not fit."""
     if workload.step is not None:
         if world is not None:
             why = "its factory returns a whole step, which steplab cannot divide into phases"
@@ -72,7 +69,7 @@ class ModelStep:
         world: World | None = None,
         variant: Variant | None = None,
     ) -> None:
-        """In a world a collective call. A `variant`, not the spec's layout, decides how ranks are data parallel."""
+        """In a world a collective call. A `variant`, not the layout, decides how ranks are data parallel."""
         assert workload.module is not None
         assert workload.make_batch is not None
         self.workload, module = workload, workload.module
@@ -99,9 +96,7 @@ class ModelStep:
         self._num_micro_steps = spec.micro_steps
         self._micro_steps_begun = 0
         self.loss: Tensor | None = None
-        """Mean loss of a micro-step's batch, between its forward and backward pass; for a pipeline, after both, on
-        ranks with the last stage.
-        """
+        """A micro-step's mean loss, between its passes; a pipeline's after both, on ranks with the last stage."""
         self.on_gradients: Callable[[], None] = unseen
         """Called after a step's last backward pass."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -168,7 +163,7 @@ class ModelStep:
             self._end_backward()
 
     def make_gradients_unsent(self) -> None:
-        """Run both passes; then every rank has its own gradients, and the next synchronisation sends them."""
+        """Every rank then has its own gradients, which the next synchronisation sends."""
         with self.distributed.no_sync():
             for _ in range(self._num_micro_steps):
                 self.forward()
@@ -201,7 +196,7 @@ class ModelStep:
 
     @contextmanager
     def _on_its_stream(self) -> Iterator[None]:
-        """A stream with priority over the updates', ordered with the current one; a recorded step already has it."""
+        """Above the updates' priority; a recorded step has such a stream already."""
         if self._stream is None:
             yield
             return
@@ -229,7 +224,6 @@ class ModelStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def update_in_parts(self, finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]]) -> None:
-        """Update parameters as soon as their gradients arrive."""
         assert self.optimizer is not None
         update = UpdateByParts(self.optimizer)
         for parameters in finish_in_parts():
@@ -271,9 +265,7 @@ def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
 
 
 def _added_up(module: nn.Module) -> Sequence[Tensor]:
-    """Weights with gradients summed within a backward pass, in float32: the head's, for a loss in chunks. bf16 would
-    round these sums, unlike autocast.
-    """
+    """Weights with float32 sums of gradients: the head's, for a loss in chunks, which bf16 would round."""
     return [module.head.weight] if isinstance(module, Transformer) and module.head_loss is not None else []
 
 
@@ -285,8 +277,7 @@ def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractCont
 
 
 def set_fp32_matmuls(precision: str) -> None:
-    """Set matmuls of fp32 tensors to TF32 or IEEE fp32. The setting is process-wide in torch: one process measures
-    one cell."""
+    """fp32 products run in TF32 ("high") or IEEE fp32; process-wide in torch."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision == "high"
 
