@@ -3,7 +3,7 @@ import statistics
 from typing import Any
 
 import pytest
-from tests.runs import ENVIRONMENT, grid, make_run
+from tests.runs import grid, make_run
 
 from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
@@ -13,7 +13,7 @@ from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effect_bars, effects_sections
-from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
+from steplab.report.run.first_steps import first_steps_table
 from steplab.report.runs import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
@@ -148,29 +148,6 @@ def test_the_excess_of_the_first_step_is_told_by_phase_with_what_the_allocator_t
     assert row["backward"] == pytest.approx(0.2)
     assert row["optimizer"] == pytest.approx(0.8)
     assert (row["first_growth_bytes"], row["later_growth_bytes"], row["state_bytes"]) == (4000, 500, 200)
-
-
-def test_each_reason_names_what_was_seen() -> None:
-    forward, optimizer, allocator, clocks = first_steps_reasons(cells_of([warmed()]))
-    assert forward.startswith("Forward: up to 4.00 s more")
-    assert "cuBLAS" in forward
-    assert "makes its state" in optimizer
-    assert "3.91 KiB from the device in 7 calls" in allocator
-    assert "345 MHz before the first step and at 1.98 GHz" in clocks
-
-
-def test_a_first_step_like_the_others_needs_no_reason() -> None:
-    flat = Timing(warmup=(), back_to_back=WARMED.back_to_back)
-    assert first_steps_reasons(cells_of([make_run(timing=flat)])) == []
-    busy = dataclasses.replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9, load_average=None)
-    disturbed = first_steps_reasons(cells_of([dataclasses.replace(warmed(), environment=busy)]))
-    assert [each.partition(":")[0] for each in disturbed] == ["Allocator"], "no cause from a busy machine"
-
-
-def test_the_first_step_after_compiling_is_not_the_first_call() -> None:
-    compiled = dataclasses.replace(WARMED, first_step_s=60.0)
-    told = first_steps_reasons(cells_of([dataclasses.replace(warmed(), timing=compiled)]))
-    assert not any(reason.startswith("Forward") for reason in told)
 
 
 def test_states_of_the_allocator_are_part_of_the_record() -> None:

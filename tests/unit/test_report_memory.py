@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.rendering import assert_whole
+from tests.rendering import assert_whole, render_page
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
 from tests.unit.memory_records import MIB, cpu_run, imported_snapshot, prediction_of, watched_run
@@ -14,14 +14,12 @@ from steplab import units
 from steplab.errors import UserError
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline, SavedTensors
 from steplab.records.run import Run
-from steplab.report.kit.document import Section
-from steplab.report.kit.html import drawn
+from steplab.report.kit.document import Section, drawn
 from steplab.report.kit.rendering import render
-from steplab.report.memory.document import memory_chapter, memory_document, watched_in_full
+from steplab.report.memory.document import memory_chapter_blocks, memory_document, watched_in_full
 from steplab.report.memory.figures import error_text, parts, whole
 from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_table, what_it_is
 from steplab.report.memory.words import residual_sentence, saved_sentences
-from steplab.report.page import render_page
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
 from steplab.specs.resolve import resolve_step
@@ -269,7 +267,7 @@ CONTEXTS = [
 
 
 def parts_of(runs: list[Run]) -> list[Section]:
-    chapter = sure(memory_chapter(cells_of(runs), {}))
+    chapter = Section.of("Memory", *memory_chapter_blocks(cells_of(runs), {}))
     return [block for block in drawn(chapter).blocks if isinstance(block, Section)]
 
 

@@ -32,7 +32,7 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.run.cells import FIELDS as LABELLED
-from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.cells import cells_of, label, varying
 from steplab.report.run.columns import attention_step_rows, list_document
 from steplab.report.run.effects import effects_of
 from steplab.specs.changes import CHANGES, recipe_help, resolve_with_recipe
@@ -507,7 +507,6 @@ def test_a_field_has_an_option_with_a_help_a_header_and_a_name_on_an_axis(field:
     assert all(choice in field.help for choice in field.choices)
     if field.about.group != "sizes":  # the model says its own
         assert "[default: " in field.help
-        assert axis_name(field.column)
         assert field.column in LABELLED
     assert field.header
 

@@ -3,15 +3,16 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import geometric_mean
 
 from steplab import units
 from steplab.ops.attention.implementations import implementation
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.comparison import Ratio
-from steplab.report.attention.charts import memory_chart, rate_chart
+from steplab.report.attention.charts import memory_charts, rate_charts
 from steplab.report.attention.figures import (
     PASS_WORDS,
     SCATTERED,
@@ -30,22 +31,18 @@ from steplab.report.attention.figures import (
     time_ratio,
 )
 from steplab.report.kit.document import (
-    MOST_IN_FULL,
     Bar,
     Bars,
-    Block,
     Document,
     Fact,
     Section,
     Segment,
     Sentences,
     Verdict,
-    later,
-    records_in_full,
 )
 from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, TIMES
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
-from steplab.report.report import Context, RecordReport, extremes
+from steplab.report.report import RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
@@ -279,19 +276,18 @@ def attention_cell_line(cell: AttentionCell) -> str:
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 
-def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
+def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if means := mean_speeds(run.cells, peer):
         yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)
     if telling and (speeds := speed_table(run.cells, peer, telling)):
         yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)
     if telling:
-        yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
-    others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling and alone]
-    yield Section.of("FLOP/s of the other passes", *others, folded=True)
+        yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", *rate_charts(run.cells, telling, run.device_name))
+    others = (rate_charts(run.cells, name, run.device_name) for name in PASSES if name != telling)
+    yield Section.of("FLOP/s of the other passes", *chain.from_iterable(others), folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
-        if saved or alone:
-            yield Section.of(title, later(memory_chart, run.cells, saved))
+        yield Section.of(title, *memory_charts(run.cells, saved))
     yield from cell_tables(run.cells, peer)
     yield Section.notes([*run.notes, *notes_of(run.cells)])
 
@@ -341,28 +337,16 @@ def report_against(peer: str | None) -> RecordReport:
     def against(run: AttentionRun) -> str | None:
         return peer or default_peer(run.cells)
 
-    def parts(
-        runs: Sequence[AttentionRun], context: Context, section: Callable[[AttentionRun], Section]
-    ) -> Iterator[Block | None]:
-        """The newest first."""
-        newest = runs[::-1]
-        yield from records_in_full(newest[:MOST_IN_FULL], newest, section)
-
     return RecordReport(
         chapter="Attention",
         anchor="attention",
         title=_title,
         subtitle=lambda run: dotted(made(run, "benchmark"), run.device_name, quoted_name(run)),
-        heading=lambda run: dotted(
-            run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"
-        ),
         called=lambda run: run.name or run.study.name,
         answer=lambda run: attention_verdict(run, against(run)),
         sections=lambda run: _sections(run, against(run)),
-        among_others=lambda run: _sections(run, against(run), alone=False),
         tiles=lambda run: _tiles(run.cells, against(run)),
         rows=lambda run: attention_rows(run.cells, against(run)),
-        parts=parts,
     )
 
 

@@ -5,13 +5,16 @@ CSV.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from steplab.records.figure import Figure
 from steplab.records.rows import Scalar
 from steplab.report.kit.quantities import BY_NAME, UNITS, Quantity, quantity_of
+
+if TYPE_CHECKING:
+    from steplab.report.kit.charts import Drawing
 
 Row = Mapping[str, Scalar]
 
@@ -147,11 +150,18 @@ Legend = tuple[tuple[int, str, str], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     title: str
-    svg: str
-    width: float
+    drawing: "Drawing"
     subtitle: str = ""
     alarming: bool = False
     """True for bad news in the subtitle."""
+
+    @property
+    def svg(self) -> str:
+        return self.drawing.to_svg()
+
+    @property
+    def width(self) -> float:
+        return self.drawing.width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +234,7 @@ class Bars:
 class Deferred:
     """A chart drawn on demand: drawing takes longer than the rest of a report."""
 
-    draw: Callable[[], Chart | None]
+    draw: Callable[[], Chart | Bars | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,7 +326,19 @@ def _says(block: Block) -> bool:
     return True
 
 
-def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
+def drawn(section: Section) -> Section:
+    """Charts drawn, empty sections left out."""
+    blocks: list[Block] = []
+    for block in section.blocks:
+        made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
+        if isinstance(made, Section) and not (made.title or made.anchor):
+            blocks += made.blocks
+        elif made is not None and not (isinstance(made, Section) and not made.blocks):
+            blocks.append(made)
+    return replace(section, blocks=tuple(blocks))
+
+
+def later(draw: Callable[..., Chart | Bars | None], *arguments: Any) -> Deferred:
     return Deferred(partial(draw, *arguments))
 
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 from steplab.report.kit.document import (
     Bars,
-    Block,
     Chart,
     Column,
-    Deferred,
     Document,
     Equations,
     Facts,
     Section,
     Sentences,
     Table,
+    drawn,
 )
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
@@ -29,41 +28,19 @@ _OPEN_ROWS = 24
 """Rows up to which a table starts open."""
 
 
-def drawn(section: Section) -> Section:
-    """Charts drawn, empty sections left out."""
-    blocks: list[Block] = []
-    for block in section.blocks:
-        made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
-        if isinstance(made, Section) and not (made.title or made.anchor):
-            blocks += made.blocks
-        elif made is not None and not (isinstance(made, Section) and not made.blocks):
-            blocks.append(made)
-    return replace(section, blocks=tuple(blocks))
+def to_html(page: Document) -> str:
+    """Self-contained; sections with an anchor are linked in its margin."""
+    return _written("page.html.j2", page)
 
 
-def section_html(section: Section) -> str:
-    """The section as HTML, safe to insert; its heading is one below a title."""
-    macros = environment().get_template("blocks.html.j2").module
-    return str(macros.section(drawn(section), 2))  # type: ignore[attr-defined]  # a macro of the template
-
-
-def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """Self-contained; sections with an anchor are linked in its margin.
-
-    `ready` has the HTML of finished sections, by their anchors.
-    """
-    return _written("page.html.j2", page, ready or {})
-
-
-def to_fragment(page: Document, ready: Mapping[str, str] | None = None) -> str:
+def to_fragment(page: Document) -> str:
     """The document for a page of another program, such as a notebook; its style concerns it alone."""
-    return _written("fragment.html.j2", page, ready or {}, style=_nested_style())
+    return _written("fragment.html.j2", page, style=_nested_style())
 
 
-def _written(template: str, page: Document, ready: Mapping[str, str], **further: str) -> str:
-    sections = (section if section.anchor in ready else drawn(section) for section in page.sections)
-    whole = replace(page, sections=tuple(section for section in sections if section.blocks))
-    return environment().get_template(template).render(page=whole, ready=ready, **further)
+def _written(template: str, page: Document, **further: str) -> str:
+    sections = tuple(section for section in map(drawn, page.sections) if section.blocks)
+    return environment().get_template(template).render(page=replace(page, sections=sections), **further)
 
 
 @functools.cache

@@ -6,15 +6,13 @@ An SVG does not wrap text. Widths are DejaVu Sans's, wider than browsers' usual 
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from steplab.printing import plain
 
 _MEASURED_PX = 100.0
 _LONGEST_NAME = 32
-LINE = 1.25
-"""Height of a line of text, as a multiple of its size."""
 
 
 def text_width(text: str, size_px: float) -> float:
@@ -44,27 +42,6 @@ def wrap(text: str, width_px: float, size_px: float, most_lines: int) -> list[st
         kept = max(1, min(kept - 1, int(kept * (most_lines + 0.5) / len(lines))))
         lines = _broken(shortened(text, kept), width_px, size_px)
     return lines
-
-
-def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
-    """Apply `fit(name, index)` to every name, so that different names stay different.
-
-    If two shortened names would be equal, their common beginning and end are removed first.
-    """
-    texts = [fit(name, index) for index, name in enumerate(names)]
-    read: dict[str, set[str]] = {}
-    for name, text in zip(names, texts, strict=True):
-        read.setdefault(text, set()).add(name)
-    alike = {name for group in read.values() if len(group) > 1 for name in group}
-    if not alike:
-        return texts
-    head = num_shared(alike)
-    tail = num_shared({name[head:][::-1] for name in alike})
-
-    def middle(name: str) -> str:
-        return f"{'…' if head else ''}{name[head : len(name) - tail]}{'…' if tail else ''}"
-
-    return [fit(middle(n), i) if n in alike else text for i, (n, text) in enumerate(zip(names, texts, strict=True))]
 
 
 def num_shared(names: Iterable[str]) -> int:

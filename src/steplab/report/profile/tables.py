@@ -1,7 +1,6 @@
 """Tables of a profile, per step; rows for programs also hold totals."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from steplab import units
@@ -72,8 +71,7 @@ def _timelines(seen: TracedRanks) -> Chart | None:
     until_ns = max(step_end_ns(timeline) for _, timeline in drawn)
     names = {category for _, timeline in drawn for category in timeline.categories}
     pictures = tuple(
-        replace(step_picture(timeline, _ROWS, title=f"rank {rank.rank}", until_ns=until_ns), subtitle="")
-        for rank, timeline in drawn
+        step_picture(timeline, _ROWS, title=f"rank {rank.rank}", until_ns=until_ns) for rank, timeline in drawn
     )
     note = "The last step of each rank, on one axis of time from its own beginning."
     return Chart(pictures=pictures, legend=category_legend([name for name in CATEGORIES if name in names]), note=note)
