@@ -8,22 +8,12 @@ from tests.sure import sure
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit.labels import fitted, shortened, text_width, wrap
+from steplab.report.kit.labels import shortened, text_width
 from steplab.report.run.cells import cells_of, label, over_size, varying
 from steplab.report.run.phases import phases
 from steplab.report.run.verdict import facts, runs_verdict
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
-
-TEXTS = (
-    "",
-    "small",
-    "context 128 · fp32 · plain attention",
-    "examples.my_model:build",
-    "x" * 200,
-    "語" * 60,
-    "a b " * 40,
-)
 
 
 def labels(runs: list[Run]) -> list[str]:
@@ -112,25 +102,6 @@ def test_a_caption_counts_one_as_one(steps: int, said: str) -> None:
 
 
 # --- that it fits -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:1])
-@pytest.mark.parametrize("width", [20, 90, 330])
-def test_lines_are_no_wider_than_their_place_and_lose_nothing_while_there_is_room(text: str, width: int) -> None:
-    lines = wrap(text, width, 12, 1_000)
-    assert max(text_width(line, 12) for line in lines) <= width
-    assert "".join(lines).replace(" ", "").replace("·", "") == text.replace(" ", "").replace("·", "")
-    few = wrap(text, width, 12, 3)
-    assert len(few) <= 3
-    assert max(text_width(line, 12) for line in few) <= width
-    assert few == lines or "…" in "".join(few)
-    assert text_width(fitted(text, width, 12), 12) <= width
-
-
-def test_lines_break_between_fields_before_they_break_within() -> None:
-    text = "context 128 · fp32 · plain attention"
-    assert wrap(text, text_width("context 128 · fp32", 12) + 1, 12, 4) == ["context 128 · fp32 ·", "plain attention"]
-    assert wrap("examples.my_model:build", 90, 12, 3) == ["examples.my_", "model:build"]
 
 
 def test_a_width_is_that_of_the_letters() -> None:

@@ -36,11 +36,11 @@ from steplab.report.kit.table import sheet
 from steplab.report.kit.timelines import ROW, column_shares
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
-from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.charts import category_bars, device_time
 from steplab.report.profile.document import profile_blocks, profile_document
 from steplab.report.profile.figures import Span, passes, spans, top_kernels
 from steplab.report.profile.roofline import find_roofs, roof_dtype, roofline, roofline_points, why_no_roof
-from steplab.report.profile.tables import attention_table, category_table, kernel_rows, phase_table
+from steplab.report.profile.tables import attention_table, category_table, kernel_rows, kernel_table, phase_table
 from steplab.report.profile.timeline import close_ups, timeline_chart
 from steplab.report.run import charts
 from steplab.report.run.cells import cells_of
@@ -469,16 +469,14 @@ def test_the_category_bars_are_the_shares_of_each_pass(run: Run) -> None:
     assert [label for _, _, label in chart.legend] == [c for c in CATEGORIES if profile_of(run).category_s(c)]
 
 
-def test_the_bars_of_kernels_are_the_largest_of_each_phase() -> None:
-    charts = dict(kernel_bars(profile_of(LARGE)))
-    assert list(charts) == ["forward", "backward", "optimizer"]
-    for phase, chart in charts.items():
-        kernels = top_kernels(profile_of(LARGE), (phase,))
-        told = [f"{units.format_time(kernel.time_s)}, {units.format_percent(kernel.share)}" for kernel in kernels[:8]]
-        assert [bar.figure for bar in chart.bars] == told
-        if len(kernels) > 8:
-            rest = 1 - sum(kernel.share for kernel in kernels[:8])
-            assert chart.note.endswith(f" {len(kernels) - 8} more take {units.format_percent(rest)}.")
+def test_a_table_of_kernels_has_bars_as_long_as_their_shares() -> None:
+    shown = sheet(kernel_table(profile_of(LARGE)))
+    (lengths,) = shown.bars.values()
+    shares = [kernel.share for kernel in top_kernels(profile_of(LARGE))]
+    assert lengths == pytest.approx([share / max(shares) for share in shares])
+    page = render_page([LARGE], title="t")
+    assert page.count('style="--bar: ') == len(shares)
+    assert 'style="--bar: 100.00%"' in page
 
 
 # --- the roofline -----------------------------------------------------------------------------------------

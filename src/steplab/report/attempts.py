@@ -15,8 +15,6 @@ T = TypeVar("T")
 
 
 class Attempts:
-    """Tries to draw sections of some records: a wrong record must not cost the figures of all others."""
-
     def __init__(self) -> None:
         self.left_out: list[str] = []
 

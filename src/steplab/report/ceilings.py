@@ -1,5 +1,3 @@
-"""The report of a machine: its environment and the ceilings measured on it."""
-
 from collections.abc import Iterator
 
 from steplab.ops.attention.hopper_kernels import remedy, too_old

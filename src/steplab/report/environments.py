@@ -1,5 +1,3 @@
-"""Environments in words, for the terminal and the page."""
-
 from collections.abc import Sequence
 
 from steplab import units
@@ -23,7 +21,6 @@ def environment_section(environments: Sequence[Environment], *further: tuple[str
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:
-    """Constant on one machine; absent ones are left out."""
     device = env.device
     details = [
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",

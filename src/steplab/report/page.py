@@ -30,7 +30,6 @@ _OF_ALL: Terms = (
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),
 )
-"""Terms of every page."""
 
 
 def page_document(

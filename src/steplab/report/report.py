@@ -67,7 +67,6 @@ class Chapter:
     title: str
     anchor: str
     blocks: Callable[[Sequence[Any], Context], Iterable[Block | str | None]]
-    """From the records of its kind (for runs, their cells)."""
     terms: Terms = ()
 
     def make(self, records: Sequence[Any], context: Context) -> Section:
@@ -80,7 +79,6 @@ class JointReport:
 
     chapters: tuple[Chapter, ...]
     verdict: Callable[..., Verdict]
-    """Of records (for runs, their cells) and a context."""
     documents: Callable[..., list[Document]]
 
 
@@ -88,7 +86,7 @@ _MOST_ANSWERS = 3
 
 
 def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """Each record's name and first sentence, newest first; a single answer in full."""
+    """A verdict with the first sentence of each record, newest first; one record's is whole."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
@@ -102,7 +100,7 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
 def extremes(
     rows: Iterable[Row], names: Sequence[str], *wanted: tuple[str, Callable[..., Any], Quantity, str]
 ) -> Iterator[Fact]:
-    """For each key with min or max, a quantity and words: the figure of that row, with the row's names."""
+    """Facts about the rows that hold the minimum or maximum of each key."""
     for key, take, quantity, words in wanted:
         if known := [row for row in rows if isinstance(row.get(key), (int, float))]:
             row = take(known, key=itemgetter(key))
@@ -121,11 +119,9 @@ class RecordReport:
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
     tiles: Callable[[Any], Iterable[Fact]] = lambda record: ()
-    """Figures that a page of one record shows large."""
     rows: Callable[[Any], Sequence[Row | Mapping[str, Scalar]]]
     terms: Terms = ()
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
-    """Facts next to the environment."""
 
     @property
     def chapters(self) -> tuple[Chapter, ...]:
@@ -148,7 +144,6 @@ class RecordReport:
         )
 
     def _blocks(self, records: Sequence[Any], context: Context) -> Iterator[Block]:
-        """The newest records in full."""
         alone = len(records) == 1
 
         def section(record: Any) -> Section:

@@ -13,17 +13,16 @@ from steplab.report.profile.verdict import findings_section, saving_facts
 from steplab.report.report import NOTHING, Chapter, Context, JointReport, Terms
 from steplab.report.run import chapters
 from steplab.report.run.cells import RunCell, cells_of
-from steplab.report.run.columns import attention_steps
-from steplab.report.run.effects import effect_bars, effects_sections
+from steplab.report.run.effects import effect_bars, effects_table
 from steplab.report.run.one_run import run_subtitle, run_title
-from steplab.report.run.verdict import facts, facts_of_one, runs_verdict
+from steplab.report.run.verdict import facts, runs_verdict
 from steplab.units import counted
 
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Iterator[Block | None]:
     if len(cells) == 1:  # its own document opens with them in sentences
         found = context.findings.get(cells[0].id)
-        tiles = (*facts_of_one(cells[0].run), *(saving_facts(found) if found else ()))
+        tiles = (*facts(cells), *(saving_facts(found) if found else ()))
         yield Facts(facts=tiles if context.answered else ())
         yield findings_section(found) if found else None
     else:
@@ -79,7 +78,7 @@ _CHAPTERS = (
     _chapter("Failure", "failure", chapters.failure),
     _chapter("Step time", "time", chapters.step_time, chapters.TERMS),
     _chapter("Phases of a step", "phases", chapters.phases_of_steps),
-    _chapter("Choices by size", "choices", lambda cells: effects_sections(cells) if len(cells) > 1 else ()),
+    _chapter("Choices by size", "choices", lambda cells: [effects_table(cells)]),
     Chapter(
         title=profile.TITLE,
         anchor="profiles",
@@ -93,11 +92,6 @@ _CHAPTERS = (
         terms=memory.TERMS,
     ),
     Chapter(title="Planning", anchor="planning", blocks=_planning),
-    _chapter(
-        "Training steps by attention implementation",
-        "attention-of-steps",
-        lambda cells: [attention_steps([cell.run for cell in cells])],
-    ),
     _chapter("Utilization", "utilization", chapters.utilization),
     _chapter("Ranks", "ranks", chapters.ranks),
     _chapter("Runs", "runs", chapters.runs, chapters.TERMS),

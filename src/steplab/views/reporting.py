@@ -1,5 +1,3 @@
-"""The report of several records, as a page or as tables."""
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -61,7 +59,6 @@ def report_of(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
-    """`named`: the records themselves were given."""
 
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
         if chapter and format in ("json", "csv"):
@@ -81,7 +78,6 @@ def answers_of(
     chapter: str | None = None,
     store: Path | str | None = None,
 ) -> View:
-    """Records as answers to questions, of a preset or a file."""
     from steplab.report.questions.answers import questions_document
 
     document = questions_document(load_questions(questions), records, partial(derived, store), title)
@@ -113,7 +109,6 @@ def derived(store: Path | str | None, asked: Derivation) -> Document:
 
 
 def answer_of(found: ReportedRecords) -> str:
-    """The verdict of a page, as terminal text."""
     from steplab.report.page import page_verdict
 
     document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))

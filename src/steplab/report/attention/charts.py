@@ -28,7 +28,7 @@ class _Shown:
 
 
 def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Iterator[Deferred | Bars]:
-    """With the device's dense peak if all cells share a dtype; empty if the pass was not timed."""
+    """The charts are empty if the pass was not timed; a device's peak is drawn for cells of one dtype."""
     figure = partial(AttentionCell.flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:

@@ -1,5 +1,3 @@
-"""The report of a benchmark of attention, and of the memory that plain attention would need."""
-
 import math
 import re
 from collections import Counter
@@ -31,12 +29,9 @@ from steplab.report.attention.figures import (
     time_ratio,
 )
 from steplab.report.kit.document import (
-    Bar,
-    Bars,
     Document,
     Fact,
     Section,
-    Segment,
     Sentences,
     Verdict,
 )
@@ -46,7 +41,7 @@ from steplab.report.report import RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
-"""Share of a mean above which its interval is shown by its ends, which may be asymmetric."""
+"""An interval wider than this share of its mean is shown by its ends, which may be asymmetric."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
 """Failure for lack of a package, also in older records' words."""
@@ -67,7 +62,7 @@ class _Comparison:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """95 % interval of the mean; errors of shapes are independent."""
+        """The mean's 95 % interval, if errors of shapes are independent; None without all intervals."""
         ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
         if len(ends) < len(self.ratios):
             return None
@@ -84,7 +79,7 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """True if all shapes agree, so that a mean has a meaning."""
+        """True if no shape is faster while another is slower."""
         return not (self.num_faster and self.num_slower)
 
     @property
@@ -178,10 +173,6 @@ def _with_error(one: _Comparison) -> str:
     return f"{_times(one.mean)} ± {off:.2f}"
 
 
-def _with_range(one: _Comparison) -> str:
-    return f"{_called(one.column)} {_with_error(one)} ({min(one.speeds):.2f} to {max(one.speeds):.2f})"
-
-
 def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     shapes = [cell.spec.shape for cell in cells]
     for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
@@ -196,28 +187,6 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
             f"{_called(column)} computes {PASS_WORDS[name]} at {between}"
             f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
         )
-
-
-def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
-    name = telling_pass(run.cells)
-    comparisons = _comparisons(run.cells, peer, name) if peer and name else []
-    if not peer or not name or not comparisons:
-        return None
-    bars = tuple(
-        Bar(
-            label=_called(one.column),
-            figure=_times(one.mean) if one.one_sided else f"{_times(min(one.speeds))} to {_times(max(one.speeds))}",
-            segments=(Segment(value=one.mean, color=1, tip=_with_range(one)),),
-            detail=units.counted(len(one.speeds), "shape"),
-            mark=1.0,
-            mark_tip=_called(peer),
-            strong=place == 0,
-        )
-        for place, one in enumerate(comparisons)
-    )
-    note = f"Speed relative to {_called(peer)}, which the stroke marks, in {PASS_WORDS[name]}: the geometric mean over "
-    note += "the shapes that both ran; where some are faster and others slower, their range is at the right."
-    return Bars(bars=bars, note=note)
 
 
 def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
@@ -278,7 +247,7 @@ def attention_cell_line(cell: AttentionCell) -> str:
 
 def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if means := mean_speeds(run.cells, peer):
-        yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
+        yield Section.of("Speed over all shapes", means)
     telling = telling_pass(run.cells)
     if telling and (speeds := speed_table(run.cells, peer, telling)):
         yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)

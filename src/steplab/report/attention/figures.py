@@ -1,6 +1,4 @@
-"""Figures and tables of a benchmark of attention."""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median, quantiles
 
 from steplab import units
@@ -11,7 +9,7 @@ from steplab.records.figure import Figure, values
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import RESULT, Column, Section, Table, row_of
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -23,7 +21,6 @@ _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
 def default_peer(cells: Sequence[AttentionCell]) -> str | None:
-    """The first measured of sdpa_flash, sdpa and plain."""
     columns = {cell.spec.column for cell in cells}
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
@@ -39,7 +36,7 @@ def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], nam
 
 
 def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
-    """Alternating repeats are compared pair by pair."""
+    """The peer's time over the cell's; alternating repeats are compared pair by pair."""
     a, b = peer.samples(name), cell.samples(name)
     if peer.spec.column in cell.interleaved and len(a) == len(b):
         return compare_samples([[sample] for sample in a], [[sample] for sample in b], in_turns=True)
@@ -66,7 +63,6 @@ def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> l
 
 
 def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[AttentionCell], ...]:
-    """Tables show it only with a peer."""
     peers = peers_of(cells, peer)
 
     def of_pass(name: str) -> Figure[AttentionCell]:
@@ -93,7 +89,7 @@ def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
 
 
 def scatter(cell: AttentionCell, name: str) -> float:
-    """Interquartile range over median; 0 with fewer than four samples."""
+    """The interquartile range over the median; 0 for fewer than four samples."""
     samples = cell.samples(name)
     if len(samples) < 4:
         return 0.0
@@ -123,33 +119,6 @@ _SHAPE = (
     Column(key="mask", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
 )
-Value = Callable[[AttentionCell], Scalar]
-
-
-def by_shape(
-    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
-) -> Table:
-    """One row per shape, one column per implementation and one for its `ratio`, if any.
-
-    A failed cell shows its failure instead of a value.
-    """
-    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
-    rows: dict[object, dict[str, Scalar]] = {}
-    for cell in cells:
-        shape = cell.spec.shape
-        row = rows.setdefault(shape, _shape_row(shape, cells))
-        known = value(cell)
-        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
-        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
-    by_implementation = [
-        column
-        for name in columns
-        for column in (
-            Column(key=name, header=name, quantity=quantity),
-            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
-        )
-    ]
-    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
 
 
 def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
@@ -162,33 +131,39 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Median time and speed relative to the peer, shapes by implementations; None for one implementation.
-
-    Medians of samples that scatter are marked.
+    """Median times, a row per shape and a column per implementation; `~` marks scattered samples, a failure replaces
+    its time.
     """
     columns = {cell.spec.column for cell in cells}
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
         return None
     peers = peers_of(cells, peer)
-
-    def time(cell: AttentionCell) -> Scalar:
-        seconds = cell.median_s(name)
-        scatters = seconds is not None and scatter(cell, name) > SCATTERED
-        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
-
-    def ratio(cell: AttentionCell) -> Scalar:
-        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
-
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        shape, column, seconds = cell.spec.shape, cell.spec.column, cell.median_s(name)
+        row = rows.setdefault(shape, _shape_row(shape, cells))
+        if seconds is None:
+            row[column] = cell.failure.kind.replace("_", " ") if cell.failure else None
+            continue
+        row[column] = f"~{units.format_time(seconds)}" if scatter(cell, name) > SCATTERED else seconds
+        row[f"{column} ratio"] = None if cell is peers.get(shape) else speed(cell, peers, name)
     caption = f"Median time of {PASS_WORDS[name]}."
     if peer in columns:
         caption += f" × is the speed relative to {peer}."
     if any(scatter(cell, name) > SCATTERED for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
-    return by_shape(cells, time, TIME, caption, ratio=ratio)
+    by_implementation = [
+        shown
+        for column in dict.fromkeys(cell.spec.column for cell in cells)
+        for shown in (
+            Column(key=column, header=column, quantity=TIME),
+            Column(key=f"{column} ratio", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
-    """Over common shapes; None without a comparison."""
     peers = peers_of(cells, peer)
     rows: list[Row] = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
@@ -210,7 +185,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
                 column
                 for name in PASSES
                 for column in (
-                    Column(key=name, header=name, quantity=TIMES),
+                    Column(key=name, header=name, quantity=TIMES, bar=True),
                     Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
                 )
             ),
@@ -224,7 +199,6 @@ _HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
 
 
 def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
-    """Tables without values are left out."""
     rows = [
         row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
         for row, cell in zip(attention_rows(cells, peer), cells, strict=True)

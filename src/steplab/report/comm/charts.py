@@ -49,7 +49,7 @@ def _panels(
     scale: Callable[[Sequence[float]], Scale],
     profile: Sequence[CommFit],
 ) -> list[Panel]:
-    """Panels of one backend share a scale; groups without a figure are left out."""
+    """Panels of one backend share a scale; backends without a figure have none."""
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
     values: dict[str, list[float]] = {}

@@ -1,5 +1,3 @@
-"""The report of a benchmark of collectives."""
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -145,7 +143,7 @@ def comm_cell_line(cell: CommCell) -> str:
 
 
 def _processes(run: CommRun) -> str:
-    """'2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200', by machine."""
+    """The ranks by machine: '2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200'."""
     hosts = grouped(run.ranks, lambda rank: rank.host)
     machines = "; ".join(f"{host} {_counted_devices(rank.device for rank in own)}" for host, own in hosts.items())
     return f"{units.counted(len(run.ranks), 'rank')}: {machines}"

@@ -78,12 +78,10 @@ def category_legend(categories: Sequence[str]) -> Legend:
 
 
 def color_number(stand_in: str) -> int:
-    """From 1, as in legends and bars."""
     return _COLORS.index(stand_in) + 1
 
 
 def color_of(number: int) -> str:
-    """The stand-in of a legend's or bar's number."""
     return _COLORS[number - 1]
 
 
@@ -231,7 +229,6 @@ def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
 class Scale:
     low: float
     high: float
-    """With room above the marks."""
     log: bool
     ticks: tuple[float, ...]
     show: Callable[[float], str]
@@ -243,7 +240,6 @@ class Scale:
 
 
 def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
-    """From zero, or logarithmic for a wide range."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= log_from * low:
         ticks = _steps(high, 10)
@@ -257,7 +253,6 @@ def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
 
 
 def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
-    """From zero; up to the device's memory if near."""
     high = max(values)
     high = max(high, capacity) if capacity is not None else high
     return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
@@ -271,7 +266,6 @@ def count_scale(values: Iterable[float]) -> Scale:
 
 
 def log_bytes_scale(values: Iterable[float]) -> Scale:
-    """With rules at powers of two."""
     low, high = min(values := list(values)), max(values)
     bottom, top = 0.6 * low, 2.0 * high
     apart = max(1, math.ceil(math.log2(top / bottom) / 7))
@@ -301,7 +295,6 @@ def tidy(text: str) -> str:
 
 
 def series_color(index: int) -> str:
-    """By number; colours repeat."""
     return SERIES[index % len(SERIES)]
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from steplab.report.kit.document import (
     Bars,
     Chart,
-    Column,
     Document,
     Equations,
     Facts,
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _OPEN_ROWS = 24
-"""Rows up to which a table starts open."""
 
 
 def to_html(page: Document) -> str:
-    """Self-contained; sections with an anchor are linked in its margin."""
+    """A page that needs no other file; its margin links to sections with an anchor."""
     return _written("page.html.j2", page)
 
 
@@ -45,14 +43,12 @@ def _written(template: str, page: Document, **further: str) -> str:
 
 @functools.cache
 def _nested_style() -> str:
-    """Rules for the page apply to the element."""
     text, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return re.sub(r"^(html|body) \{", "& {", re.sub(r":root\b", "&", text), flags=re.MULTILINE)
 
 
 @functools.cache
 def light_colors() -> Mapping[str, str]:
-    """The page's colours by their names in its style."""
     style, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return dict(re.findall(r"--(\w+): (#\w+)", style[: style.index("@media")]))
 
@@ -74,7 +70,6 @@ def environment() -> "Environment":
         "options": _whole_options,
         "sheet": sheet,
         "first_rows": _first_rows,
-        "look": _look,
     }
     for kind in (Section, Chart, Bars, Table, Sentences, Facts, Equations):
         made.tests[kind.__name__.lower()] = lambda block, kind=kind: isinstance(block, kind)
@@ -82,7 +77,6 @@ def environment() -> "Environment":
 
 
 def _prose(text: str) -> str:
-    """With figures kept with their units, and code between backticks."""
     from markupsafe import Markup
 
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(_whole_options(unbroken(text)))))
@@ -102,11 +96,3 @@ def _first_rows(table: Table) -> int:
         return 0
     return min(table.first if table.first is not None else len(table.rows) if len(table.rows) <= _OPEN_ROWS else 0,
                len(table.rows))  # fmt: skip
-
-
-def _look(column: Column) -> str:
-    from markupsafe import Markup
-
-    if column.quantity.numeric:
-        return Markup(' class="n"')
-    return Markup(' class="w"') if column.wraps_from is not None else Markup()

@@ -32,14 +32,13 @@ class Point:
     x: float
     name: str
     y: float | None
-    """None: not measured."""
+    """None if the point was not measured."""
     figure: str = ""
-    """`y` in words."""
     detail: str = ""
     ends: tuple[float, float] | None = None
-    """Low and high end of its whisker."""
+    """The whisker's low and high end."""
     doubtful: bool = False
-    """True: a hollow mark."""
+    """The mark is hollow, for a run with a warning."""
     failure: Failure | None = None
 
 
@@ -47,10 +46,9 @@ class Point:
 class Panel:
     title: str
     lines: Mapping[str, Sequence[Point]]
-    """By series."""
     scale: Scale
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Dashed curves, by series."""
+    """Dashed curves by series, as (x, y) points."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +57,13 @@ class Plot:
     axis: str
     show_x: Callable[[float], str]
     failures_on_top: bool
-    """True where more is worse."""
+    """True for times and bytes, of which more is worse."""
     limit: float | None = None
-    """Height of a dashed line."""
     limit_name: str = ""
 
 
 def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
-    """Panels with fewest points are left out beyond six."""
+    """At most six panels are drawn, those with most points."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     shown = sorted(panels, key=lambda panel: -_num_points(panel))[:_MOST_PANELS]
     width = _ALONE if len(shown) == 1 else _BESIDE_OTHERS
@@ -77,7 +74,7 @@ def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
 
 
 def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None, limit_name: str = "") -> Bars:
-    """For points that have no size in common."""
+    """Bars of points that share no size."""
     bars = []
     for point in points:
         if point.y is not None:
@@ -158,7 +155,6 @@ def _line(picture: Drawing, axes: "Axes", points: Sequence[Point], index: int) -
 
 
 def _mark_failures(picture: Drawing, axes: "Axes", panel: Panel, *, on_top: bool) -> None:
-    """Upright words at the end of the axes, beside each other."""
     failed: dict[float, int] = {}
     for point in (point for points in panel.lines.values() for point in points):
         if point.y is None and point.failure:

@@ -1,6 +1,7 @@
 """A report's pictures as SVG or PDF files, and its long tables as CSV."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -8,10 +9,10 @@ from steplab.printing import MARK
 from steplab.report.kit.charts import INK, color_of, drawing
 from steplab.report.kit.document import Bars, Chart, Picture, Table
 from steplab.report.kit.html import light_colors
-from steplab.report.kit.labels import wrap
 from steplab.report.kit.table import csv_rows
 
 _BARS_PX, _NAME_PX, _FIGURE_PX, _ROW_PX = 720, 250, 150, 44
+_NAME_LETTERS = 40
 
 
 @dataclass(slots=True)
@@ -19,11 +20,9 @@ class Beside:
     folder: str
     kind: str = "svg"
     files: dict[str, bytes] = field(default_factory=dict)
-    """Content by path, as the text names it."""
     heading: str = ""
 
     def pictures(self, block: Chart | Bars) -> Iterator[tuple[str, Picture]]:
-        """Path of each picture, with its legend in it, and the picture."""
         for one in block.pictures if isinstance(block, Chart) else (_drawn_bars(block, self.heading),):
             legend = block.legend if isinstance(block, Chart) else block.drawn_legend
             content = one.drawing.to_file(self.kind, legend, light_colors())
@@ -42,12 +41,12 @@ class Beside:
 
 
 def _drawn_bars(bars: Bars, title: str) -> Picture:
-    """A page sets bars in HTML, which flows; here they are drawn alike."""
+    """Files draw bars as pages set them in HTML."""
     with drawing(_BARS_PX, _ROW_PX * len(bars.bars), title) as picture:
         axes = picture.axes(_NAME_PX, 0, _FIGURE_PX, 0)
         axes.set(xlim=(bars.low, bars.low + bars.width), ylim=(len(bars.bars) - 0.5, -0.5), xticks=[])
         axes.spines.bottom.set_visible(False)
-        names = ["\n".join(filter(None, (*wrap(one.label, _NAME_PX - 8, 12, 2), one.detail))) for one in bars.bars]
+        names = ["\n".join(filter(None, (textwrap.fill(one.label, _NAME_LETTERS), one.detail))) for one in bars.bars]
         axes.set_yticks(range(len(names)), names, color=INK)
         for row, one in enumerate(bars.bars):
             at = 0.0

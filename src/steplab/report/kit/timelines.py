@@ -25,7 +25,6 @@ WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1040, 76, 10, 20, 24
 _COLUMN_PX = 3
 LETTERS = 11
 ROW = 0.85
-"""Height of a row; rows are one apart."""
 
 
 def step_end_ns(timeline: Timeline) -> int:
@@ -82,7 +81,6 @@ def shade_phases(picture: Drawing, axes: "Axes", spans: Iterable[tuple[str, floa
 def column_shares(
     timeline: Timeline, stream: int, start_ns: int, end_ns: int, num_columns: int
 ) -> dict[str, "NDArray[np.float64]"]:
-    """In `num_columns` equal parts, on one stream."""
     import numpy as np
 
     edges = np.linspace(start_ns, end_ns, num_columns + 1)

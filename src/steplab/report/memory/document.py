@@ -1,5 +1,3 @@
-"""The report of a step's memory."""
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from steplab import units
@@ -147,7 +145,7 @@ def _sections(cell: RunCell, prediction: MemoryPrediction | None) -> Iterator[Se
     yield Section.of("Peaks by phase", phase_table(run, profile))
     yield from _allocations(run, profile)
     if saved := profile.saved:
-        told = Sentences.of(words.saved_sentences(run, profile))
+        told = Sentences.of(words.saved_sentences(profile))
         yield Section.of("Saved for backward", told, saved_table(saved, profile.saved_left_out))
     checks = [*words.check_sentences(profile), *words.around_sentences(profile)]
     yield Section.notes([*checks, *profile.notes], "Notes on this memory")

@@ -1,5 +1,3 @@
-"""The report of precision: audits, sums and timed runs."""
-
 from collections.abc import Callable, Iterator, Sequence
 
 from steplab.records.numerics import Accumulation, Audit, Numerics, OperationAudit

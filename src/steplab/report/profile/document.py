@@ -1,5 +1,3 @@
-"""The report of a profile."""
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from steplab import units
@@ -20,7 +18,7 @@ from steplab.report.kit.document import (
 from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
-from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.charts import category_bars, device_time
 from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
@@ -98,8 +96,7 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield Section.of("Categories", category_bars(run, profile), category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences.of(words.top_kernel_sentences(profile), "finding")
-        bars = (Section.of(phase, block) for phase, block in kernel_bars(profile))
-        yield Section.of(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
+        yield Section.of(f"Top {words.kernels_word(profile)}", tops, kernel_table(profile))
     if rows := attention_rows(run, profile):
         notes = Sentences.of(attention_notes(run, rows), "note")
         yield Section.of("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)

@@ -160,7 +160,7 @@ def kernel_table(profile: Profile) -> Table:
             Column(key="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
             Column(key="calls", quantity=_CALLS, rank=1),
             Column(key="time_s", header="time"),
-            Column(key="share", quantity=PERCENT),
+            Column(key="share", quantity=PERCENT, bar=True),
             Column(key="median_s", header="median", rank=4, value=median),
         ),
         caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "

@@ -1,5 +1,3 @@
-"""The timeline of a profiled step, and of one block kernel by kernel."""
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +25,7 @@ class CloseUp:
     """In nanoseconds from the beginning of the step."""
     end_ns: int
     ranges: tuple[tuple[str, int, int], ...]
-    """Name, start and end; they begin in the stretch."""
     kernels: tuple[int, ...]
-    """Numbers in the timeline; they begin in the stretch."""
 
 
 def timeline_chart(profile: Profile) -> Chart | None:

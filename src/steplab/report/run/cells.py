@@ -13,7 +13,6 @@ from steplab.specs.step import STEP_FIELDS
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
 AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
-"""Fields of size, in their order as axes."""
 _QUANTITIES = tuple(field for field in AXES if _STEP[field].type is int)
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
 
@@ -31,7 +30,6 @@ _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
 """Fields that must agree for comparing another."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
-"""Fields split a crowded chart into panels in this order."""
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
 _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
 _MOST_SAID = 4
@@ -55,7 +53,6 @@ class RunCell:
 
 
 def cells_of(runs: Sequence[Run]) -> list[RunCell]:
-    """Ordered by fields: sizes ascending, choices as on the command line."""
     seen: dict[tuple[Scalar, ...], int] = {}
     cells = []
     for run in sorted(runs, key=lambda run: run.created_utc):
@@ -160,10 +157,7 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 
 
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
-    """The varying size, and the cells by panel and series; None if no series has two sizes.
-
-    Fields become panels while there are more than six series.
-    """
+    """Cells by panel and series over the size that varies; None if no series has two sizes."""
     rest = varying(cells)
     axis = next((field for field in _QUANTITIES if field in rest), None)
     if axis is None or any(not cell.values[axis] for cell in cells):
@@ -184,7 +178,6 @@ def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[R
 
 
 def _labels(cells: Sequence[RunCell], fields: Sequence[str]) -> dict[tuple[Scalar, ...], str]:
-    """In order; empty without fields."""
     if not fields:
         return {(): ""}
     keys = _distinct(cells, fields)

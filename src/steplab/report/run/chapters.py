@@ -1,5 +1,3 @@
-"""Chapters about measured steps, for one run or several, on terminals and pages."""
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -65,7 +63,6 @@ _MANY = 4  # runs; more are listed separately
 
 
 def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
-    """For a single run; see `missing` for several."""
     if len(cells) == 1 and (why := cells[0].run.failure):
         yield from failure_blocks(why)
 
@@ -87,7 +84,6 @@ def phases_of_steps(cells: Sequence[RunCell]) -> Iterator[Block | None]:
 
 
 def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
-    """When the step time settles, and the effect of fewer warm-up steps."""
     timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
     if not timings:
         return

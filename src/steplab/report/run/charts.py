@@ -51,50 +51,45 @@ def step_times(cells: Sequence[RunCell]) -> Chart | Bars | None:
 
 def peak_memory(cells: Sequence[RunCell]) -> Chart | Bars | None:
     cells = [c for c in cells if c.run.memory or c.run.timing or c.run.failure]
-    if len(cells) < 2:
+    peaks = {c.run.id: (p.peak_allocated_bytes, p.peak_reserved_bytes) for c in cells if (p := c.run.peak)}
+    of_host = {c.run.id: (s, s) for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
+    found = peaks or of_host
+    if len(cells) < 2 or not found:
         return None
-    fields, peaks = varying(cells), {c.run.id: p for c in cells if (p := c.run.peak)}
-    if not peaks:
-        return _host_memory(cells)
-    totals = {c.run.memory.total_bytes for c in cells if c.run.memory} - {None}
-    highest = max(peak.peak_reserved_bytes for peak in peaks.values())
+    fields = varying(cells)
+    totals = {c.run.memory.total_bytes for c in cells if c.run.memory and peaks} - {None}
+    highest = max(reserved for _, reserved in found.values())
     total = totals.pop() if len(totals) == 1 else None
     near = total is not None and (highest >= _CAPACITY_MATTERS * total or any(c.run.failure for c in cells))
     limit = total if near else None
 
     def point(cell: RunCell, x: float) -> Point:
-        peak, name = peaks.get(cell.run.id), label(cell, fields)
-        if peak is None:
+        name = label(cell, fields)
+        if cell.run.id not in found:
             return Point(x=x, name=name, y=None, failure=cell.run.failure)
-        allocated, reserved = peak.peak_allocated_bytes, peak.peak_reserved_bytes
-        figure, detail = f"{units.format_bytes(allocated)} allocated", f"{units.format_bytes(reserved)} reserved"
-        return Point(x=x, name=name, y=allocated, figure=figure, detail=detail, ends=(allocated, reserved))
+        allocated, reserved = found[cell.run.id]
+        detail = f"{units.format_bytes(reserved)} reserved" if peaks else ""
+        return Point(
+            x=x,
+            name=name,
+            y=allocated,
+            figure=units.format_bytes(allocated),
+            detail=detail,
+            ends=(allocated, reserved) if peaks else None,
+        )
 
+    note = "Peak memory of a step: bytes in live tensors."
+    if not peaks:
+        note = "Largest resident set of the measuring process, Python and libraries included: this device's "
+        note += "allocator does not count live tensors."
     shown = _Shown(
-        name="peak memory",
+        name="peak memory" if peaks else "peak memory of the process",
         scale=kit.bytes_scale([highest], limit),
-        note="Peak memory of a step: bytes in live tensors.",
+        note=note,
         limit=limit,
         limit_name=f"device memory, {units.format_bytes(limit)}" if limit is not None else "",
     )
     return _chart(cells, point, shown)
-
-
-def _host_memory(cells: Sequence[RunCell]) -> Chart | Bars | None:
-    fields = varying(cells)
-    sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
-    if not sizes:
-        return None
-
-    def point(cell: RunCell, x: float) -> Point:
-        size = sizes.get(cell.run.id)
-        figure = "" if size is None else units.format_bytes(size)
-        return Point(x=x, name=label(cell, fields), y=size, figure=figure, failure=cell.run.failure)
-
-    note = "Largest resident set of the measuring process, Python and libraries included: this device's "
-    note += "allocator does not count live tensors."
-    scale = kit.bytes_scale(sizes.values(), None)
-    return _chart(cells, point, _Shown(name="peak memory of the process", scale=scale, note=note))
 
 
 def _chart(cells: Sequence[RunCell], point: Callable[[RunCell, float], Point], shown: _Shown) -> Chart | Bars:
