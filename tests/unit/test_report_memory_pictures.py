@@ -1,6 +1,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
@@ -66,7 +67,7 @@ def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> Me
 def areas_of(axes: Axes) -> list[tuple[str, list[float]]]:
     """Colours and heights, the highest first."""
     found = [patch for patch in axes.patches if isinstance(patch, StepPatch)]
-    return [(to_hex(patch.get_facecolor()), list(patch.get_data().values)) for patch in found]
+    return [(to_hex(patch.get_facecolor()), list(patch.get_data()[0])) for patch in found]
 
 
 @pytest.mark.parametrize("case", [*ALL, *range(5)])
@@ -75,7 +76,7 @@ def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int) ->
     timeline, axes = profile.timeline, axes_of(profile)
     moments = fullest_moments(timeline, *axes.get_xlim(), NUM_COLUMNS)
     below = [0] * NUM_COLUMNS
-    expected = []
+    expected: list[tuple[str, list[int]]] = []
     for name, sizes in zip(timeline.categories, timeline.allocated_bytes, strict=True):
         below = [low + (0 if at is None else sizes[at]) for low, at in zip(below, moments, strict=True)]
         if any(sizes):
@@ -108,7 +109,7 @@ def test_the_dot_is_at_the_peak(case: str | int) -> None:
     profile = random_profile(case) if isinstance(case, int) else profile_of(ALL[case])
     axes = axes_of(profile)
     (dot,) = axes.lines
-    assert (*dot.get_xdata(), *dot.get_ydata()) == (profile.peak_s, profile.peak_bytes)
+    assert np.array(dot.get_xydata()).tolist() == [[profile.peak_s, profile.peak_bytes]]
     assert max(areas_of(axes)[0][1]) == pytest.approx(profile.peak_bytes, rel=0.003)
 
 
@@ -130,7 +131,7 @@ def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
     capacity = int(profile.peak_bytes / 0.7)
     near = axes_of(profile, capacity=capacity)
     assert f"device memory {units.format_bytes(capacity)}" in [text.get_text() for text in near.texts]
-    assert list(near.lines[0].get_ydata()) == [capacity, capacity]
+    assert np.array(near.lines[0].get_ydata()).tolist() == [capacity, capacity]
     far = axes_of(profile, capacity=int(profile.peak_bytes / 0.5))
     assert "device memory" not in " ".join(text.get_text() for text in far.texts)
 

@@ -571,8 +571,8 @@ def areas(picture: Picture) -> dict[str, float]:
     for patch, under in zip(patches, [*patches[1:], None], strict=True):
         values, _, floor = patch.get_data()
         own = floor - values
-        if under and under.get_data().baseline == floor:
-            own = own - (floor - under.get_data().values)
+        if under and under.get_data()[2] == floor:
+            own = own - (floor - under.get_data()[0])
         found[CATEGORIES[CATEGORY_COLORS.index(to_hex(patch.get_facecolor()))]] += own.sum() / own.size
     return found
 

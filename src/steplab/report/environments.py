@@ -2,22 +2,23 @@ from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.environment import Environment
-from steplab.report.kit.document import Pairs, Section
+from steplab.report.kit.document import Block, Pairs, Section
 from steplab.report.kit.grouping import grouped
 
 
 def environment_section(environments: Sequence[Environment], *further: tuple[str, str]) -> Section:
     """One block per device and software."""
     groups = grouped(environments, lambda environment: tuple(environment_pairs(environment)[:2])).values()
-    blocks = []
+    blocks: list[Block] = []
     for group in groups:
         values: dict[str, dict[str, None]] = {}
         for name, value in (pair for environment in group for pair in environment_pairs(environment)):
             values.setdefault(name, {})[value] = None
         pairs = [(name, "; ".join(found)) for name, found in values.items()]
         title = units.counted(len(group), "record") if len(groups) > 1 else ""
-        blocks.append(Section.of(title, Pairs(pairs=(*pairs, *condition_pairs(group)))))
-    return Section.of("Environment", *blocks, Pairs(pairs=further))
+        more = further if len(groups) == 1 else ()
+        blocks.append(Section.of(title, Pairs(pairs=(*pairs, *condition_pairs(group), *more))))
+    return Section.of("Environment", *(blocks or [Pairs(pairs=further)]))
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:

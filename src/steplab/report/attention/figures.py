@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median, quantiles
 
 from steplab import units
@@ -9,7 +9,7 @@ from steplab.records.figure import Figure, values
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import RESULT, Column, Section, Table, row_of
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -121,6 +121,35 @@ _SHAPE = (
 )
 
 
+Value = Callable[[AttentionCell], Scalar]
+
+
+def by_shape(
+    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
+) -> Table:
+    """One row per shape, one column per implementation and one for its `ratio`, if any.
+
+    A failed cell shows its failure instead of a value.
+    """
+    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        shape = cell.spec.shape
+        row = rows.setdefault(shape, _shape_row(shape, cells))
+        known = value(cell)
+        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
+        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
+    by_implementation = [
+        column
+        for name in columns
+        for column in (
+            Column(key=name, header=name, quantity=quantity),
+            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
+
+
 def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
     shapes = [cell.spec.shape for cell in cells]
     return {
@@ -138,29 +167,21 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
         return None
     peers = peers_of(cells, peer)
-    rows: dict[object, dict[str, Scalar]] = {}
-    for cell in cells:
-        shape, column, seconds = cell.spec.shape, cell.spec.column, cell.median_s(name)
-        row = rows.setdefault(shape, _shape_row(shape, cells))
-        if seconds is None:
-            row[column] = cell.failure.kind.replace("_", " ") if cell.failure else None
-            continue
-        row[column] = f"~{units.format_time(seconds)}" if scatter(cell, name) > SCATTERED else seconds
-        row[f"{column} ratio"] = None if cell is peers.get(shape) else speed(cell, peers, name)
+
+    def time(cell: AttentionCell) -> Scalar:
+        seconds = cell.median_s(name)
+        scatters = seconds is not None and scatter(cell, name) > SCATTERED
+        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
+
+    def ratio(cell: AttentionCell) -> Scalar:
+        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
+
     caption = f"Median time of {PASS_WORDS[name]}."
     if peer in columns:
         caption += f" × is the speed relative to {peer}."
     if any(scatter(cell, name) > SCATTERED for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
-    by_implementation = [
-        shown
-        for column in dict.fromkeys(cell.spec.column for cell in cells)
-        for shown in (
-            Column(key=column, header=column, quantity=TIME),
-            Column(key=f"{column} ratio", header="×", quantity=TIMES, rank=1),
-        )
-    ]
-    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
+    return by_shape(cells, time, TIME, caption, ratio=ratio)
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:

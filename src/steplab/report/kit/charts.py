@@ -120,7 +120,7 @@ class Drawing:
 
         marks = dict(zip(GLYPHS, MARKERS, strict=True))
         handles = [
-            Line2D([], [], color=color_of(number), marker=marks[glyph], linestyle="none", label=name)
+            Line2D([], [], color=color_of(number), marker=marks.get(glyph, "_"), linestyle="none", label=name)
             for number, glyph, name in legend
         ]
         if handles:

@@ -48,6 +48,8 @@ def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
         if words is None or (made.phase == "backward" and "gradient" not in words and made.op != "aten::_softmax"):
             return f"a tensor of the size of the {_SIZES[kind]}"
         return words
+    if made.category in _WEIGHTS:
+        return _weight(made, sizes)
     return f"a tensor of the {_WIDTHS[kind]}" if kind else None
 
 
@@ -80,6 +82,27 @@ def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> 
         return False
     of_one_head = (sizes.d_ff, sizes.vocab_size) if sizes.num_heads == 1 else ()
     return spec.context not in (sizes.head_dim, sizes.head_dim // 2, *of_one_head)
+
+
+_WEIGHTS = {
+    "parameters": "{}",
+    "gradients": "gradient of {}",
+    "optimizer_state": "optimizer state of {}",
+    "autocast_copies": "low-precision copy of {}",
+}
+
+
+def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
+    of = {
+        "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
+        "a feed-forward weight": {
+            *((width, sizes.d_model) for width in _inner_widths(sizes)),
+            (sizes.d_model, sizes.d_ff),
+        },
+        "an attention projection": {(width, sizes.d_model) for width in _projected_widths(sizes)},
+    }
+    fitting = [name for name, shapes in of.items() if made.shape in shapes]
+    return _WEIGHTS[made.category].format(fitting[0]) if len(fitting) == 1 else None
 
 
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
@@ -121,6 +144,18 @@ def node_name(op: str) -> str:
 
 def is_compiled(tensors: SavedTensors) -> bool:
     return node_name(tensors.op) == "CompiledFunction"
+
+
+def _projected_widths(sizes: TransformerShape) -> set[int]:
+    if not sizes.num_heads:
+        return set()
+    widths = sizes.query_key_value_widths
+    return {sizes.d_model, sum(widths)} if sizes.projections == "merged" else set(widths)
+
+
+def _inner_widths(sizes: TransformerShape) -> set[int]:
+    *wide, _ = sizes.feed_forward_layers
+    return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
 
 
 _Item = TypeVar("_Item")

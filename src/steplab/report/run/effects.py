@@ -41,14 +41,6 @@ class Pair:
         return self.starts[-1][1]
 
     @property
-    def before_s(self) -> float:
-        return median(before.run.median_s or 0.0 for before, _ in self.starts)
-
-    @property
-    def after_s(self) -> float:
-        return median(after.run.median_s or 0.0 for _, after in self.starts)
-
-    @property
     def ratio(self) -> float:
         """Time before over time after; above 1, the step became faster."""
         return 1 / self.judged.ratio
@@ -136,7 +128,7 @@ def _pays(effect: Effect) -> list[str]:
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
     if count == 1:
         verb = VERBS.get(most.decision) or speed_words(most.ratio)
-        times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
+        times = f"{units.format_time(most.judged.a)} to {units.format_time(most.judged.b)}"
         why = " Starts of one step differ as much there." if most.decision in ("undecided", "not higher") else ""
         return [f"{effect.choice}: {verb} at {label(most.before, others)} ({times}).{why}"]
     pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
@@ -222,8 +214,8 @@ def effects_table(cells: Sequence[RunCell]) -> Table:
     columns = (
         Column(key="choice", shared="{}", wraps_from=20, value=lambda pair: choices[id(pair)]),
         Column(key="run", wraps_from=16, value=lambda pair: label(pair.before, fields)),
-        Column(key="before_s", header="before"),
-        Column(key="after_s", header="after"),
+        Column(key="before_s", header="before", value=lambda pair: pair.judged.a),
+        Column(key="after_s", header="after", value=lambda pair: pair.judged.b),
         Column(key="ratio", header="speed-up", quantity=TIMES),
         Column(key="low", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
         Column(key="high", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
