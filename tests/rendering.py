@@ -1,11 +1,14 @@
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from typing import Any
 
+from steplab.records.record import Record
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.rendering import render
+from steplab.report.kit.rendering import PAGE, render
 from steplab.report.kit.table import Sheet, sheet
+from steplab.report.page import page_document
 from steplab.report.report import Context
 from steplab.report.run.columns import rows_document, rows_table
 from steplab.report.runs import REPORT
@@ -13,6 +16,10 @@ from steplab.report.runs import REPORT
 
 def rows_text(rows: Sequence[Row], format: str = "table", *, width: int | None = None, color: bool = False) -> str:
     return render(rows_document(rows), format, width=width, color=color)
+
+
+def render_page(records: Sequence[Record], **more: Any) -> str:
+    return render(page_document(records, **more), PAGE)
 
 
 def sheet_of(rows: Sequence[Row]) -> Sheet:

@@ -12,12 +12,12 @@ from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.first import first
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
+from tests.rendering import render_page
 from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import imported_snapshot, prediction_of, watched_run
 
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.report.page import render_page
 from steplab.report.report import Context
 
 pytestmark = pytest.mark.skipif(

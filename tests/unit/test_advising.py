@@ -24,9 +24,9 @@ from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import Turns
 from steplab.records.validation import check
+from steplab.report.advice.bars import change_bars
 from steplab.report.advice.document import REPORT as ADVICE_REPORT
 from steplab.report.advice.document import advice_verdict, tried_words
-from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
 from steplab.report.run.verdict import run_cautions
 from steplab.report.turns.document import turns_document
@@ -659,12 +659,12 @@ def test_a_walk_without_a_gain_says_so() -> None:
     assert advice_verdict(untried).cautions == ()
 
 
-def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:
+def test_a_walk_is_stored_as_it_was_and_draws_its_changes() -> None:
     advice = some_advice()
     assert decode(encode(advice)) == advice
     check(advice)
-    chart = sure(waterfall(advice))
-    [svg] = [picture.svg for picture in chart.pictures]
-    assert "the step as given: 40.0 ms" in svg
-    assert "precision bf16: 40.0 ms became 20.0 ms" in svg
-    assert "precision bf16: predicted to become 22.0 ms" in svg
+    first, *changes, last = sure(change_bars(advice)).bars
+    assert (first.label, first.figure) == ("the step as given", "40.0 ms")
+    assert (changes[0].label, changes[0].detail) == ("precision bf16", "40.0 ms became 20.0 ms")
+    assert changes[0].mark_tip == "predicted to become 22.0 ms"
+    assert last.label == "the fastest step"

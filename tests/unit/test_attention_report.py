@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
-from tests.runs import make_run, out_of_memory
+from tests.rendering import render_page
 from tests.stored_lines import fill
 from tests.stored_records import stored
 from tests.sure import sure
@@ -29,8 +29,7 @@ from steplab.report.attention.figures import account_table, default_peer, mean_s
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
-from steplab.report.page import render_page
-from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
+from steplab.report.run.columns import list_document
 from steplab.specs.resolve import Grid
 
 
@@ -207,7 +206,9 @@ def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
 
 
 def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
-    assert len(re.findall(r"<svg.*?</svg>", render_page([peers], title="Attention"), flags=re.DOTALL)) == 5
+    page = render_page([peers], title="Attention")
+    assert "<svg" not in page
+    assert page.count('<ol class="bars">') >= 5
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:
@@ -222,24 +223,6 @@ def test_an_account_sums_to_the_bytes_it_states() -> None:
     assert "The smallest plain attention that does not fit: 8×1×16384×16 fp32" in text
     assert "B H S K e" in text
     assert "The device's error was: asked for 64.0 GiB more" in text
-
-
-def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None:
-    plain = [make_run({"context": 512, "attention": "plain", "compile": mode}) for mode in ("off", "default")]
-    fused = make_run({"context": 512, "attention": "sdpa_flash", "compile": "default"})
-    failed = out_of_memory({"context": 512, "attention": "sdpa_cudnn"})
-    other = make_run({"context": 128})
-    rows = {row["id"]: row for row in attention_step_rows([other, *plain, fused, failed])}
-    assert set(rows) == {run.id for run in (*plain, fused, failed)}
-    times = [median(phase.best_s) for run in (*plain, fused) if run.timing and (phase := run.timing.phase("step"))]
-    assert rows[fused.id]["eager_speed"] == pytest.approx(times[0] / times[2])
-    assert rows[fused.id]["compiled_speed"] == pytest.approx(times[1] / times[2])
-    assert rows[failed.id]["eager_speed"] is None
-    table = sure(attention_steps([other, *plain, fused, failed]))
-    assert sheet(table).failures == {3}
-    page = render_page([other, *plain, fused, failed], title="Steps")
-    assert "Training steps by attention implementation" in page
-    assert "Training steps by attention" not in render_page([other, plain[0]], title="Steps")
 
 
 # --- what is missing --------------------------------------------------------------------------------------

@@ -3,17 +3,16 @@ import statistics
 from typing import Any
 
 import pytest
-from tests.runs import ENVIRONMENT, grid, make_run
+from tests.runs import grid, make_run
 
 from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.cells import cells_of
-from steplab.report.run.effects import effect_bars, effects_sections
-from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
+from steplab.report.run.effects import effect_bars, effects_table
+from steplab.report.run.first_steps import first_steps_table
 from steplab.report.runs import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
@@ -30,20 +29,17 @@ def samples_of(run: Run, part: str) -> tuple[float, ...]:
     return found.best_s
 
 
-def tables(section: Section) -> list[Table]:
-    return [block for block in section.blocks if isinstance(block, Table)]
-
-
 # --- choices ----------------------------------------------------------------------------------------------
 
 
 def test_each_choice_is_set_against_its_baseline_at_every_size() -> None:
-    sections = list(effects_sections(cells_of(STUDY)))
-    assert [section.title for section in sections] == ["bf16 instead of fp32", "compiled instead of eager"]
-    for section, field in zip(sections, ("precision", "compile"), strict=True):
-        (table,) = tables(section)
-        assert len(table.rows) == len(STUDY) // 2
-        for row in table.rows:
+    rows = effects_table(cells_of(STUDY)).rows
+    fields = {"bf16 instead of fp32": "precision", "compiled instead of eager": "compile"}
+    assert list(dict.fromkeys(row["choice"] for row in rows)) == list(fields)
+    for choice, field in fields.items():
+        of_choice = [row for row in rows if row["choice"] == choice]
+        assert len(of_choice) == len(STUDY) // 2
+        for row in of_choice:
             before, after = map(by_id, str(row["ids"]).split())
             assert before.spec
             assert after.spec
@@ -75,17 +71,13 @@ def test_bars_are_what_choices_save_the_largest_first_and_losses_go_to_the_left(
 
 def test_choices_with_one_pair_share_a_table() -> None:
     runs = [make_run(), *(make_run({"attention": name}) for name in ("sdpa", "sdpa_flash"))]
-    (section,) = effects_sections(cells_of(runs))
-    (table,) = tables(section)
-    told = [str(row["choice"]) for row in table.rows]
+    told = [str(row["choice"]) for row in effects_table(cells_of(runs)).rows]
     assert told == ["sdpa attention instead of plain attention", "sdpa_flash attention instead of plain attention"]
-    (alone,) = effects_sections(cells_of(runs[:2]))
-    assert alone.title == told[0]
 
 
 def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
-    (table,) = tables(next(effects_sections(cells_of(STUDY[::-1]))))
-    assert ["small" in str(row["run"]) for row in table.rows] == [True, True, False, False]
+    rows = effects_table(cells_of(STUDY[::-1])).rows
+    assert ["small" in str(row["run"]) for row in rows] == [True, True, False, False] * 2
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -148,29 +140,6 @@ def test_the_excess_of_the_first_step_is_told_by_phase_with_what_the_allocator_t
     assert row["backward"] == pytest.approx(0.2)
     assert row["optimizer"] == pytest.approx(0.8)
     assert (row["first_growth_bytes"], row["later_growth_bytes"], row["state_bytes"]) == (4000, 500, 200)
-
-
-def test_each_reason_names_what_was_seen() -> None:
-    forward, optimizer, allocator, clocks = first_steps_reasons(cells_of([warmed()]))
-    assert forward.startswith("Forward: up to 4.00 s more")
-    assert "cuBLAS" in forward
-    assert "makes its state" in optimizer
-    assert "3.91 KiB from the device in 7 calls" in allocator
-    assert "345 MHz before the first step and at 1.98 GHz" in clocks
-
-
-def test_a_first_step_like_the_others_needs_no_reason() -> None:
-    flat = Timing(warmup=(), back_to_back=WARMED.back_to_back)
-    assert first_steps_reasons(cells_of([make_run(timing=flat)])) == []
-    busy = dataclasses.replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9, load_average=None)
-    disturbed = first_steps_reasons(cells_of([dataclasses.replace(warmed(), environment=busy)]))
-    assert [each.partition(":")[0] for each in disturbed] == ["Allocator"], "no cause from a busy machine"
-
-
-def test_the_first_step_after_compiling_is_not_the_first_call() -> None:
-    compiled = dataclasses.replace(WARMED, first_step_s=60.0)
-    told = first_steps_reasons(cells_of([dataclasses.replace(warmed(), timing=compiled)]))
-    assert not any(reason.startswith("Forward") for reason in told)
 
 
 def test_states_of_the_allocator_are_part_of_the_record() -> None:

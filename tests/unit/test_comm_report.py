@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from tests.attention_records import make_benchmark
 from tests.comm_records import ALPHA_S, failing, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
+from tests.rendering import render_page
 from tests.runs import make_run
 from tests.stored_lines import import_lines
 from tests.sure import sure
@@ -28,7 +29,6 @@ from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.kit.charts import DASHED
 from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
-from steplab.report.page import render_page
 from steplab.report.run.columns import rows_document
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store

@@ -3,6 +3,7 @@ from statistics import median
 
 import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
+from tests.rendering import render_page
 from tests.sure import sure
 
 from steplab.lab.ddp import overhead_model
@@ -15,7 +16,6 @@ from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.ddp.document import ddp_cell_line, exposed_bars, facts, memory_bars
 from steplab.report.ddp.timelines import timelines
 from steplab.report.kit.rendering import render
-from steplab.report.page import render_page
 
 
 def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None) -> str:

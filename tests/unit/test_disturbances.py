@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from tests.rendering import rows_text, run_text
+from tests.rendering import render_page, rows_text, run_text
 from tests.runs import make_run
 
 from steplab.measurement.machine import nvml
@@ -14,7 +14,6 @@ from steplab.records.disturbances import disturbances
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.page import render_page
 
 QUIET = (1.0, 1.0, 1.01, 1.0, 0.99, 1.0, 1.0, 1.0, 1.01, 1.0)
 

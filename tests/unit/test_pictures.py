@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 from tests.attention_records import make_benchmark
 from tests.ddp_records import make_ddp_run
@@ -13,7 +15,6 @@ from steplab.cli.app import main
 from steplab.lab.keeping import open_store
 from steplab.records.record import Record
 from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table
-from steplab.report.kit.pdf import pdf_of
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import render
 
@@ -68,11 +69,12 @@ def test_bars_are_as_long_as_their_values_with_their_legend() -> None:
     ((name, content),) = beside.files.items()
     assert name == "x/01-time.svg"
     root = ElementTree.fromstring(content)
-    lengths = [
-        float(found[1])
+    ends = [
+        [float(corner.split()[0]) for corner in re.split("[ML]", path.attrib["d"].strip(" z\n")) if corner.strip()]
         for path in root.iter(f"{NAME}path")
-        if (found := re.match(r"M[\d.]+ [\d.]+h([\d.]+)v16", path.attrib["d"]))
+        if "#0072b2" in path.attrib.get("style", "") and "clip-path" in path.attrib
     ]
+    lengths = [max(x) - min(x) for x in ends]
     assert [length / lengths[0] for length in lengths] == pytest.approx([1, 2, 4], rel=1e-3)
     assert {"seconds", "bar 2.0", "4.0"} <= {"".join(text.itertext()) for text in root.iter(f"{NAME}text")}
 
@@ -87,15 +89,12 @@ def test_a_long_table_is_a_file_beside_its_first_rows() -> None:
     assert render(Document(title="t", sections=(Section.of("Numbers", table),)), "md").count("\n| ") == 102
 
 
-def test_a_pdf_has_the_size_of_its_picture_and_its_clips_and_curves() -> None:
-    body = (
-        '<defs><clipPath id="c"><rect x="0" y="0" width="50" height="40"/></clipPath>'
-        '<path id="m" d="M0 0L4 0L0 4z"/></defs>'
-        '<g clip-path="url(#c)" transform="translate(3 4)">'
-        '<path d="m0 0h90v-8c1 1 2 2 3 3z" style="fill: #ff0000; stroke-dasharray: 2,3"/>'
-        '<use href="#m" x="7" y="8" style="fill: #00ff00"/></g>'
-        '<circle cx="9" cy="9" r="2" fill="#0000ff"/><path d=""/>'
-        '<text x="5" y="9" font-size="11" transform="rotate(-30 5 9)">µs</text>'
-    )
-    content = pdf_of(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 100">{body}</svg>')
-    assert b"/MediaBox [ 0 0 200 100 ]" in content
+def test_a_pdf_has_the_pages_colours() -> None:
+    bars = Bars(bars=(Bar(label="µs", figure="1", segments=(Segment(value=1.0, color=1, tip=""),)),))
+    beside = Beside("x", "pdf")
+    with patch.dict(matplotlib.rcParams, {"pdf.compression": 0}):
+        render(Document(title="t", sections=(Section.of("Time", bars),)), "latex", beside=beside)
+    (content,) = beside.files.values()
+    assert content.startswith(b"%PDF")
+    red, green, blue = (value / 255 for value in bytes.fromhex("0072b2"))
+    assert f"{red:g} {green:.10g} {blue:.10g} rg".encode() in content

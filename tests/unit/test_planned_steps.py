@@ -3,6 +3,7 @@ import re
 from typing import Any
 
 import pytest
+from tests.rendering import render_page
 from tests.runs import grid, make_run, recorder_run
 
 from steplab.errors import UserError
@@ -10,7 +11,6 @@ from steplab.lab.layout_planning import plan_layout
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES
 from steplab.report.kit.rendering import FORMATS, render
-from steplab.report.page import render_page
 from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document, planned_table
 from steplab.report.plan.time import time_document

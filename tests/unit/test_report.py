@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from tests.rendering import rows_text, run_text, sheet_of
+from tests.rendering import render_page, rows_text, run_text, sheet_of
 from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.sure import sure
 from tests.unit.memory_records import watched_run
@@ -22,11 +22,11 @@ from steplab.records.failure import Failure
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, curve
+from steplab.report.kit.document import Bars, Chart
 from steplab.report.kit.rendering import FORMATS
 from steplab.report.kit.text import ABSENT
-from steplab.report.page import render_page
 from steplab.report.run import charts, curves
-from steplab.report.run.cells import arrange, cells_of, varying
+from steplab.report.run.cells import cells_of, over_size, varying
 from steplab.report.run.effects import effect_bars
 from steplab.report.run.one_run import phase_names, steady_words, warmup_means
 from steplab.report.run.verdict import runs_verdict
@@ -223,10 +223,21 @@ def test_a_users_phases_keep_their_order() -> None:
 
 
 def test_sizes_become_the_axis_and_the_rest_colour() -> None:
-    layout, panels = arrange(cells_of(STUDY))
-    assert (layout.outer, layout.inner, layout.series) == ("model", "context", ("fp32", "bf16"))
-    assert layout.positions == (("small", "128"), ("small", "256"), ("medium", "128"), ("medium", "256"))
-    assert len(panels) == 1
+    axis, panels = sure(over_size(cells_of(STUDY)))
+    assert axis == "context"
+    assert list(panels) == [""]
+    assert list(panels[""]) == ["small · fp32", "small · bf16", "medium · fp32", "medium · bf16"]
+    assert all([cell.values["context"] for cell in line] == [128, 256] for line in panels[""].values())
+
+
+def test_without_a_common_size_there_are_bars() -> None:
+    runs = [make_run({"precision": "bf16"}), make_run()]
+    chart = charts.step_times(cells_of(runs))
+    assert isinstance(chart, Bars)
+    assert [bar.label for bar in chart.bars] == ["fp32", "bf16"]
+    failed = charts.step_times(cells_of([*runs, out_of_memory({"precision": "fp16"})]))
+    assert isinstance(failed, Bars)
+    assert [bar.bad for bar in failed.bars].count(True) == 1
 
 
 def test_a_curve_of_steps_has_a_line_at_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +257,8 @@ def test_a_panel_has_no_more_colours_than_can_be_told_apart(attention: list[obje
         "precision": ["fp32", "bf16"],
         "compile": ["off", "default"],
     }
-    layout, panels = arrange(cells_of(grid(axes | {"attention": attention})))
-    assert (len(panels), len(layout.series)) == (num_panels, 4)
+    _, panels = sure(over_size(cells_of(grid(axes | {"attention": attention}))))
+    assert [len(lines) for lines in panels.values()] == [4] * num_panels
 
 
 def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
@@ -257,11 +268,11 @@ def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
         "precision": ["fp32", "bf16"],
         "pass": ["forward", "forward_backward", "train"],
     }
-    _layout, panels = arrange(cells_of(grid(axes)))
-    assert [panel.title for panel in panels] == ["forward", "forward + backward", "train"]
-    assert sum(len(panel.marks) for panel in panels) == 120
-    places = [(p.title, position, series) for p in panels for position, series, _ in p.marks]
-    assert len(set(places)) == 120
+    _, panels = sure(over_size(cells_of(grid(axes))))
+    assert len(panels) == 6
+    assert all(len(lines) == 5 for lines in panels.values())
+    found = [cell.id for lines in panels.values() for line in lines.values() for cell in line]
+    assert len(found) == len(set(found)) == 120
 
 
 def test_repeated_runs_are_told_apart() -> None:
@@ -278,9 +289,10 @@ def test_runs_that_never_settle_are_among_the_curves_drawn() -> None:
 
 
 def test_pictures_are_the_same_for_the_same_runs_and_follow_the_page() -> None:
-    first, second = (charts.step_times(cells_of(MIXED)) for _ in range(2))
-    assert first is not None
-    assert first == second
+    first, second = (charts.step_times(cells_of([*STUDY, out_of_memory({"model": "xl"})])) for _ in range(2))
+    assert isinstance(first, Chart)
+    assert isinstance(second, Chart)
+    assert [one.svg for one in first.pictures] == [one.svg for one in second.pictures]
     for picture in first.pictures:
         assert not re.search(r"#[0-9a-f]{6}\b", picture.svg)
         assert "var(--c1)" in picture.svg

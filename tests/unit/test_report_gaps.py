@@ -2,13 +2,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.rendering import rows_text, run_text, sheet_of
+from tests.rendering import render_page, rows_text, run_text, sheet_of
 from tests.runs import make_run, out_of_memory, recorder_run
 
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.page import render_page
 from steplab.report.run.one_run import choices, doubts, gaps
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share

@@ -1,33 +1,19 @@
-import math
 from dataclasses import replace
 
 import pytest
-from tests.rendering import sheet_of
+from tests.rendering import render_page, sheet_of
 from tests.runs import grid, make_run, recorder_run
 from tests.sure import sure
 
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit import axes as ax
-from steplab.report.kit import charts as kit
-from steplab.report.kit.labels import fitted, shortened, text_width, wrap
-from steplab.report.page import render_page
-from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label, varying
+from steplab.report.kit.labels import shortened, text_width
+from steplab.report.run.cells import cells_of, label, over_size, varying
 from steplab.report.run.phases import phases
 from steplab.report.run.verdict import facts, runs_verdict
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
-
-TEXTS = (
-    "",
-    "small",
-    "context 128 · fp32 · plain attention",
-    "examples.my_model:build",
-    "x" * 200,
-    "語" * 60,
-    "a b " * 40,
-)
 
 
 def labels(runs: list[Run]) -> list[str]:
@@ -47,7 +33,7 @@ def test_how_one_cell_was_measured_is_not_said_of_all() -> None:
     other = make_run({"context": 64, "precision": "bf16", "warmup": 2, "steps": 5})
     runs = [*grid({"context": [64, 128], "precision": ["fp32"], "model": ["small"]}), other]
     assert labels(runs) == ["context 64 · fp32", "context 64 · bf16", "context 128 · fp32"]
-    assert arrange(cells_of(runs))[0].series == ("fp32", "bf16")
+    assert list(sure(over_size(cells_of(runs)))[1][""]) == ["fp32", "bf16"]
 
 
 def test_it_is_said_where_nothing_else_tells_cells_apart() -> None:
@@ -77,8 +63,8 @@ def test_equal_runs_are_called_by_their_names_and_those_of_one_name_by_their_ids
         "context 64 · run 4",
         f"context 64 · a b{7 * 'c'}…{21 * 'c'}",
     ]
-    series = arrange(cells_of(runs))[0].series
-    assert series[:4] == ("before", "run 2 (after)", "run 3 (after)", "run 4"), "a series is named after its runs"
+    (series,) = (list(lines) for lines in sure(over_size(cells_of(runs)))[1].values())
+    assert series[:4] == ["before", "run 2 (after)", "run 3 (after)", "run 4"], "a series is named after its runs"
 
 
 def test_no_two_cells_share_a_label_or_a_place() -> None:
@@ -87,9 +73,16 @@ def test_no_two_cells_share_a_label_or_a_place() -> None:
     runs += [recorder_run(id="1"), recorder_run(id="2"), recorder_run(id="3", name="")]
     told = labels(runs)
     assert len(set(told)) == len(told) == len(runs)
-    _layout, panels = arrange(cells_of(runs))
-    places = [(panel.title, position, series) for panel in panels for position, series, _ in panel.marks]
-    assert len(set(places)) == len(runs)
+    assert over_size(cells_of(runs)) is None, "loops have no size"
+    sized = cells_of([run for run in runs if run.spec])
+    axis, panels = sure(over_size(sized))
+    places = [
+        (title, series, cell.values[axis])
+        for title, lines in panels.items()
+        for series, some in lines.items()
+        for cell in some
+    ]
+    assert len(set(places)) == len(places) == len(sized)
 
 
 def test_a_factorys_model_brings_its_own_attention() -> None:
@@ -111,25 +104,6 @@ def test_a_caption_counts_one_as_one(steps: int, said: str) -> None:
 # --- that it fits -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:1])
-@pytest.mark.parametrize("width", [20, 90, 330])
-def test_lines_are_no_wider_than_their_place_and_lose_nothing_while_there_is_room(text: str, width: int) -> None:
-    lines = wrap(text, width, 12, 1_000)
-    assert max(text_width(line, 12) for line in lines) <= width
-    assert "".join(lines).replace(" ", "").replace("·", "") == text.replace(" ", "").replace("·", "")
-    few = wrap(text, width, 12, 3)
-    assert len(few) <= 3
-    assert max(text_width(line, 12) for line in few) <= width
-    assert few == lines or "…" in "".join(few)
-    assert text_width(fitted(text, width, 12), 12) <= width
-
-
-def test_lines_break_between_fields_before_they_break_within() -> None:
-    text = "context 128 · fp32 · plain attention"
-    assert wrap(text, text_width("context 128 · fp32", 12) + 1, 12, 4) == ["context 128 · fp32 ·", "plain attention"]
-    assert wrap("examples.my_model:build", 90, 12, 3) == ["examples.my_", "model:build"]
-
-
 def test_a_width_is_that_of_the_letters() -> None:
     assert text_width("ii", 12) < text_width("WW", 12) == pytest.approx(2 * text_width("W", 12), rel=0.02)
     assert text_width("語語", 12) == text_width("WW", 12)
@@ -139,39 +113,6 @@ def test_a_width_is_that_of_the_letters() -> None:
 def test_what_is_shortened_keeps_both_ends() -> None:
     assert shortened("abcdefghij", 6) == "ab…hij"
     assert shortened("abc", 3) == "abc"
-
-
-@pytest.mark.parametrize("copies", [1, 5])
-@pytest.mark.parametrize("sized", [False, True])
-def test_names_that_differ_read_differently_under_the_axes(copies: int, sized: bool) -> None:
-    names = [f"company/checkpoint-{number}-of-a-very-long-name" for number in range(14)]
-    runs = [recorder_run(name=name, id=f"{name} {copy}") for name in names for copy in range(copies)]
-    runs += [make_run({"context": context}) for context in (64, 128)] if sized else []
-    layout, _panels = arrange(cells_of(runs))
-    place = ax.places(layout, ax.chart_width(layout))
-    found = ax.below(layout, place)
-    shown = [text for _, text, *_ in found.groups] if sized else list(found.texts)
-    assert len(set(shown)) == len(shown) == (15 if sized else 14)
-    if found.slanted:  # the first one ends under its mark and must not begin left of the picture
-        reach = text_width(found.texts[0], 11) * math.cos(math.radians(35))
-        assert reach < kit.LEFT + 0.6 * place.position_px
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_the_name_of_an_axis_fits_beside_it(field: str) -> None:
-    assert text_width(axis_name(field), 11) <= kit.LEFT - 8
-
-
-def test_group_names_stay_within_their_groups() -> None:
-    runs = [make_run({"context": context}) for context in (64, 128)]
-    runs += [recorder_run(name=name, id=name) for name in ("examples.my_model:build", "own loop", "n" * 80)]
-    layout, _panels = arrange(cells_of(runs))
-    place = ax.places(layout, ax.chart_width(layout))
-    found = ax.below(layout, place)
-    assert {name for name, *_ in found.groups} == {"small", "examples.my_model:build", "own loop", "n" * 80}
-    for _, shown, first, last in found.groups:
-        room = (last - first + 1) * place.position_px
-        assert max(text_width(line, 12) for line in shown.split("\n")) < room
 
 
 # --- the parts of a step ----------------------------------------------------------------------------------

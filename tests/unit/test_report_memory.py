@@ -5,23 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.rendering import assert_whole
+from tests.rendering import assert_whole, render_page
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
 from tests.unit.memory_records import MIB, cpu_run, imported_snapshot, prediction_of, watched_run
 
 from steplab import units
 from steplab.errors import UserError
-from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline, SavedTensors
+from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline
 from steplab.records.run import Run
-from steplab.report.kit.document import Section
-from steplab.report.kit.html import drawn
+from steplab.report.kit.document import Section, drawn
 from steplab.report.kit.rendering import render
-from steplab.report.memory.document import memory_chapter, memory_document, watched_in_full
+from steplab.report.memory.document import memory_chapter_blocks, memory_document, watched_in_full
 from steplab.report.memory.figures import error_text, parts, whole
 from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_table, what_it_is
 from steplab.report.memory.words import residual_sentence, saved_sentences
-from steplab.report.page import render_page
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
 from steplab.specs.resolve import resolve_step
@@ -155,32 +153,15 @@ def test_scores_that_a_query_could_be_are_not_called_scores(context: int) -> Non
 
 def test_what_a_block_saves_is_told_in_multiples_of_its_input() -> None:
     profile = profile_of(BF16)
-    _, block = saved_sentences(BF16, profile)
+    _, block = saved_sentences(profile)
     times = profile.blocks[0].saved_bytes / (4 * 4 * 512 * 768)
     assert f"{times:.1f} times its input" in block
-
-
-def test_the_copies_of_weights_that_a_block_keeps_are_told_beside_its_activations() -> None:
-    def copies(count: int) -> SavedTensors:
-        return SavedTensors(module="blocks.*.feed_forward", op="MmBackward0", shape=(768, 3072), dtype="bfloat16",
-                            count=count, stored_bytes=120 * MIB, category="autocast_copies")  # fmt: skip
-
-    def told(count: int, **fields: Any) -> str:
-        profile = replace(profile_of(BF16), saved=(copies(count),), **fields)
-        return next(text for text in saved_sentences(BF16, profile) if text.startswith("blocks.0"))
-
-    assert ", and 10.0 MiB of low-precision copies of its weights" in told(12)
-    assert ", not counting low-precision copies of its weights" in told(11)
-    assert ", not counting low-precision copies of its weights" in told(
-        12, saved_left_out=LeftOut(count=1, num_bytes=1)
-    )
-    assert not any("copies of its" in text for text in saved_sentences(FP32, profile_of(FP32)))
 
 
 def test_what_the_lists_were_too_short_for_is_counted_in_the_totals() -> None:
     profile = replace(profile_of(BF16), saved_left_out=LeftOut(count=7, num_bytes=64 * MIB))
     total = sum(saved.stored_bytes for saved in profile.saved) + 64 * MIB
-    assert next(saved_sentences(BF16, profile)).startswith(f"Autograd saved {units.format_bytes(total)} for")
+    assert next(saved_sentences(profile)).startswith(f"Autograd saved {units.format_bytes(total)} for")
     table = saved_table(profile.saved, profile.saved_left_out)
     assert table.caption == "The table leaves out 7 smaller kinds, 64.0 MiB together."
     assert sum(float(str(row["share"])) for row in table.rows) == pytest.approx(1 - 64 * MIB / total)
@@ -269,7 +250,7 @@ CONTEXTS = [
 
 
 def parts_of(runs: list[Run]) -> list[Section]:
-    chapter = sure(memory_chapter(cells_of(runs), {}))
+    chapter = Section.of("Memory", *memory_chapter_blocks(cells_of(runs), {}))
     return [block for block in drawn(chapter).blocks if isinstance(block, Section)]
 
 

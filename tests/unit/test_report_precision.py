@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 from tests.precision_records import AUDIT, FAILED, RUNS, SOME, SUM, layer, record
+from tests.rendering import render_page
 from tests.sure import sure
 
 from steplab.errors import SteplabError, Unsupported, UserError
@@ -16,7 +17,6 @@ from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
-from steplab.report.page import render_page
 from steplab.report.precision.document import precision_document
 from steplab.report.precision.figures import added, all_elements, module_groups
 from steplab.report.precision.tables import loss_table, timing_rows

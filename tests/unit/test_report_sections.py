@@ -12,6 +12,7 @@ from tests.advice_records import some_advice
 from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
+from tests.rendering import render_page
 from tests.runs import ENVIRONMENT, make_run
 
 import steplab
@@ -23,7 +24,6 @@ from steplab.records.registry import KINDS
 from steplab.report.ceilings import ceilings_verdict
 from steplab.report.kit.html import to_html as document_page
 from steplab.report.kit.rendering import FORMATS, render
-from steplab.report.page import render_page
 from steplab.report.report import MODULES, Context, report_of
 
 REPORT = Path(steplab.__file__).parent / "report"

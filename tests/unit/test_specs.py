@@ -32,8 +32,8 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.run.cells import FIELDS as LABELLED
-from steplab.report.run.cells import axis_name, cells_of, label, varying
-from steplab.report.run.columns import attention_step_rows, list_document
+from steplab.report.run.cells import cells_of, label, varying
+from steplab.report.run.columns import list_document
 from steplab.report.run.effects import effects_of
 from steplab.specs.changes import CHANGES, recipe_help, resolve_with_recipe
 from steplab.specs.model import EXAMPLES, MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
@@ -507,7 +507,6 @@ def test_a_field_has_an_option_with_a_help_a_header_and_a_name_on_an_axis(field:
     assert all(choice in field.help for choice in field.choices)
     if field.about.group != "sizes":  # the model says its own
         assert "[default: " in field.help
-        assert axis_name(field.column)
         assert field.column in LABELLED
     assert field.header
 
@@ -577,7 +576,7 @@ def test_steps_of_a_transformers_model_are_compared_by_their_attention(tmp_path:
     for name in ("plain", "sdpa"):
         spec = resolve_step({"model": f"hf:{tmp_path}", "attention": name})
         shown.append(dataclasses.replace(make_run(), id=name, spec=spec))
-    assert [row["attention"] for row in attention_step_rows(shown)] == ["plain", "sdpa"]
+    assert [effect.choice for effect in effects_of(cells_of(shown))] == ["sdpa attention instead of plain attention"]
 
 
 def test_sizes_default_to_those_of_the_model() -> None:

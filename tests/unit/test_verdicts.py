@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.ddp_records import make_ddp_run
 from tests.profiles import launch_bound_run, profiled_run
+from tests.rendering import render_page
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.stored_records import stored
 
@@ -20,7 +21,6 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.ddp.document import ddp_verdict
 from steplab.report.kit.document import Verdict
 from steplab.report.memory.document import memory_verdict
-from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
 from steplab.report.report import Context, report_of

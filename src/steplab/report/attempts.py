@@ -15,28 +15,22 @@ T = TypeVar("T")
 
 
 class Attempts:
-    """Tries to draw sections of some records: a wrong record must not cost the figures of all others."""
-
     def __init__(self) -> None:
         self.left_out: list[str] = []
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """Leave out records on which `draw` fails alone, with a LeftOut warning each; if it still fails, draw no
-        records.
-        """
+        """Leave out records on which `draw` fails alone, with a LeftOut warning each; all, if the others fail too."""
+        good = records
         try:
-            return draw(records)
+            return draw(good)
+        except Exception:
+            good = [record for record in records if self._draws_alone(section, record, draw)]
+        try:
+            return draw(good)
         except Exception as error:
-            failure = error
-        good = [record for record in records if self._draws_alone(section, record, draw)]
-        if good and len(good) < len(records):
-            try:
-                return draw(good)
-            except Exception as error:
-                failure = error
-        for record in good:
-            self._leave_out(section, record, failure)
-        return draw(())
+            for record in good:
+                self._leave_out(section, record, error)
+            return draw(())
 
     def _draws_alone(self, section: str, record: R, draw: Callable[[Sequence[R]], T]) -> bool:
         try:

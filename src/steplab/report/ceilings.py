@@ -1,5 +1,3 @@
-"""The report of a machine: its environment and the ceilings measured on it."""
-
 from collections.abc import Iterator
 
 from steplab.ops.attention.hopper_kernels import remedy, too_old
@@ -8,7 +6,7 @@ from steplab.records.environment import Environment
 from steplab.records.rows import Row
 from steplab.report.kit.document import Column, Section, Table, Verdict
 from steplab.report.kit.quantities import LABEL, Quantity
-from steplab.report.kit.text import dotted, made
+from steplab.report.kit.text import made
 from steplab.report.report import RecordReport
 from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.stats import summarize
@@ -106,10 +104,8 @@ REPORT = RecordReport(
     anchor="ceilings",
     title=lambda record: record.environment.device.name,
     subtitle=lambda record: made(record, "record"),
-    heading=lambda record: dotted(record.created_utc, f"record {record.id}"),
     called=lambda record: record.environment.device.name,
     answer=ceilings_verdict,
     sections=_sections,
     rows=lambda record: _table(record).rows,
-    names_one=True,
 )

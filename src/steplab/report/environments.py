@@ -1,19 +1,27 @@
-"""Environments in words, for the terminal and the page."""
-
 from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.environment import Environment
-from steplab.report.kit.document import Pairs, Section
+from steplab.report.kit.document import Block, Pairs, Section
+from steplab.report.kit.grouping import grouped
 
 
-def environment_section(env: Environment | None, *further: tuple[str, str]) -> Section:
-    pairs = (*environment_pairs(env), *condition_pairs([env]), *further) if env else further
-    return Section.of("Environment", Pairs(pairs=pairs))
+def environment_section(environments: Sequence[Environment], *further: tuple[str, str]) -> Section:
+    """One block per device and software."""
+    groups = grouped(environments, lambda environment: tuple(environment_pairs(environment)[:2])).values()
+    blocks: list[Block] = []
+    for group in groups:
+        values: dict[str, dict[str, None]] = {}
+        for name, value in (pair for environment in group for pair in environment_pairs(environment)):
+            values.setdefault(name, {})[value] = None
+        pairs = [(name, "; ".join(found)) for name, found in values.items()]
+        title = units.counted(len(group), "record") if len(groups) > 1 else ""
+        more = further if len(groups) == 1 else ()
+        blocks.append(Section.of(title, Pairs(pairs=(*pairs, *condition_pairs(group), *more))))
+    return Section.of("Environment", *(blocks or [Pairs(pairs=further)]))
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:
-    """Constant on one machine; absent ones are left out."""
     device = env.device
     details = [
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",

@@ -1,22 +1,18 @@
-"""Records as one self-contained web page, without scripts, further files or network access."""
+"""The document of records of any kinds, a chapter for each section of their reports."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from steplab import units
-from steplab.records.environment import Environment
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.attempts import Attempts
-from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.kit import html
-from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict
-from steplab.report.kit.grouping import grouped
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict, drawn
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import dotted
 from steplab.report.report import NOTHING, Chapter, Context, Terms, report_of
@@ -34,22 +30,20 @@ _OF_ALL: Terms = (
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),
 )
-"""Terms of every page."""
 
 
-def render_page(
+def page_document(
     records: Sequence[Record],
     *,
     title: str,
     description: str = "",
     about: Context = NOTHING,
     attempts: Attempts | None = None,
-    write: Callable[[Document, Mapping[str, str]], str] = html.to_html,
-) -> str:
-    """The page for records of any kinds, as HTML; the same records always give the same page.
+) -> Document:
+    """The page for records of any kinds, with its charts drawn.
 
     `about` has predictions and findings. A record that a section cannot draw is left out with a note; `attempts` has
-    earlier ones. `write` prints the page's document and the finished sections, by their anchors.
+    earlier ones.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
@@ -60,22 +54,21 @@ def render_page(
         for kind in KINDS
     }
     sections: list[Section] = []
-    ready: dict[str, str] = {}
     terms: Terms = ()
     for name in (name for name in KINDS if of_kind[name]):
         for part in report_of(name).chapters:
-            made = tries.draw(part.name, of_kind[name], partial(_printed, part, context, ready))
-            if made:
+            made = tries.draw(part.title.lower() or "the summary", of_kind[name], partial(_drawn, part, context))
+            if made.blocks:
                 sections.append(made)
                 terms += part.terms
-    drawn = [cell.run for cell in cells] + [r for name in KINDS if name != "run" for r in of_kind[name]]
-    environments = tries.draw("environments", drawn, _environments)
+    good = [cell.run for cell in cells] + [r for name in KINDS if name != "run" for r in of_kind[name]]
+    environments = tries.draw("environments", good, _environments)
     shared = tries.draw("the heading", cells, _shared)
-    parts = tries.draw("the heading", drawn, subtitle)
-    page = Document(
+    parts = tries.draw("the heading", good, subtitle)
+    return Document(
         title=title,
         subtitle="\n".join(filter(None, (description, dotted(*(p for p in parts if p not in shared)), shared))),
-        verdict=tries.draw("the verdict", drawn, partial(page_verdict, context=context)),
+        verdict=tries.draw("the verdict", good, partial(page_verdict, context=context)),
         sections=(
             Section.of("Left out", Sentences.of(tries.left_out, "finding"), anchor="left-out"),
             *sections,
@@ -83,7 +76,6 @@ def render_page(
             Section.of("Method", Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))), anchor="method"),
         ),
     )
-    return write(page, ready)
 
 
 def page_verdict(records: Sequence[Record], context: Context | None = None) -> Verdict:
@@ -104,10 +96,8 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
     )
 
 
-def _printed(part: Chapter, context: Context, ready: dict[str, str], records: Sequence[Any]) -> Section | None:
-    section = html.drawn(part.make(records, context))
-    ready[section.anchor] = html.section_html(section)
-    return section if section.blocks else None
+def _drawn(part: Chapter, context: Context, records: Sequence[Any]) -> Section:
+    return drawn(part.make(records, context))
 
 
 def _shared(cells: Sequence[RunCell]) -> str:
@@ -130,20 +120,5 @@ def subtitle(records: Sequence[Record]) -> list[str]:
 
 
 def _environments(records: Sequence[Record]) -> Section:
-    def where(environment: Environment) -> tuple[str, str]:
-        known = dict(environment_pairs(environment))
-        return known["device"], known["software"]
-
-    groups = grouped((record.environment for record in records if record.environment), where)
-    blocks = tuple(_group(tuple(groups.values()))) or ("No record says where it was made.",)
-    return Section.of("Environment", *blocks, anchor="environment")
-
-
-def _group(groups: Sequence[Sequence[Environment]]) -> Iterator[Section]:
-    for envs in groups:
-        values: dict[str, dict[str, None]] = {}
-        for name, value in (pair for env in envs for pair in environment_pairs(env)):
-            values.setdefault(name, {})[value] = None
-        pairs = [(name, "; ".join(found)) for name, found in values.items()]
-        title = units.counted(len(envs), "record") if len(groups) > 1 else ""
-        yield Section.of(title, Pairs(pairs=(*pairs, *condition_pairs(envs))))
+    found = environment_section([record.environment for record in records if record.environment])
+    return replace(found, anchor="environment")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from steplab.records.finding import Findings
 from steplab.records.prediction import MemoryPrediction
@@ -15,8 +15,19 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Block, Document, Fact, Facts, Section, Verdict
+from steplab.report.kit.document import (
+    MOST_IN_FULL,
+    Block,
+    Document,
+    Fact,
+    Facts,
+    Pairs,
+    Section,
+    Verdict,
+    records_in_full,
+)
 from steplab.report.kit.quantities import Quantity
+from steplab.report.kit.text import dotted
 from steplab.report.run.cells import RunCell
 
 MODULES = {
@@ -53,38 +64,29 @@ NOTHING = Context()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chapter:
-    name: str
-    make: Callable[[Sequence[Any], Context], Section]
-    """From the records of its kind (for runs, their cells)."""
+    title: str
+    anchor: str
+    blocks: Callable[[Sequence[Any], Context], Iterable[Block | str | None]]
     terms: Terms = ()
 
-
-class Report(Protocol):
-    @property
-    def chapters(self) -> tuple[Chapter, ...]: ...
-
-    @property
-    def is_joint(self) -> bool:
-        """True if several records share one document and table."""
-        ...
-
-    def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> Verdict:
-        """The common answer of one or more records (for runs, their cells)."""
-        ...
-
-    def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[Document]: ...
+    def make(self, records: Sequence[Any], context: Context) -> Section:
+        return Section.of(self.title, *self.blocks(records, context), anchor=self.anchor)
 
 
-def report_of(kind: str) -> Report:
-    report: Report = import_module(f"steplab.report.{MODULES[kind]}").REPORT
-    return report
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointReport:
+    """The report of a kind whose records share one document and table."""
+
+    chapters: tuple[Chapter, ...]
+    verdict: Callable[..., Verdict]
+    documents: Callable[..., list[Document]]
 
 
 _MOST_ANSWERS = 3
 
 
 def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """Each record's name and first sentence, newest first; a single answer in full."""
+    """A verdict with the first sentence of each record, newest first; one record's is whole."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
@@ -98,7 +100,7 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
 def extremes(
     rows: Iterable[Row], names: Sequence[str], *wanted: tuple[str, Callable[..., Any], Quantity, str]
 ) -> Iterator[Fact]:
-    """For each key with min or max, a quantity and words: the figure of that row, with the row's names."""
+    """Facts about the rows that hold the minimum or maximum of each key."""
     for key, take, quantity, words in wanted:
         if known := [row for row in rows if isinstance(row.get(key), (int, float))]:
             row = take(known, key=itemgetter(key))
@@ -113,28 +115,17 @@ class RecordReport:
     anchor: str
     title: Callable[[Any], str]
     subtitle: Callable[[Any], str]
-    heading: Callable[[Any], str]
     called: Callable[[Any], str]
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
     tiles: Callable[[Any], Iterable[Fact]] = lambda record: ()
-    """Figures that a page of one record shows large."""
-    among_others: Callable[[Any], Iterable[Section]] | None = None
-    """Sections of one of several; None: the same."""
     rows: Callable[[Any], Sequence[Row | Mapping[str, Scalar]]]
     terms: Terms = ()
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
-    """Facts next to the environment."""
-    names_one: bool = False
-    parts: Callable[[Sequence[Any], Context, Callable[[Any], Section]], Iterable[Block | None]] = (
-        lambda records, context, section: map(section, records)
-    )
-    """Blocks of the chapter, from a function for one record's section."""
-    is_joint: bool = False
 
     @property
     def chapters(self) -> tuple[Chapter, ...]:
-        return (Chapter(name=self.chapter.lower(), make=self._chapter, terms=self.terms),)
+        return (Chapter(title=self.chapter, anchor=self.anchor, blocks=self._blocks, terms=self.terms),)
 
     def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> Verdict:
         return several_answers([(self.called(record), self.answer(record)) for record in records])
@@ -143,21 +134,32 @@ class RecordReport:
         return [self.document(record) for record in records]
 
     def document(self, record: Any) -> Document:
+        environments = [record.environment] if record.environment else []
         return Document(
             title=self.title(record),
             subtitle=self.subtitle(record),
             verdict=self.answer(record),
-            sections=(*self.sections(record), environment_section(record.environment, *self.where(record))),
+            sections=(*self.sections(record), environment_section(environments, *self.where(record))),
             data=self.rows(record),
         )
 
-    def _chapter(self, records: Sequence[Any], context: Context) -> Section:
-        sections = self.among_others if self.among_others and len(records) > 1 else self.sections
+    def _blocks(self, records: Sequence[Any], context: Context) -> Iterator[Block]:
+        alone = len(records) == 1
 
         def section(record: Any) -> Section:
+            heading = dotted(self.title(record), self.subtitle(record))
             answer = Verdict() if context.answered else self.answer(record)
-            title = self.called(record) if self.names_one or len(records) > 1 else ""
-            tiles = Section.of("", Facts(facts=() if len(records) > 1 else tuple(self.tiles(record))))
-            return Section.of_record(self.heading(record), answer, (tiles, *sections(record)), title=title)
+            first = Section.of(
+                "", Facts(facts=tuple(self.tiles(record)) if alone else ()), Pairs(pairs=tuple(self.where(record)))
+            )
+            return Section.of_record(
+                heading, answer, (first, *self.sections(record)), title="" if alone else self.called(record)
+            )
 
-        return Section.of(self.chapter, *self.parts(records, context, section), anchor=self.anchor)
+        newest = records[::-1]
+        return records_in_full(newest[:MOST_IN_FULL], newest, section)
+
+
+def report_of(kind: str) -> RecordReport | JointReport:
+    report: RecordReport | JointReport = import_module(f"steplab.report.{MODULES[kind]}").REPORT
+    return report

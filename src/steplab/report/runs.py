@@ -1,67 +1,60 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Document, Facts, Section, Verdict
+from steplab.report.kit.document import Block, Document, Facts, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.document import memory_verdict
-from steplab.report.profile.document import profile_chapter, profile_verdict
+from steplab.report.profile import document as profile
+from steplab.report.profile.document import profile_verdict
 from steplab.report.profile.verdict import findings_section, saving_facts
-from steplab.report.report import NOTHING, Chapter, Context
+from steplab.report.report import NOTHING, Chapter, Context, JointReport, Terms
 from steplab.report.run import chapters
 from steplab.report.run.cells import RunCell, cells_of
-from steplab.report.run.columns import attention_steps
-from steplab.report.run.effects import effect_bars
+from steplab.report.run.effects import effect_bars, effects_table
 from steplab.report.run.one_run import run_subtitle, run_title
-from steplab.report.run.verdict import facts, facts_of_one, runs_verdict
+from steplab.report.run.verdict import facts, runs_verdict
 from steplab.units import counted
 
 
-def _of_cells(make: Callable[[Sequence[RunCell]], Section]) -> Callable[[Sequence[Any], Context], Section]:
-    return lambda cells, context: make(cells)
-
-
-def _summary(cells: Sequence[RunCell], context: Context) -> Section:
+def _summary(cells: Sequence[RunCell], context: Context) -> Iterator[Block | None]:
     if len(cells) == 1:  # its own document opens with them in sentences
         found = context.findings.get(cells[0].id)
-        tiles = (*facts_of_one(cells[0].run), *(saving_facts(found) if found else ()))
-        return Section.of(
-            "", Facts(facts=tiles if context.answered else ()), findings_section(found) if found else None
-        )
-    return Section.of("", Facts(facts=tuple(facts(cells))), effect_bars(cells))
+        tiles = (*facts(cells), *(saving_facts(found) if found else ()))
+        yield Facts(facts=tiles if context.answered else ())
+        yield findings_section(found) if found else None
+    else:
+        yield Facts(facts=tuple(facts(cells)))
+        yield effect_bars(cells)
 
 
-def _planning(cells: Sequence[RunCell], context: Context) -> Section:
-    if not context.plans:
-        return Section(title="")
-    from steplab.report.plan.steps import planning_chapter
-
+def _planning(cells: Sequence[RunCell], context: Context) -> Iterable[Block]:
     planned = [cell for cell in cells if cell.id in context.plans] if len(cells) > 1 else []
-    return planning_chapter([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
+    if not planned:
+        return ()
+    from steplab.report.plan.steps import planning_blocks
+
+    return planning_blocks([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
 
 
-def _attention_of_steps(cells: Sequence[RunCell], context: Context) -> Section:
-    steps = attention_steps([cell.run for cell in cells])
-    return Section.of("Training steps by attention implementation", steps, anchor="attention-of-steps")
-
-
-def _runs_document(runs: Sequence[Run], context: Context) -> Document:
+def _runs_documents(runs: Sequence[Run], context: Context = NOTHING) -> list[Document]:
     context = replace(context, cells=cells_of(runs))
     sections = [part.make(context.cells, context) for part in _CHAPTERS]
     alone = runs[0] if len(runs) == 1 else None
-    return Document(
+    environments = [alone.environment] if alone and alone.environment else []
+    document = Document(
         title=run_title(alone) if alone else counted(len(runs), "run"),
         subtitle=run_subtitle(alone) if alone else "",
         verdict=_runs_verdict(context.cells, context),
-        sections=(*sections, environment_section(alone.environment if alone else None)),
+        sections=(*sections, environment_section(environments)),
         data=list(map(run_row, runs)),
     )
+    return [document]
 
 
-def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
+def _runs_verdict(cells: Sequence[RunCell], context: Context = NOTHING) -> Verdict:
     if len(cells) != 1:
         return runs_verdict(cells)
     (record,) = (cell.run for cell in cells)
@@ -74,41 +67,36 @@ def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
     return answer
 
 
+def _chapter(
+    title: str, anchor: str, blocks: Callable[[Sequence[RunCell]], Iterable[Block | str | None]], terms: Terms = ()
+) -> Chapter:
+    return Chapter(title=title, anchor=anchor, blocks=lambda cells, context: blocks(cells), terms=terms)
+
+
 _CHAPTERS = (
-    Chapter(name="the summary", make=_summary),
-    Chapter(name="the failure", make=_of_cells(chapters.failure_chapter)),
-    Chapter(name="step time", make=_of_cells(chapters.step_time_chapter), terms=chapters.TERMS),
-    Chapter(name="phases of a step", make=_of_cells(chapters.phases_chapter)),
-    Chapter(name="choices by size", make=_of_cells(chapters.effects_chapter)),
+    Chapter(title="", anchor="", blocks=_summary),
+    _chapter("Failure", "failure", chapters.failure),
+    _chapter("Step time", "time", chapters.step_time, chapters.TERMS),
+    _chapter("Phases of a step", "phases", chapters.phases_of_steps),
+    _chapter("Choices by size", "choices", lambda cells: [effects_table(cells)]),
     Chapter(
-        name="where the time goes",
-        make=lambda cells, context: profile_chapter(cells, context.findings if len(cells) > 1 else {}),
+        title=profile.TITLE,
+        anchor="profiles",
+        blocks=lambda cells, context: profile.profile_blocks(cells, context.findings if len(cells) > 1 else {}),
     ),
-    Chapter(name="warm-up", make=_of_cells(chapters.warmup_chapter)),
+    _chapter("Warm-up", "warmup", chapters.warmup),
     Chapter(
-        name="memory", make=lambda cells, context: memory.memory_chapter(cells, context.predictions), terms=memory.TERMS
+        title="Memory",
+        anchor="memory",
+        blocks=lambda cells, context: memory.memory_chapter_blocks(cells, context.predictions),
+        terms=memory.TERMS,
     ),
-    Chapter(name="planning", make=_planning),
-    Chapter(name="attention of steps", make=_attention_of_steps),
-    Chapter(name="utilization", make=_of_cells(chapters.utilization_chapter)),
-    Chapter(name="ranks", make=_of_cells(chapters.ranks_chapter)),
-    Chapter(name="the table of runs", make=_of_cells(chapters.runs_chapter), terms=chapters.TERMS),
-    Chapter(name="not measured", make=_of_cells(chapters.missing_chapter)),
+    Chapter(title="Planning", anchor="planning", blocks=_planning),
+    _chapter("Utilization", "utilization", chapters.utilization),
+    _chapter("Ranks", "ranks", chapters.ranks),
+    _chapter("Runs", "runs", chapters.runs, chapters.TERMS),
+    _chapter("Not measured", "missing", chapters.missing),
 )
 
 
-class _RunReport:
-    is_joint = True
-
-    @property
-    def chapters(self) -> tuple[Chapter, ...]:
-        return _CHAPTERS
-
-    def verdict(self, records: Sequence[RunCell], context: Context = NOTHING) -> Verdict:
-        return _runs_verdict(records, context)
-
-    def documents(self, records: Sequence[Run], context: Context = NOTHING) -> list[Document]:
-        return [_runs_document(records, context)]
-
-
-REPORT = _RunReport()
+REPORT = JointReport(chapters=_CHAPTERS, verdict=_runs_verdict, documents=_runs_documents)

@@ -64,8 +64,6 @@ class Declared:
     """Name in a row; None: the field's own name."""
     header: str | None = None
     """Heading of the column; None: the name, with spaces for underscores."""
-    axis_name: str | None = None
-    """Name on a chart's axis, where there is little room; None: the header."""
     said: str = "{}"
     """Template of the words for a value in labels, captions and descriptions; {s} and {es} become the plural's."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
@@ -124,10 +122,6 @@ class StepField:
     @property
     def header(self) -> str:
         return self.about.header or self.key.replace("_", " ")
-
-    @property
-    def axis_name(self) -> str:
-        return self.about.axis_name or self.header
 
     @property
     def help(self) -> str:

@@ -1,6 +1,4 @@
-"""The report of several records, as a page or as tables."""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from steplab.report.attempts import Attempts
 from steplab.report.kit.document import Document, Verdict
 from steplab.report.kit.markup import one_document
 from steplab.report.kit.pictures import Beside
-from steplab.report.kit.rendering import chapter_of, render
-from steplab.report.report import Context, Report
+from steplab.report.kit.rendering import NOTEBOOK, PAGE, PICTURE, chapter_of, render
+from steplab.report.report import Context, JointReport, RecordReport
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
 from steplab.specs.question import Derivation, load_questions
@@ -61,22 +59,13 @@ def report_of(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
-    """`named`: the records themselves were given."""
 
     def write(format: str, color: bool, beside: Beside | None = None) -> str:
-        from steplab.report.kit.html import to_fragment, to_html
-
-        def printed(made: Document, ready: Mapping[str, str]) -> str:
-            if chapter:
-                return render(chapter_of(made, chapter), format, color=color, beside=beside)
-            if format in ("html", "notebook"):
-                return (to_html if format == "html" else to_fragment)(made, ready)
-            return render(made, format, beside=beside)
-
         if chapter and format in ("json", "csv"):
             raise UserError(f"{format} has no chapters")
-        if beside or chapter or format in ("html", "notebook", "svg"):
-            return _page(found, title or found.title, store, on_progress, printed)
+        if beside or chapter or format in (PAGE, NOTEBOOK, PICTURE):
+            page = _page(found, title or found.title, store, on_progress)
+            return render(chapter_of(page, chapter) if chapter else page, format, color=color, beside=beside)
         return _tables(found, format, named=named, color=color)
 
     return View(write, store, pictured=True)
@@ -89,7 +78,6 @@ def answers_of(
     chapter: str | None = None,
     store: Path | str | None = None,
 ) -> View:
-    """Records as answers to questions, of a preset or a file."""
     from steplab.report.questions.answers import questions_document
 
     document = questions_document(load_questions(questions), records, partial(derived, store), title)
@@ -121,7 +109,6 @@ def derived(store: Path | str | None, asked: Derivation) -> Document:
 
 
 def answer_of(found: ReportedRecords) -> str:
-    """The verdict of a page, as terminal text."""
     from steplab.report.page import page_verdict
 
     document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))
@@ -133,13 +120,12 @@ def _page(
     title: str,
     store: Path | str | None,
     on_progress: OnProgress,
-    write: Callable[[Document, Mapping[str, str]], str],
-) -> str:
+) -> Document:
     from steplab.lab.explaining import findings_of, memory_references
     from steplab.lab.memory import predictions_of
     from steplab.lab.planning import plans_of
     from steplab.report.memory.document import watched_in_full
-    from steplab.report.page import render_page
+    from steplab.report.page import page_document
 
     attempts = Attempts()
     runs = found.of("run")
@@ -151,9 +137,7 @@ def _page(
         findings=attempts.draw("findings", runs, lambda some: findings_of(some, store)),
     )
     on_progress(Progress(stage="draw", done=0, total=0))
-    return render_page(
-        found.records, title=title, description=found.description, about=about, attempts=attempts, write=write
-    )
+    return page_document(found.records, title=title, description=found.description, about=about, attempts=attempts)
 
 
 def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
@@ -164,7 +148,7 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
     if by_kind["run"] and not named and format in ("json", "csv"):
         by_kind["numerics"] = ()
     kinds = {name: report_of_kind(name) for name, records in by_kind.items() if records}
-    tables = sum(1 if kind.is_joint else len(by_kind[name]) for name, kind in kinds.items())
+    tables = sum(1 if isinstance(kind, JointReport) else len(by_kind[name]) for name, kind in kinds.items())
     if format in ("json", "csv") and tables > 1:
         raise UserError(
             f"--format {format} holds one table, these records need several; pass one id, or use "
@@ -172,7 +156,7 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
         )
     draw = Attempts().draw
 
-    def texts(kind: Report, records: Sequence[Any]) -> list[str]:
+    def texts(kind: RecordReport | JointReport, records: Sequence[Any]) -> list[str]:
         return [render(document, format, color=color) for document in kind.documents(records)]
 
     made = [text for name, kind in kinds.items() for text in draw("the report", by_kind[name], partial(texts, kind))]

@@ -8,10 +8,10 @@ from steplab import units
 from steplab.records.advice import Advice, Tried
 from steplab.records.comparison import Decision
 from steplab.records.rows import Row
-from steplab.report.advice.waterfall import waterfall
-from steplab.report.kit.document import Block, Column, Section, Sentences, Table, Verdict, later, row_of
+from steplab.report.advice.bars import change_bars
+from steplab.report.kit.document import Block, Column, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
-from steplab.report.kit.text import dotted, made, why_failed
+from steplab.report.kit.text import made, why_failed
 from steplab.report.report import RecordReport
 from steplab.report.turns.document import alternating_caution, ratio_words
 from steplab.specs.changes import OPT_IN
@@ -111,7 +111,7 @@ def _cautions(advice: Advice) -> Iterator[str]:
 
 
 def _sections(advice: Advice) -> Iterator[Section]:
-    yield Section.of("Changes in the order they were tried", _table(advice), later(waterfall, advice))
+    yield Section.of("Changes in the order they were tried", _table(advice), change_bars(advice))
     if advice.best and advice.kept:
         device_kind = advice.environment.device.kind if advice.environment else "cuda"
         model = own_model(advice.best)
@@ -218,10 +218,8 @@ REPORT = RecordReport(
     anchor="advice",
     title=advice_title,
     subtitle=lambda advice: made(advice, "walk"),
-    heading=lambda advice: dotted(advice.created_utc, f"walk {advice.id}"),
     called=lambda advice: advice.name or advice_title(advice),
     answer=advice_verdict,
     sections=_sections,
     rows=lambda advice: _table(advice).rows,
-    names_one=True,
 )

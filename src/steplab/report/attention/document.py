@@ -1,17 +1,16 @@
-"""The report of a benchmark of attention, and of the memory that plain attention would need."""
-
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import geometric_mean
 
 from steplab import units
 from steplab.ops.attention.implementations import implementation
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.comparison import Ratio
-from steplab.report.attention.charts import memory_chart, rate_chart
+from steplab.report.attention.charts import memory_charts, rate_charts
 from steplab.report.attention.figures import (
     PASS_WORDS,
     SCATTERED,
@@ -30,26 +29,19 @@ from steplab.report.attention.figures import (
     time_ratio,
 )
 from steplab.report.kit.document import (
-    MOST_IN_FULL,
-    Bar,
-    Bars,
-    Block,
     Document,
     Fact,
     Section,
-    Segment,
     Sentences,
     Verdict,
-    later,
-    records_in_full,
 )
 from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, TIMES
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
-from steplab.report.report import Context, RecordReport, extremes
+from steplab.report.report import RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
-"""Share of a mean above which its interval is shown by its ends, which may be asymmetric."""
+"""An interval wider than this share of its mean is shown by its ends, which may be asymmetric."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
 """Failure for lack of a package, also in older records' words."""
@@ -70,7 +62,7 @@ class _Comparison:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """95 % interval of the mean; errors of shapes are independent."""
+        """The mean's 95 % interval, if errors of shapes are independent; None without all intervals."""
         ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
         if len(ends) < len(self.ratios):
             return None
@@ -87,7 +79,7 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """True if all shapes agree, so that a mean has a meaning."""
+        """True if no shape is faster while another is slower."""
         return not (self.num_faster and self.num_slower)
 
     @property
@@ -181,10 +173,6 @@ def _with_error(one: _Comparison) -> str:
     return f"{_times(one.mean)} ± {off:.2f}"
 
 
-def _with_range(one: _Comparison) -> str:
-    return f"{_called(one.column)} {_with_error(one)} ({min(one.speeds):.2f} to {max(one.speeds):.2f})"
-
-
 def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     shapes = [cell.spec.shape for cell in cells]
     for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
@@ -199,28 +187,6 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
             f"{_called(column)} computes {PASS_WORDS[name]} at {between}"
             f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
         )
-
-
-def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
-    name = telling_pass(run.cells)
-    comparisons = _comparisons(run.cells, peer, name) if peer and name else []
-    if not peer or not name or not comparisons:
-        return None
-    bars = tuple(
-        Bar(
-            label=_called(one.column),
-            figure=_times(one.mean) if one.one_sided else f"{_times(min(one.speeds))} to {_times(max(one.speeds))}",
-            segments=(Segment(value=one.mean, color=1, tip=_with_range(one)),),
-            detail=units.counted(len(one.speeds), "shape"),
-            mark=1.0,
-            mark_tip=_called(peer),
-            strong=place == 0,
-        )
-        for place, one in enumerate(comparisons)
-    )
-    note = f"Speed relative to {_called(peer)}, which the stroke marks, in {PASS_WORDS[name]}: the geometric mean over "
-    note += "the shapes that both ran; where some are faster and others slower, their range is at the right."
-    return Bars(bars=bars, note=note)
 
 
 def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
@@ -279,19 +245,18 @@ def attention_cell_line(cell: AttentionCell) -> str:
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 
-def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
+def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if means := mean_speeds(run.cells, peer):
-        yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
+        yield Section.of("Speed over all shapes", means)
     telling = telling_pass(run.cells)
     if telling and (speeds := speed_table(run.cells, peer, telling)):
         yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)
     if telling:
-        yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
-    others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling and alone]
-    yield Section.of("FLOP/s of the other passes", *others, folded=True)
+        yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", *rate_charts(run.cells, telling, run.device_name))
+    others = (rate_charts(run.cells, name, run.device_name) for name in PASSES if name != telling)
+    yield Section.of("FLOP/s of the other passes", *chain.from_iterable(others), folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
-        if saved or alone:
-            yield Section.of(title, later(memory_chart, run.cells, saved))
+        yield Section.of(title, *memory_charts(run.cells, saved))
     yield from cell_tables(run.cells, peer)
     yield Section.notes([*run.notes, *notes_of(run.cells)])
 
@@ -341,28 +306,16 @@ def report_against(peer: str | None) -> RecordReport:
     def against(run: AttentionRun) -> str | None:
         return peer or default_peer(run.cells)
 
-    def parts(
-        runs: Sequence[AttentionRun], context: Context, section: Callable[[AttentionRun], Section]
-    ) -> Iterator[Block | None]:
-        """The newest first."""
-        newest = runs[::-1]
-        yield from records_in_full(newest[:MOST_IN_FULL], newest, section)
-
     return RecordReport(
         chapter="Attention",
         anchor="attention",
         title=_title,
         subtitle=lambda run: dotted(made(run, "benchmark"), run.device_name, quoted_name(run)),
-        heading=lambda run: dotted(
-            run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"
-        ),
         called=lambda run: run.name or run.study.name,
         answer=lambda run: attention_verdict(run, against(run)),
         sections=lambda run: _sections(run, against(run)),
-        among_others=lambda run: _sections(run, against(run), alone=False),
         tiles=lambda run: _tiles(run.cells, against(run)),
         rows=lambda run: attention_rows(run.cells, against(run)),
-        parts=parts,
     )
 
 

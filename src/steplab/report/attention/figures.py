@@ -1,5 +1,3 @@
-"""Figures and tables of a benchmark of attention."""
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median, quantiles
 
@@ -23,7 +21,6 @@ _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
 def default_peer(cells: Sequence[AttentionCell]) -> str | None:
-    """The first measured of sdpa_flash, sdpa and plain."""
     columns = {cell.spec.column for cell in cells}
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
@@ -39,7 +36,7 @@ def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], nam
 
 
 def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
-    """Alternating repeats are compared pair by pair."""
+    """The peer's time over the cell's; alternating repeats are compared pair by pair."""
     a, b = peer.samples(name), cell.samples(name)
     if peer.spec.column in cell.interleaved and len(a) == len(b):
         return compare_samples([[sample] for sample in a], [[sample] for sample in b], in_turns=True)
@@ -66,7 +63,6 @@ def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> l
 
 
 def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[AttentionCell], ...]:
-    """Tables show it only with a peer."""
     peers = peers_of(cells, peer)
 
     def of_pass(name: str) -> Figure[AttentionCell]:
@@ -93,7 +89,7 @@ def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
 
 
 def scatter(cell: AttentionCell, name: str) -> float:
-    """Interquartile range over median; 0 with fewer than four samples."""
+    """The interquartile range over the median; 0 for fewer than four samples."""
     samples = cell.samples(name)
     if len(samples) < 4:
         return 0.0
@@ -123,6 +119,8 @@ _SHAPE = (
     Column(key="mask", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
 )
+
+
 Value = Callable[[AttentionCell], Scalar]
 
 
@@ -162,9 +160,8 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Median time and speed relative to the peer, shapes by implementations; None for one implementation.
-
-    Medians of samples that scatter are marked.
+    """Median times, a row per shape and a column per implementation; `~` marks scattered samples, a failure replaces
+    its time.
     """
     columns = {cell.spec.column for cell in cells}
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
@@ -188,7 +185,6 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
-    """Over common shapes; None without a comparison."""
     peers = peers_of(cells, peer)
     rows: list[Row] = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
@@ -210,7 +206,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
                 column
                 for name in PASSES
                 for column in (
-                    Column(key=name, header=name, quantity=TIMES),
+                    Column(key=name, header=name, quantity=TIMES, bar=True),
                     Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
                 )
             ),
@@ -224,7 +220,6 @@ _HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
 
 
 def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
-    """Tables without values are left out."""
     rows = [
         row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
         for row, cell in zip(attention_rows(cells, peer), cells, strict=True)

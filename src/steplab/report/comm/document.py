@@ -1,5 +1,3 @@
-"""The report of a benchmark of collectives."""
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -144,13 +142,8 @@ def comm_cell_line(cell: CommCell) -> str:
     return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(cell.bus_bandwidth)} GB/s"
 
 
-def _page_heading(run: CommRun) -> str:
-    libraries = [f"{name.upper()} {version}" for name, version in run.libraries.items()]
-    return dotted(_processes(run) if run.ranks else None, *libraries, run.created_utc, f"benchmark {run.id}")
-
-
 def _processes(run: CommRun) -> str:
-    """'2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200', by machine."""
+    """The ranks by machine: '2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200'."""
     hosts = grouped(run.ranks, lambda rank: rank.host)
     machines = "; ".join(f"{host} {_counted_devices(rank.device for rank in own)}" for host, own in hosts.items())
     return f"{units.counted(len(run.ranks), 'rank')}: {machines}"
@@ -304,7 +297,6 @@ REPORT = RecordReport(
     anchor="communication",
     title=lambda run: f"Collectives: {run.name}" if run.name else comm_name(run).capitalize(),
     subtitle=lambda run: dotted(made(run, "benchmark"), run.device_name),
-    heading=_page_heading,
     called=comm_name,
     answer=comm_verdict,
     sections=_sections,

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 from steplab import units
 from steplab.records.comparison import ComparedFigure, Comparison, Side
-from steplab.report.compare.words import interval_words, kernel_words, memory_words, unlike_words, value_words, verdict
+from steplab.report.compare.words import interval_words, kernel_words, memory_words, unlike_words, verdict
 from steplab.report.kit.document import Bar, Bars, Column, Document, Pairs, Row, Section, Segment, Table, row_of
 from steplab.report.kit.labels import short_name
-from steplab.report.kit.quantities import LABEL
+from steplab.report.kit.quantities import LABEL, in_unit
 from steplab.report.turns.document import RATIO_IN_TURNS
 
 _GROUPS = {
@@ -43,7 +43,6 @@ def compare_document(comparison: Comparison) -> Document:
 
 
 def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
-    """explained: one table defines the columns for all."""
     found = [figure for figure in comparison.figures if figure.group == group]
     caption = "Medians." if group == "time" else ""
     if comparison.in_turns and group == "time":
@@ -56,7 +55,7 @@ def _change(figure: ComparedFigure) -> str:
     change = figure.b - figure.a
     if figure.unit == "share":
         return f"{100 * change:+.1f} points"
-    return units.signed(change, lambda size: value_words(size, figure.unit))
+    return units.signed(change, lambda size: in_unit(size, figure.unit))
 
 
 def _ratio(figure: ComparedFigure) -> str | None:
@@ -74,8 +73,8 @@ def _decision(figure: ComparedFigure) -> str | None:
 _COLUMNS = (
     Column(key="cell"),
     Column(key="name", header="figure"),
-    Column(key="a", header="A", quantity=LABEL, value=lambda figure: value_words(figure.a, figure.unit)),
-    Column(key="b", header="B", quantity=LABEL, value=lambda figure: value_words(figure.b, figure.unit)),
+    Column(key="a", header="A", quantity=LABEL, value=lambda figure: in_unit(figure.a, figure.unit)),
+    Column(key="b", header="B", quantity=LABEL, value=lambda figure: in_unit(figure.b, figure.unit)),
     Column(key="change", quantity=LABEL, value=_change),
     Column(key="ratio", quantity=LABEL, value=_ratio),
     Column(
@@ -112,7 +111,7 @@ def _is_decided(figure: ComparedFigure) -> bool:
 def _bar(change: float, figure: ComparedFigure) -> Bar:
     rises = (_BETTER, _WORSE) if figure.group == "speed" else (_WORSE, _BETTER)
     color = dict(zip(("higher", "lower"), rises, strict=True)).get(_decision(figure) or "", _OPEN)
-    values = f"{value_words(figure.a, figure.unit)} to {value_words(figure.b, figure.unit)}"
+    values = f"{in_unit(figure.a, figure.unit)} to {in_unit(figure.b, figure.unit)}"
     return Bar(
         label=": ".join(filter(None, (figure.cell, figure.name))),
         figure=units.signed(change, units.format_share),

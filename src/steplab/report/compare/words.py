@@ -1,5 +1,3 @@
-"""Sentences about how two sides of a comparison differ."""
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
@@ -15,7 +13,7 @@ from steplab.records.comparison import (
 )
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.kernel_names import short_kernels
-from steplab.report.kit.quantities import SHARE
+from steplab.report.kit.quantities import in_unit
 from steplab.report.memory.categories import category_word
 from steplab.specs.changes import numerics_of_fp8
 
@@ -63,11 +61,11 @@ def _answer(comparison: Comparison) -> str:
 
 
 def figure_words(figure: ComparedFigure) -> str:
-    """Step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)."""
+    """'step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)'."""
     cell = f"{figure.cell}: " if figure.cell else ""
     if figure.a == figure.b:
-        return f"{cell}{figure.name} {value_words(figure.b, figure.unit)} in both"
-    values = f"{value_words(figure.b, figure.unit)} instead of {value_words(figure.a, figure.unit)}"
+        return f"{cell}{figure.name} {in_unit(figure.b, figure.unit)} in both"
+    values = f"{in_unit(figure.b, figure.unit)} instead of {in_unit(figure.a, figure.unit)}"
     return f"{cell}{figure.name} {values}{_ratio_words(figure.ratio)}"
 
 
@@ -80,7 +78,6 @@ def _ratio_words(ratio: Ratio | None) -> str:
 
 
 def interval_words(ratio: Ratio | None) -> str | None:
-    """None: no interval, or without width."""
     if ratio is None or ratio.low is None or ratio.high is None:
         return None
     return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.low < ratio.high else None
@@ -89,16 +86,6 @@ def interval_words(ratio: Ratio | None) -> str | None:
 def _thresholds(figures: Sequence[ComparedFigure]) -> str:
     found = sorted({figure.ratio.threshold for figure in figures if figure.ratio})
     return " and ".join(map(units.format_limit, found))
-
-
-def value_words(value: float, unit: str) -> str:
-    if unit == "s":
-        return units.format_time(value)
-    if unit == "bytes":
-        return units.format_bytes(value)
-    if unit == "share":
-        return SHARE.show(value)
-    return units.format_rate(value, f" {unit}" if unit == "tokens/s" else unit)
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:

@@ -365,7 +365,6 @@ REPORT = RecordReport(
     anchor="ddp",
     title=lambda run: f"Data parallelism: {asked(run)}",
     subtitle=lambda run: dotted(ranks_words(run), made(run, "study"), quoted_name(run)),
-    heading=lambda run: dotted(asked(run), ranks_words(run), run.created_utc, f"study {run.id}"),
     called=lambda run: run.name or asked(run),
     answer=ddp_verdict,
     sections=_sections,

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpCell, DdpRun
@@ -27,14 +26,14 @@ def timelines(run: DdpRun) -> Chart | None:
     pictures: list[Picture] = []
     for cell, steps in traced:
         rows = {COMPUTE_ROW: _ROWS[COMPUTE_ROW]} if cell.contender.kind == "none" else _ROWS
-        drawn = step_picture(steps.timeline, rows, title=cell.contender.label, until_ns=until_ns)
         told = ""
         if steps.communication_s:
             told = (
                 f"messages take {units.format_time(steps.communication_s)} per step, "
                 f"{units.format_time(steps.exposed_s)} of it exposed"
             )
-        pictures.append(replace(drawn, subtitle=told))
+        label = cell.contender.label
+        pictures.append(step_picture(steps.timeline, rows, title=label, until_ns=until_ns, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}
     note = (
         "One traced step of rank 0 of each strategy, at its bucket size with the shortest step, on one axis of time. "

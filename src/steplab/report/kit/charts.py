@@ -10,16 +10,15 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from steplab import units
-from steplab.records.failure import Failure
 from steplab.records.profile import CATEGORIES
 from steplab.report.kit.document import Legend, Picture
-from steplab.report.kit.text import why_failed
+from steplab.report.kit.labels import text_width
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -30,7 +29,6 @@ GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
 AXES_HEIGHT = 224
 LEFT, RIGHT, TOP = 64, 12, 10
 _LOG_FROM = 20  # ratio of the largest to the smallest value
-_FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
 
 INK, MUTED, GRID, PAPER, BAD = "#010203", "#010204", "#010205", "#010206", "#010207"
 _COLORS = tuple(f"#0102{16 + index:02x}" for index in range(20))
@@ -80,8 +78,11 @@ def category_legend(categories: Sequence[str]) -> Legend:
 
 
 def color_number(stand_in: str) -> int:
-    """From 1, as in legends and bars."""
     return _COLORS.index(stand_in) + 1
+
+
+def color_of(number: int) -> str:
+    return _COLORS[number - 1]
 
 
 def css_color(stand_in: str) -> str:
@@ -107,17 +108,40 @@ class Drawing:
         self._tips.append(text)
 
     def picture(self, title: str = "", **more: Any) -> Picture:
-        return Picture(title=title, svg=self.to_svg(), width=self.width, **more)
+        return Picture(title=title, drawing=self, **more)
 
     def to_svg(self) -> str:
         """An inline <svg> element: responsive, labelled, deterministic."""
+        return self._adapt(self._saved("svg", transparent=True, metadata={"Date": None}).decode())
+
+    def to_file(self, kind: str, legend: Legend, colors: Mapping[str, str]) -> bytes:
+        """An SVG or PDF with a legend, in the given colours (by the names of the page's variables)."""
+        from matplotlib.lines import Line2D
+
+        marks = dict(zip(GLYPHS, MARKERS, strict=True))
+        handles = [
+            Line2D([], [], color=color_of(number), marker=marks.get(glyph, "_"), linestyle="none", label=name)
+            for number, glyph, name in legend
+        ]
+        if handles:
+            widest = max(text_width(name, 12) for _, _, name in legend) + 40
+            columns = max(int(self.width // widest), 1)
+            self.figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False)
+        self.figure.draw_without_rendering()  # makes the ticks that have no fixed places
+        for artist in self.figure.findobj():
+            _recolor(artist, {stand_in: colors[name[2:]] for stand_in, name in _VARIABLES.items()})
+        dates = {"svg": {"Date": None}, "pdf": {"Creator": "steplab", "CreationDate": None}}
+        around = {"bbox_inches": "tight", "pad_inches": 8 / PX_PER_INCH, "facecolor": colors["paper"]}
+        return self._saved(kind, metadata=dates[kind], **around)
+
+    def _saved(self, kind: str, **how: Any) -> bytes:
         import matplotlib
 
-        target = io.StringIO()
+        target = io.BytesIO()
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.title}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # the page's own font draws the text
-            self.figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
-        return self._adapt(target.getvalue())
+            self.figure.savefig(target, format=kind, **how)
+        return target.getvalue()
 
     def _adapt(self, text: str) -> str:
         """matplotlib's SVG without its groups and fonts, which are most of its bytes."""
@@ -125,7 +149,10 @@ class Drawing:
         body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
         body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")
         body = re.sub(r"<[^>]*>", lambda tag: _shorter(tag[0]), body)  # and no text: names and figures stay whole
-        return svg(self.title, self.width, self.height, body.strip())
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" width="100%" '
+            f'role="img" aria-label="{html.escape(self.title)}">{body.strip()}</svg>'
+        )
 
     def _parts(self, group: ElementTree.Element) -> Iterator[ElementTree.Element]:
         """The elements of a group, with nameless groups flattened, and hover texts of named ones."""
@@ -157,15 +184,36 @@ def _shorter(tag: str) -> str:
     """A tag with drawable precision, and the page's colours for stand-ins."""
     tag = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", tag)
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
-    tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), tag)
+    tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: _straight(re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip()), tag)
     return re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), tag)
 
 
-def svg(title: str, width: float, height: float, body: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
-        f'aria-label="{html.escape(title)}">{body}</svg>'
-    )
+def _straight(path: str) -> str:
+    """A path with lines along an axis as H and V."""
+    at = ("", "")
+
+    def shorter(found: re.Match[str]) -> str:
+        nonlocal at
+        verb, *place = found.groups()
+        before, at = at, (place[0], place[1])
+        if verb == "L" and at[0] == before[0]:
+            return f"V{at[1]}"
+        return f"H{at[0]}" if verb == "L" and at[1] == before[1] else found[0]
+
+    if re.search("[CQ]", path):
+        return path
+    return re.sub(r"H[-\d.]+(?=H)", "", re.sub(r"([ML])([-\d.]+) ([-\d.]+)", shorter, path))
+
+
+def _recolor(artist: "Artist", colors: Mapping[str, str]) -> None:
+    from matplotlib.colors import to_hex, to_rgba, to_rgba_array
+
+    for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+        if get := getattr(artist, f"get_{name}", None):
+            found = [(colors.get(to_hex(each)), each) for each in to_rgba_array(get())]
+            if any(color for color, _ in found):
+                new = [to_rgba(color, each[3]) if color else tuple(each) for color, each in found]
+                getattr(artist, f"set_{name}")(new[0] if len(new) == 1 else new)
 
 
 @contextlib.contextmanager
@@ -181,7 +229,6 @@ def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
 class Scale:
     low: float
     high: float
-    """With room above the marks."""
     log: bool
     ticks: tuple[float, ...]
     show: Callable[[float], str]
@@ -193,7 +240,6 @@ class Scale:
 
 
 def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
-    """From zero, or logarithmic for a wide range."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= log_from * low:
         ticks = _steps(high, 10)
@@ -207,7 +253,6 @@ def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
 
 
 def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
-    """From zero; up to the device's memory if near."""
     high = max(values)
     high = max(high, capacity) if capacity is not None else high
     return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
@@ -221,7 +266,6 @@ def count_scale(values: Iterable[float]) -> Scale:
 
 
 def log_bytes_scale(values: Iterable[float]) -> Scale:
-    """With rules at powers of two."""
     low, high = min(values := list(values)), max(values)
     bottom, top = 0.6 * low, 2.0 * high
     apart = max(1, math.ceil(math.log2(top / bottom) / 7))
@@ -251,7 +295,6 @@ def tidy(text: str) -> str:
 
 
 def series_color(index: int) -> str:
-    """By number; colours repeat."""
     return SERIES[index % len(SERIES)]
 
 
@@ -269,16 +312,3 @@ def put_mark(axes: "Axes", x: float, y: float, index: int, *, size: float = 7, *
 def put_line(axes: "Axes", points: Sequence[tuple[float, float]], index: int) -> None:
     if points:
         axes.plot(*zip(*points, strict=True), color=series_color(index), linewidth=1, alpha=0.55, zorder=1)
-
-
-def mark_failure(picture: Drawing, axes: "Axes", x: float, failure: Failure, name: str, *, top: bool) -> None:
-    """A word for a failure, upright at its place, from the top or the bottom of the axes; the hover text has the
-    reason.
-
-    `name` is what failed.
-    """
-    word = axes.text(
-        x, 0.985 if top else 0.015, _FAILURES.get(failure.kind, "failed"), transform=axes.get_xaxis_transform(),
-        rotation=90, fontsize=10, ha="center", va="top" if top else "bottom", color=BAD,
-    )  # fmt: skip
-    picture.tip(word, f"{name}: {why_failed(failure)}")

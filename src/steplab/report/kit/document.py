@@ -5,54 +5,57 @@ CSV.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from steplab.records.figure import Figure
 from steplab.records.rows import Scalar
 from steplab.report.kit.quantities import BY_NAME, UNITS, Quantity, quantity_of
 
+if TYPE_CHECKING:
+    from steplab.report.kit.charts import Drawing
+
 Row = Mapping[str, Scalar]
 
 Role = Literal["text", "finding", "note", "warning", "code"]
-"""Running text; a list of findings; remarks in small print; a warning; a line to copy."""
+"""Running text; a list; small print; a warning; a line to copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     key: str
     header: str | None = None
-    """Heading, with any convention; None: the field's name in words."""
+    """The column's heading; None: its key, with spaces for underscores."""
     quantity: Quantity = BY_NAME
-    """Format of its values; BY_NAME: from the unit at the end of `key`."""
+    """Its format; BY_NAME follows the unit at the end of `key`."""
     shared: str | Callable[[Scalar], str] = ""
     """The caption's words for a common value, which then has no column: '{} ranks', with {s} for the plural's s, or a
     function of the value. Empty: the column always stays.
     """
     note: str = ""
-    """Definition, in sentences after the table's caption."""
+    """A definition below the table."""
     quiet: str | None = None
-    """Usual text: without another one it needs neither a column nor the caption."""
+    """The column is left out if no row has another text."""
     rank: int = 0
     """Narrow terminals drop the highest rank first, the last column within a rank, with all columns of the same
     heading; rank 0 stays.
     """
     wraps_from: int | None = None
-    """Least width for wrapping its texts; None: one line each."""
+    """Its least width, in characters, if its texts may wrap; None: one line each."""
     folds: bool = False
     """True: without room its values are below their row, in the words of `shared`."""
+    bar: bool = False
+    """True: pages draw a bar in each cell, as long as its value."""
     value: Callable[[Any], Scalar] | None = None
     """Reads an item's value in `Table.of`; None: its attribute `key`."""
 
     def __post_init__(self) -> None:
-        """The quantity defaults to the unit at the end of the field's name."""
         if self.quantity is BY_NAME:
             object.__setattr__(self, "quantity", quantity_of(self.key))
 
     @classmethod
     def of(cls, figures: Iterable[Figure[Any]]) -> "tuple[Column, ...]":
-        """The columns of those figures that have a header."""
         return tuple(
             cls(
                 key=figure.key,
@@ -90,21 +93,18 @@ class Table:
     """
 
     name: str
-    """Its name for screen readers."""
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     caption: str = ""
-    """In whole sentences."""
     first: int | None = None
     """Rows to show: a terminal stops there, a page has the others closed. None: all."""
     empty: str = ""
-    """Text without rows; empty: its section leaves the table out."""
     folded: bool = False
     """True: a page starts with it closed, as with any longer table."""
 
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
-        """One row per item, with a field per column; `more` are further fields of the table."""
+        """A table with one row per item; `more` sets further fields of the table."""
         rows = ({column.key: column.of_item(item) for column in columns} for item in items)
         return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
@@ -116,7 +116,6 @@ RESULT = Column(key="failure", header="result", wraps_from=12)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sentences:
     texts: tuple[str, ...]
-    """Renderers remove control characters."""
     role: Role = "text"
 
     @classmethod
@@ -147,22 +146,26 @@ Legend = tuple[tuple[int, str, str], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     title: str
-    svg: str
-    width: float
+    drawing: "Drawing"
     subtitle: str = ""
     alarming: bool = False
-    """True for bad news in the subtitle."""
+
+    @property
+    def svg(self) -> str:
+        return self.drawing.to_svg()
+
+    @property
+    def width(self) -> float:
+        return self.drawing.width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Related pictures, only for pages."""
+    """Pages draw these related pictures; terminals leave them out."""
 
     pictures: tuple[Picture, ...]
     legend: Legend = ()
-    """Empty for a single series."""
     note: str = ""
-    """How to read it, and omissions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,16 +173,13 @@ class Segment:
     value: float
     """In the unit of all bars; negative, alone in its bar: to the left of zero."""
     color: int
-    """Number of its colour, from 1."""
     tip: str
-    """With the exact figure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
     label: str
     figure: str
-    """The value as text, next to the bar."""
     segments: tuple[Segment, ...] = ()
     mark: float | None = None
     """Value at a stroke across the bar, such as a formula's."""
@@ -192,14 +192,13 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars:
-    """Horizontal bars of one unit, only for pages; a table has the figures."""
+    """Pages draw these horizontal bars of one unit; a table has their figures."""
 
     bars: tuple[Bar, ...]
     legend: Legend = ()
     note: str = ""
     """Quantity, statistic and meaning of the mark, in sentences."""
     full: float | None = None
-    """Value of the full width; None: the largest bar or mark."""
     first: int | None = None
     """Bars that start open. None: all."""
 
@@ -210,21 +209,19 @@ class Bars:
 
     @property
     def low(self) -> float:
-        """The left end: zero, or the most negative value."""
         return min((0.0, *(segment.value for bar in self.bars for segment in bar.segments)))
 
     @property
     def width(self) -> float:
-        """From the left end to the right one."""
         ends = [max(0.0, sum(part.value for part in bar.segments), bar.mark or 0.0) for bar in self.bars]
         return (self.full or max(ends, default=0.0)) - self.low or 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A chart drawn on demand: drawing takes longer than the rest of a report."""
+    """A chart is drawn only where a format shows it."""
 
-    draw: Callable[[], Chart | None]
+    draw: Callable[[], Chart | Bars | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,9 +229,7 @@ class Section:
     title: str
     blocks: tuple["Block", ...] = ()
     anchor: str = ""
-    """Target of a page's links, or empty."""
     folded: bool = False
-    """True: a page starts with it closed."""
 
     @classmethod
     def of(cls, title: str, *blocks: "Block | str | None", anchor: str = "", folded: bool = False) -> "Section":
@@ -252,7 +247,7 @@ class Section:
 
     @classmethod
     def of_record(cls, heading: str, verdict: "Verdict", sections: "Iterable[Section]", *, title: str) -> "Section":
-        """A record among others: heading, verdict, and sections one level down."""
+        """A section of one record: heading, verdict, and its sections one level down."""
         return cls.of(title, Sentences.of([heading], "note"), *verdict.blocks(), *sections)
 
 
@@ -260,14 +255,11 @@ class Section:
 class Equation:
     text: str
     latex: str
-    """LaTeX mathematics without delimiters."""
     what: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equations:
-    """LaTeX and Markdown set it as mathematics."""
-
     lines: tuple[Equation, ...]
 
 
@@ -279,7 +271,6 @@ class Verdict:
     sentences: tuple[str, ...] = ()
     """One to three sentences with figures and uncertainty; the first is complete alone."""
     cautions: tuple[str, ...] = ()
-    """Reasons for doubt, with remedies."""
 
     def blocks(self) -> Iterator[Sentences]:
         if self.sentences:
@@ -316,12 +307,24 @@ def _says(block: Block) -> bool:
     return True
 
 
-def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
+def drawn(section: Section) -> Section:
+    """Charts drawn, empty sections left out."""
+    blocks: list[Block] = []
+    for block in section.blocks:
+        made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
+        if isinstance(made, Section) and not (made.title or made.anchor):
+            blocks += made.blocks
+        elif made is not None and not (isinstance(made, Section) and not made.blocks):
+            blocks.append(made)
+    return replace(section, blocks=tuple(blocks))
+
+
+def later(draw: Callable[..., Chart | Bars | None], *arguments: Any) -> Deferred:
     return Deferred(partial(draw, *arguments))
 
 
 def row_of(item: object | None, *names: str) -> dict[str, Scalar]:
-    """An item's attributes under their names; without an item they are absent."""
+    """The item's attributes by name; None without an item."""
     return {name: None if item is None else getattr(item, name) for name in names}
 
 

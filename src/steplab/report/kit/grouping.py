@@ -1,5 +1,3 @@
-"""Groups items, merges remarks about several of them, and picks some of many."""
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 
 from steplab.report.kit.document import (
     Bars,
-    Block,
     Chart,
-    Column,
-    Deferred,
     Document,
     Equations,
     Facts,
     Section,
     Sentences,
     Table,
+    drawn,
 )
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
@@ -26,56 +24,31 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _OPEN_ROWS = 24
-"""Rows up to which a table starts open."""
 
 
-def drawn(section: Section) -> Section:
-    """Charts drawn, empty sections left out."""
-    blocks: list[Block] = []
-    for block in section.blocks:
-        made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
-        if isinstance(made, Section) and not (made.title or made.anchor):
-            blocks += made.blocks
-        elif made is not None and not (isinstance(made, Section) and not made.blocks):
-            blocks.append(made)
-    return replace(section, blocks=tuple(blocks))
+def to_html(page: Document) -> str:
+    """A page that needs no other file; its margin links to sections with an anchor."""
+    return _written("page.html.j2", page)
 
 
-def section_html(section: Section) -> str:
-    """The section as HTML, safe to insert; its heading is one below a title."""
-    macros = environment().get_template("blocks.html.j2").module
-    return str(macros.section(drawn(section), 2))  # type: ignore[attr-defined]  # a macro of the template
-
-
-def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
-    """Self-contained; sections with an anchor are linked in its margin.
-
-    `ready` has the HTML of finished sections, by their anchors.
-    """
-    return _written("page.html.j2", page, ready or {})
-
-
-def to_fragment(page: Document, ready: Mapping[str, str] | None = None) -> str:
+def to_fragment(page: Document) -> str:
     """The document for a page of another program, such as a notebook; its style concerns it alone."""
-    return _written("fragment.html.j2", page, ready or {}, style=_nested_style())
+    return _written("fragment.html.j2", page, style=_nested_style())
 
 
-def _written(template: str, page: Document, ready: Mapping[str, str], **further: str) -> str:
-    sections = (section if section.anchor in ready else drawn(section) for section in page.sections)
-    whole = replace(page, sections=tuple(section for section in sections if section.blocks))
-    return environment().get_template(template).render(page=whole, ready=ready, **further)
+def _written(template: str, page: Document, **further: str) -> str:
+    sections = tuple(section for section in map(drawn, page.sections) if section.blocks)
+    return environment().get_template(template).render(page=replace(page, sections=sections), **further)
 
 
 @functools.cache
 def _nested_style() -> str:
-    """Rules for the page apply to the element."""
     text, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return re.sub(r"^(html|body) \{", "& {", re.sub(r":root\b", "&", text), flags=re.MULTILINE)
 
 
 @functools.cache
 def light_colors() -> Mapping[str, str]:
-    """The page's colours by their names in its style."""
     style, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
     return dict(re.findall(r"--(\w+): (#\w+)", style[: style.index("@media")]))
 
@@ -97,7 +70,6 @@ def environment() -> "Environment":
         "options": _whole_options,
         "sheet": sheet,
         "first_rows": _first_rows,
-        "look": _look,
     }
     for kind in (Section, Chart, Bars, Table, Sentences, Facts, Equations):
         made.tests[kind.__name__.lower()] = lambda block, kind=kind: isinstance(block, kind)
@@ -105,7 +77,6 @@ def environment() -> "Environment":
 
 
 def _prose(text: str) -> str:
-    """With figures kept with their units, and code between backticks."""
     from markupsafe import Markup
 
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(_whole_options(unbroken(text)))))
@@ -125,11 +96,3 @@ def _first_rows(table: Table) -> int:
         return 0
     return min(table.first if table.first is not None else len(table.rows) if len(table.rows) <= _OPEN_ROWS else 0,
                len(table.rows))  # fmt: skip
-
-
-def _look(column: Column) -> str:
-    from markupsafe import Markup
-
-    if column.quantity.numeric:
-        return Markup(' class="n"')
-    return Markup(' class="w"') if column.wraps_from is not None else Markup()

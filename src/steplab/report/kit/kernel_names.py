@@ -1,5 +1,3 @@
-"""Short names of kernels and ranges, without return types, namespaces and parameters."""
-
 import re
 from collections.abc import Iterable, Sequence
 
@@ -97,6 +95,5 @@ def last_part(range: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The text in at most `most` characters, without its middle."""
     tail = most // 2
     return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"

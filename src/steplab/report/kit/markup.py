@@ -1,5 +1,3 @@
-"""Renders a document as Markdown or LaTeX, with pictures in separate files."""
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -62,7 +60,7 @@ _LATEX_ESCAPES = {
 
 
 def escape_latex(text: str) -> str:
-    """Character by character, so that no escape is escaped twice; pdflatex stops at characters that its fonts lack."""
+    """LaTeX for a text; characters that pdflatex's fonts lack become '?'."""
     known = (_LATEX_ESCAPES.get(each, each if each < "\u0100" else "?") for each in plain(text))
     return " ".join("".join(known).split())
 
@@ -102,16 +100,14 @@ _PREAMBLE = r"""\documentclass{article}
 \begin{document}"""
 _END = r"\end{document}"
 _LINE_CHARACTERS = 90
-"""About the number of characters in a line of a table."""
 _LINE_PT = 480
-"""Width of a line of text."""
 
 
 class _Markdown:
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
-        """Without `beside` there are no pictures, and tables are whole."""
+        """Pictures and long tables go to `beside`; None: no pictures, and whole tables."""
         self.beside = beside
 
     def document(self, document: Document) -> Iterator[str]:

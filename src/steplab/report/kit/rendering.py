@@ -16,16 +16,13 @@ def to_json(document: Document) -> str:
 
 
 def to_csv(document: Document) -> str:
-    """Rows, of several tables the first's; an absent value is an empty field."""
     found = document.data
     return csv_rows(next(iter(found.values()), ()) if isinstance(found, Mapping) else found)
 
 
 FORMATS = ("table", "json", "csv", "md", "latex")
-"""The formats of text."""
 PAGE = "html"
 PICTURE = "svg"
-"""The first picture alone."""
 NOTEBOOK = "notebook"
 """A page's content as one element, for a page of another program."""
 

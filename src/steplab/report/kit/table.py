@@ -1,9 +1,9 @@
-"""A table's values as texts, fitted to the width of a terminal, and rows as CSV."""
+"""Tables are fitted to a terminal's width, and written as CSV."""
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ _FOOTNOTE_FROM = 80
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
     columns: tuple[Column, ...]
-    """With differing rows."""
     rows: tuple[tuple[str, ...], ...]
     """Texts, or a footnote's number."""
     said: tuple[tuple[str, ...], ...]
@@ -30,6 +29,8 @@ class Sheet:
     """Common values, then the table's caption and column notes."""
     footnotes: tuple[str, ...]
     failures: frozenset[int]
+    bars: Mapping[int, tuple[float, ...]]
+    """Lengths for each row, from 0 to 1, by the number of a column with bars."""
 
     @property
     def below(self) -> str:
@@ -37,7 +38,6 @@ class Sheet:
 
 
 def sheet(table: Table) -> Sheet:
-    """Informative columns; common values move to the caption."""
     kept: list[Column] = []
     shared: list[str] = []
     failures = frozenset(index for index, row in enumerate(table.rows) if row.get("status", "ok") != "ok")
@@ -65,7 +65,15 @@ def sheet(table: Table) -> Sheet:
         caption=". ".join(plain(part) for part in parts if part),
         footnotes=tuple(footnotes),
         failures=failures,
+        bars={index: _lengths(column, table.rows) for index, column in enumerate(kept) if column.bar},
     )
+
+
+def _lengths(column: Column, rows: Sequence[Row]) -> tuple[float, ...]:
+    values = [row.get(column.key) for row in rows]
+    known = [float(value) if isinstance(value, int | float) else 0.0 for value in values]
+    most = max(known, default=0.0) or 1.0
+    return tuple(value / most for value in known)
 
 
 def _text(column: Column, row: Row) -> str:
@@ -106,7 +114,6 @@ def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     header: tuple[str, ...]
-    """Lines of headings; empty if rows are blocks."""
     rows: tuple[tuple[str, ...], ...]
     left_out: tuple[str, ...]
 

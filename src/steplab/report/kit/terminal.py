@@ -1,5 +1,3 @@
-"""Renders a document as text for a terminal, with the terminal's width and colour."""
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,7 +10,6 @@ from steplab.report.kit.text import flowed
 _PIPED_WIDTH = 120
 _LONGEST_LINE = 120  # of sentences: longer ones are hard to read
 INDENT = 2
-"""In columns."""
 
 
 def terminal_width() -> int:
@@ -21,7 +18,6 @@ def terminal_width() -> int:
 
 
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
-    """Without charts, without a newline at the end; `width` None: the terminal's."""
     return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
 
 

@@ -14,7 +14,6 @@ ABSENT = "–"
 
 _REASON_LENGTH = 90
 _UNITS = r"[%×µ°]|[mn]?s\b|[KMGTPE]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
-"""Units stay on their figure's line."""
 _FIXED = "\u00a0"
 
 
@@ -49,7 +48,6 @@ def quoted_name(record: Record) -> str:
 
 
 def columns(text: str) -> int:
-    """Two for each wide (East Asian) character, none for a combining one."""
     return len(text) if text.isascii() else sum(map(_columns_of, text))
 
 

@@ -4,47 +4,27 @@ In columns of a few pixels, each category is as high as its share of the time, s
 idle time.
 """
 
-import html
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from steplab import units
+from steplab.printing import plain
 from steplab.records.profile import CATEGORIES, Timeline
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import GRID, INK, MUTED, category_color, css_color, svg
+from steplab.report.kit.charts import INK, Drawing, category_color, drawing
 from steplab.report.kit.document import Picture
+from steplab.report.kit.labels import text_width
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-WIDTH, _LEFT, _RIGHT = 1040, 76, 10
-_TOP, BOTTOM, _GAP = 20, 24, 8
-_COLUMNS_PX = (2.0, 3.0, 4.0)
-_MOST_CHARACTERS = 12_000
-LETTERS, LETTER_PX = 11, 6.2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    start_ns: int
-    end_ns: int
-    streams: tuple[int, ...]
-    names: tuple[str, ...]
-    top: float
-    row_px: float
-
-    def x(self, time_ns: float) -> float:
-        inside = min(max(time_ns, self.start_ns), self.end_ns) - self.start_ns
-        return _LEFT + inside * (WIDTH - _LEFT - _RIGHT) / max(self.end_ns - self.start_ns, 1)
-
-    def y(self, stream: int) -> float:
-        return self.top + self.streams.index(stream) * (self.row_px + _GAP)
-
-    @property
-    def bottom(self) -> float:
-        return self.top + len(self.streams) * (self.row_px + _GAP) - _GAP
+WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1040, 76, 10, 20, 24
+_COLUMN_PX = 3
+LETTERS = 11
+ROW = 0.85
 
 
 def step_end_ns(timeline: Timeline) -> int:
@@ -52,24 +32,55 @@ def step_end_ns(timeline: Timeline) -> int:
     return max([*ends, *(end for _, _, end in timeline.phases)])
 
 
-def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0) -> Picture:
+def step_picture(
+    timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0, subtitle: str = ""
+) -> Picture:
     """One row per stream in `names`; the axis ends at `until_ns` if later."""
     end_ns = step_end_ns(timeline)
-    streams = tuple(names)
-    row_px = 64 if len(streams) == 1 else 40 if len(streams) < 4 else 26
-    frame = Frame(
-        start_ns=0, end_ns=max(end_ns, until_ns), streams=streams, names=tuple(names.values()), top=_TOP, row_px=row_px
-    )
-    body = [*_phases(timeline, frame), *axis(frame), *stream_names(frame)]
-    drawn = short_enough(lambda column_px: _columns(timeline, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     title = f"{title or 'the step'}, {units.format_time(end_ns / 1e9)}"
-    return Picture(title=title, svg=svg(title, WIDTH, frame.bottom + BOTTOM, "".join(body) + drawn), width=WIDTH)
+    with stream_axes(title, tuple(names.values()), 0, max(end_ns, until_ns)) as (picture, axes):
+        spans = [
+            (name, start, end, f"{name}, {units.format_time((end - start) / 1e9)}")
+            for name, start, end in timeline.phases
+        ]
+        shade_phases(picture, axes, spans)
+        for row, stream in enumerate(names):
+            _columns(picture, axes, timeline, stream, row)
+    return picture.picture(title, subtitle=subtitle)
+
+
+@contextlib.contextmanager
+def stream_axes(
+    title: str, names: tuple[str, ...], start_ns: int, end_ns: int, above: float = 0.0
+) -> Iterator[tuple[Drawing, "Axes"]]:
+    """Axes in nanoseconds; `above` rows are left free above the first."""
+    row_px = 72 if len(names) == 1 else 48 if len(names) < 4 else 34
+    with drawing(WIDTH, _TOP + (len(names) + above) * row_px + _BOTTOM, title) as picture:
+        axes = picture.axes(_LEFT, _BOTTOM, _RIGHT, _TOP)
+        axes.set(xlim=(start_ns, max(end_ns, start_ns + 1)), ylim=(len(names), -above))
+        scale = kit.time_scale([0.0, (end_ns - start_ns) / 1e9])
+        ticks = [start_ns + tick * 1e9 for tick in scale.ticks]
+        axes.set_xticks(ticks, [kit.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=LETTERS)
+        axes.set_yticks([row + ROW / 2 for row in range(len(names))], names, fontsize=LETTERS, color=INK)
+        axes.grid(axis="x")
+        yield picture, axes
+
+
+def shade_phases(picture: Drawing, axes: "Axes", spans: Iterable[tuple[str, float, float, str]]) -> None:
+    """Names, ends and hover texts of phases; a name stands above its phase if it fits there."""
+    low, high = axes.get_xlim()
+    for index, (name, start, end, tip) in enumerate(spans):
+        patch = axes.axvspan(start, end, color=INK, alpha=0.09 if index % 2 else 0.04, linewidth=0)
+        picture.tip(patch, tip)
+        width_px = (end - start) / (high - low) * axes.bbox.width
+        if text_width(plain(name), LETTERS) + 8 <= width_px:
+            axes.annotate(plain(name), (start, 1), (4, 5), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", fontsize=LETTERS, color=INK)  # fmt: skip
 
 
 def column_shares(
     timeline: Timeline, stream: int, start_ns: int, end_ns: int, num_columns: int
 ) -> dict[str, "NDArray[np.float64]"]:
-    """In `num_columns` equal parts, on one stream."""
     import numpy as np
 
     edges = np.linspace(start_ns, end_ns, num_columns + 1)
@@ -91,90 +102,25 @@ def column_shares(
     return shares
 
 
-def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str]:
+def _columns(picture: Drawing, axes: "Axes", timeline: Timeline, stream: int, row: int) -> None:
     import numpy as np
 
-    num_columns = int((WIDTH - _LEFT - _RIGHT) / column_px)
-    for stream in frame.streams:
-        shares = column_shares(timeline, stream, frame.start_ns, frame.end_ns, num_columns)
-        crowd = np.maximum(sum(shares.values()), 1.0)  # kernels of one stream that overlap: an odd trace
-        floor = frame.y(stream) + frame.row_px
-        below = np.zeros(num_columns)
-        for category, share in shares.items():
-            above = below + share / crowd
-            bottoms, tops = (np.round(2 * (floor - frame.row_px * edge)) / 2 for edge in (below, above))
-            below = above
-            tip = f"{category}, {units.format_time(_time_s(timeline, stream, category))} of the step"
-            path = _rectangles(tops, bottoms, column_px)
-            yield titled(tip, f'<path d="{path}" fill="{css_color(category_color(category))}"/>')
-
-
-def _rectangles(tops: "NDArray[np.float64]", bottoms: "NDArray[np.float64]", column_px: float) -> str:
-    """One rectangle per run of equal columns. Moves are relative and paths unclosed, for pages with hundreds of
-    thousands.
-    """
-    import numpy as np
-
-    changes = np.flatnonzero((np.diff(tops) != 0) | (np.diff(bottoms) != 0)) + 1
-    runs = zip((0, *changes.tolist()), (*changes.tolist(), len(tops)), strict=True)
-    path, at_x, at_y = [], 0.0, 0.0
-    for first, last in runs:
-        top, bottom = float(tops[first]), float(bottoms[first])
-        if bottom > top:
-            x, width = _LEFT + first * column_px, (last - first) * column_px
-            down = f" {top - at_y:g}" if top >= at_y else f"{top - at_y:g}"
-            path.append(f"m{x - at_x:g}{down}h{width:g}v{bottom - top:g}h{-width:g}")
-            at_x, at_y = x, bottom
-    return "".join(path)
+    start_ns, end_ns = axes.get_xlim()
+    num_columns = (WIDTH - _LEFT - _RIGHT) // _COLUMN_PX
+    edges = np.linspace(start_ns, end_ns, num_columns + 1)
+    shares = column_shares(timeline, stream, int(start_ns), int(end_ns), num_columns)
+    crowd = np.maximum(sum(shares.values()), 1.0)  # kernels of one stream that overlap: an odd trace
+    filled = np.zeros(num_columns)
+    stack = []
+    for category, share in shares.items():
+        filled = filled + share / crowd
+        stack.append((category, filled))
+    for category, top in reversed(stack):  # each from the row's floor, so that no gaps remain
+        heights = row + ROW * (1 - np.round(top, 2))
+        area = axes.stairs(heights, edges, baseline=row + ROW, fill=True, color=category_color(category), linewidth=0)
+        picture.tip(area, f"{category}, {units.format_time(_time_s(timeline, stream, category))} of the step")
 
 
 def _time_s(timeline: Timeline, stream: int, category: str) -> float:
     columns = zip(timeline.kernel, timeline.stream, timeline.duration_ns, strict=True)
     return sum(ns for kernel, on, ns in columns if on == stream and timeline.categories[kernel] == category) / 1e9
-
-
-def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    for index, (name, start_ns, end_ns) in enumerate(timeline.phases):
-        left, right = frame.x(start_ns), frame.x(end_ns)
-        tip = f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}"
-        yield shade(left, right, frame.bottom + 4, 0.09 if index % 2 else 0.04, tip)
-        if len(name) * LETTER_PX + 8 <= right - left:
-            yield words_at(left + 5, 14, name, INK)
-
-
-def axis(frame: Frame) -> Iterator[str]:
-    scale = kit.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
-    for tick in scale.ticks:
-        x = frame.x(frame.start_ns + tick * 1e9)
-        yield f'<path d="M{x:.1f} {frame.top - 2:g}V{frame.bottom + 4:g}" stroke="{css_color(GRID)}"/>'
-        yield words_at(x, frame.bottom + 18, kit.tidy(scale.show(tick)), MUTED, "middle")
-
-
-def stream_names(frame: Frame) -> Iterator[str]:
-    for stream, name in zip(frame.streams, frame.names, strict=True):
-        yield words_at(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, name, INK, "end")
-
-
-def words_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
-    """In pixels. The page's style sheet gives ink-coloured text a halo."""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
-    return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
-
-
-def shade(left: float, right: float, bottom: float, opacity: float, tip: str) -> str:
-    box = f'd="M{left:.1f} 0H{right:.1f}V{bottom:g}H{left:.1f}z"'
-    return titled(tip, f'<path {box} fill="{css_color(INK)}" fill-opacity="{opacity}"/>')
-
-
-def titled(tip: str, body: str) -> str:
-    return f"<g><title>{html.escape(tip)}</title>{body}</g>"
-
-
-def short_enough(paint: Callable[[float], Iterable[str]], widths_px: Sequence[float], most: int) -> str:
-    """`paint` with the first of these column widths within the limit of characters, else the last."""
-    drawn = ""
-    for column_px in widths_px:
-        drawn = "".join(paint(column_px))
-        if len(drawn) <= most:
-            break
-    return drawn

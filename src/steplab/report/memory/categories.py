@@ -25,7 +25,6 @@ _COLORS = {
     "before": 0,
     "during": 2,
 }
-"""Neighbours in a stack differ in lightness too."""
 _UNKNOWN_COLOR = 11
 
 

@@ -1,6 +1,4 @@
-"""The report of a step's memory."""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from steplab import units
 from steplab.errors import UserError
@@ -113,12 +111,12 @@ def memory_document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=memory_verdict(run, prediction, references),
-        sections=(memory_chapter(cells_of([run]), predictions),),
+        sections=(Section.of("Memory", *memory_chapter_blocks(cells_of([run]), predictions), anchor="memory"),),
         data=category_rows(profile, prediction),
     )
 
 
-def memory_chapter(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Section:
+def memory_chapter_blocks(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Block]:
     fields = varying(cells)
 
     def record(cell: RunCell) -> Section:
@@ -127,14 +125,12 @@ def memory_chapter(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPre
         sections = _sections(cell, predictions.get(cell.id))
         return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
-    blocks: Iterable[Block] = ()
     if len(cells) > 1:
-        blocks = (later(peak_memory, cells),)
+        yield later(peak_memory, cells)
     elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
-        blocks = memory_blocks(cells[0].run)  # an imported trace has neither
-    shown = records_in_full(watched_in_full(cells), watched(cells), record)
-    by_category = Section.of("Peaks by category", peak_bars(cells, predictions))
-    return Section.of("Memory", *blocks, by_category, *shown, anchor="memory")
+        yield from memory_blocks(cells[0].run)  # an imported trace has neither
+    yield Section.of("Peaks by category", peak_bars(cells, predictions))
+    yield from records_in_full(watched_in_full(cells), watched(cells), record)
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -149,7 +145,7 @@ def _sections(cell: RunCell, prediction: MemoryPrediction | None) -> Iterator[Se
     yield Section.of("Peaks by phase", phase_table(run, profile))
     yield from _allocations(run, profile)
     if saved := profile.saved:
-        told = Sentences.of(words.saved_sentences(run, profile))
+        told = Sentences.of(words.saved_sentences(profile))
         yield Section.of("Saved for backward", told, saved_table(saved, profile.saved_left_out))
     checks = [*words.check_sentences(profile), *words.around_sentences(profile)]
     yield Section.notes([*checks, *profile.notes], "Notes on this memory")

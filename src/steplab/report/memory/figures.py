@@ -50,7 +50,6 @@ def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Part:
-    """The peak, and the prediction of its covered part."""
     return Part(
         category="peak",
         num_bytes=profile.peak_bytes,
@@ -116,7 +115,6 @@ def profile_of(cell: RunCell) -> MemoryProfile:
 
 
 def among(run: Run, others: Iterable[Run]) -> tuple[RunCell, list[RunCell]]:
-    """The run's cell, and all cells."""
     every = cells_of(list({other.id: other for other in (*others, run)}.values()))
     return next(cell for cell in every if cell.id == run.id), every
 

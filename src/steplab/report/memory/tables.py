@@ -1,5 +1,3 @@
-"""Tables of a memory profile: categories, phases, largest allocations, saved tensors."""
-
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TypeVar
@@ -145,7 +143,6 @@ def node_name(op: str) -> str:
 
 
 def is_compiled(tensors: SavedTensors) -> bool:
-    """Modules and operators are then unknown."""
     return node_name(tensors.op) == "CompiledFunction"
 
 
@@ -204,7 +201,6 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
 
 
 def phase_table(run: Run, profile: MemoryProfile) -> Table:
-    """Each phase's peak in the watched step, and in the timed steps."""
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = tuple(
         {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
@@ -332,5 +328,4 @@ def _left_out(count: int, num_bytes: int) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """4 × 12 × 512 × 512; scalar for no dimensions."""
     return " × ".join(map(str, shape)) or "scalar"

@@ -1,5 +1,3 @@
-"""The sentences about a memory profile."""
-
 from collections.abc import Iterator
 
 from steplab import units
@@ -18,7 +16,6 @@ _MOST_BLOCKS = 4
 
 
 def exactly(num_bytes: int) -> str:
-    """1.50 GiB (1,610,612,736 bytes)."""
     return f"{units.format_bytes(num_bytes)} ({num_bytes:,} bytes)"
 
 
@@ -111,22 +108,21 @@ def smaller_sentence(profile: MemoryProfile) -> str | None:
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
-def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
+def saved_sentences(profile: MemoryProfile) -> Iterator[str]:
     total = figures.all_saved_bytes(profile)
     if total and profile.saved:
         compiled = all(map(is_compiled, profile.saved))
         whose = " A compiled graph saved it, so that shapes are known and modules are not." if compiled else ""
         yield f"Autograd saved {units.format_bytes(total)} for the backward pass.{whose}"
-    yield from _block_sentences(run, profile)
+    yield from _block_sentences(profile)
 
 
-def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    copies = _copies_saved(run, profile)
+def _block_sentences(profile: MemoryProfile) -> Iterator[str]:
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
         times = f", {units.three_digits(block.saved_bytes / stream)} times its input" if stream else ""
         saves = f"saves {units.format_bytes(block.saved_bytes)} of activations for backward{times}"
-        saves = (saves if block.saved_bytes else "saves no activations for backward") + copies
+        saves = saves if block.saved_bytes else "saves no activations for backward"
         leaves = (
             f", and its backward pass leaves {units.format_bytes(block.gradient_bytes)} of parameters' gradients"
             if block.gradient_bytes is not None
@@ -139,22 +135,6 @@ def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
         saved = sum(block.saved_bytes for block in others) + (beyond.num_bytes if beyond else 0)
         kinds = "is 1 more kind" if count == 1 else f"are {count} more kinds"
         yield f"There {kinds} of block; one of each together save {units.format_bytes(saved)}."
-
-
-def _copies_saved(run: Run, profile: MemoryProfile) -> str:
-    copies = [
-        tensors
-        for tensors in profile.saved
-        if tensors.category == "autocast_copies" and tensors.module.startswith("blocks.")
-    ]
-    shape = run.spec.model.shape if run.spec else None
-    if not figures.saved_bytes(copies):
-        return ""
-    alike = len(profile.blocks) == 1 and not profile.saved_left_out
-    if shape is None or not alike or any(tensors.count % shape.num_layers for tensors in copies):
-        return ", not counting low-precision copies of its weights"
-    size = units.format_bytes(figures.saved_bytes(copies) // shape.num_layers)
-    return f", and {size} of low-precision copies of its weights"
 
 
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:

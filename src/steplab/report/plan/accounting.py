@@ -8,7 +8,6 @@ from steplab.report.kit.document import Column, Document, Equation, Equations, R
 from steplab.report.kit.quantities import NUMBER
 
 _TOLD_FIRST = (0, 3)
-"""Answers before all derivations."""
 
 
 def accounting_document(found: Accounting) -> Document:

@@ -1,5 +1,3 @@
-"""The report of a job's layouts."""
-
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,7 +21,6 @@ _PARTS = (
 )
 """Field, words, number of the colour."""
 _MEMORY = (("allocated", 1), ("also reserved", 3), ("room to be sure", 5))
-"""Words, number of the colour."""
 
 
 def layouts_document(plan: LayoutPlan) -> Document:
@@ -95,11 +92,9 @@ _SLOW = (
     ("attention", "plain", "--attention sdpa"),
     ("compile", "off", "--compile block"),
 )
-"""Defaults unusual at scale: field, value, and the option instead."""
 
 
 def network_words(plan: LayoutPlan) -> str:
-    """With its source."""
     reached = units.format_rate(plan.network_bytes_per_s or 0.0, "B/s")
     stated = plan.network_stated_bytes_per_s
     if stated is None:
@@ -116,7 +111,6 @@ def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
 
 
 def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
-    """Days for these tokens with steps of this length."""
     return tokens / plan.tokens_per_step * step_s / 86_400
 
 

@@ -7,7 +7,7 @@ from steplab.records.layout_plan import LayoutTime
 from steplab.records.prediction import FitVerdict, MemoryPrediction
 from steplab.records.rows import Row
 from steplab.records.step_time import PhaseTimes, PlannedStep
-from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Sentences, Table, Verdict
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Document, Section, Sentences, Table, Verdict
 from steplab.report.kit.grouping import told_once
 from steplab.report.memory.figures import smallest_card
 from steplab.report.plan.document import ANSWERS
@@ -45,8 +45,8 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
         yield f"{fitting} of {judged} steps {verb} on {gpu}{f' ({others})' if others else ''}."
 
 
-def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
-    return Section.of("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
+def planning_blocks(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> tuple[Block, ...]:
+    return planned_table(steps, measured), _missing(steps)
 
 
 def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:

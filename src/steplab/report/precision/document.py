@@ -1,5 +1,3 @@
-"""The report of precision: audits, sums and timed runs."""
-
 from collections.abc import Callable, Iterator, Sequence
 
 from steplab.records.numerics import Accumulation, Audit, Numerics, OperationAudit
@@ -19,7 +17,7 @@ from steplab.report.precision.tables import (
     type_table,
 )
 from steplab.report.precision.words import COMPUTED_IN, NORMS, title
-from steplab.report.report import NOTHING, Chapter, Context, several_answers
+from steplab.report.report import NOTHING, Chapter, Context, JointReport, several_answers
 from steplab.specs.step import AUTOCAST
 from steplab.units import format_share, listed
 
@@ -102,7 +100,7 @@ def _cautions(audit: Audit) -> Iterator[str]:
         yield "Warning: the loss is not finite."
 
 
-def _verdict(records: Sequence[Numerics]) -> Verdict:
+def _verdict(records: Sequence[Numerics], context: Context = NOTHING) -> Verdict:
     return several_answers([(title(record), precision_verdict(record)) for record in records])
 
 
@@ -156,30 +154,16 @@ def _sums(accumulations: Sequence[Accumulation]) -> Section:
     return Section.of(title_of_sums(accumulations), sum_table(accumulations))
 
 
-class _PrecisionReport:
-    is_joint = True
-
-    @property
-    def chapters(self) -> tuple[Chapter, ...]:
-        return (Chapter(name="precision", make=_chapter),)
-
-    def verdict(self, records: Sequence[Numerics], context: Context = NOTHING) -> Verdict:
-        return _verdict(records)
-
-    def documents(self, records: Sequence[Numerics], context: Context = NOTHING) -> list[Document]:
-        return [precision_document(records)]
-
-
-def _chapter(numerics: Sequence[Numerics], context: Context) -> Section:
+def _blocks(numerics: Sequence[Numerics], context: Context) -> Iterator[Section]:
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in context.runs if run.study in studies]
-    return Section.of(
-        "Precision",
-        Section.of("One step in each precision", timing_table(timed)),
-        *(_part(record, context.answered) for record in numerics if record.spec),
-        _sums(_accumulations(numerics)),
-        anchor="precision",
-    )
+    yield Section.of("One step in each precision", timing_table(timed))
+    yield from (_part(record, context.answered) for record in numerics if record.spec)
+    yield _sums(_accumulations(numerics))
 
 
-REPORT = _PrecisionReport()
+REPORT = JointReport(
+    chapters=(Chapter(title="Precision", anchor="precision", blocks=_blocks),),
+    verdict=_verdict,
+    documents=lambda records, context=NOTHING: [precision_document(records)],
+)

@@ -1,5 +1,3 @@
-"""Figures of an audit of precision."""
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -55,7 +53,6 @@ def short(dtype: str) -> str:
 
 
 def shorts(dtypes: Iterable[str]) -> str:
-    """A dash without types."""
     return ", ".join(map(short, dtypes)) or "–"
 
 

@@ -146,7 +146,6 @@ def _counts(found: Elements) -> Row:
 
 
 def loss_table(audit: Audit) -> Table:
-    """The whole model, then modules, most losses first."""
     rows: list[Row] = [
         {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
     ]
@@ -215,7 +214,6 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
 # --- the timed runs ---------------------------------------------------------------------------------------
 
 _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, "host_peak_bytes": 5}
-"""Ranks of columns on a narrow terminal, if unlike a table of runs: phases matter here."""
 
 
 def timing_table(runs: Sequence[Run]) -> Table:

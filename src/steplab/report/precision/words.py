@@ -35,7 +35,6 @@ NORMS = {
     "batch_norm": "BatchNorm",
     "instance_norm": "InstanceNorm",
 }
-"""Normalising operations and their names."""
 
 
 def heading(numerics: Numerics) -> str:

@@ -33,7 +33,6 @@ class Work:
     ceiling_share: float | None
     """FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
     dtype: str
-    """Number format of most FLOPs; '' if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,6 @@ class AttentionRow:
     """forward, backward; outside without marked phases."""
     work: Work
     uncounted: tuple[str, ...]
-    """Operators without a FLOP rule, most time first."""
 
 
 def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:

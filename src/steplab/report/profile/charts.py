@@ -1,16 +1,14 @@
 from collections.abc import Iterator
 
 from steplab import units
-from steplab.records.profile import CATEGORIES, Profile
+from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.charts import category_color, category_legend, color_number
 from steplab.report.kit.document import Bar, Bars, Segment
-from steplab.report.kit.kernel_names import short_kernel
 from steplab.report.profile import words
-from steplab.report.profile.figures import Span, TopKernel, passes, shown_categories, spans, top_kernels
+from steplab.report.profile.figures import Span, passes, shown_categories, spans
 
 BUSY, WAITS, IDLE = 1, 2, 7
-_TOP = 8
 
 
 def device_time(run: Run, profile: Profile) -> Bars:
@@ -59,31 +57,6 @@ def _category_segments(name: str, span: Span) -> Iterator[Segment]:
         if share:
             tip = f"{name}: {category} {units.format_time(seconds)}, {units.format_percent(share)} of the busy time"
             yield Segment(value=share, color=_color(category), tip=tip)
-
-
-def kernel_bars(profile: Profile) -> Iterator[tuple[str, Bars]]:
-    word = words.kernels_word(profile)
-    for phase in profile.phases:
-        kernels = top_kernels(profile, (phase.phase,))
-        if not kernels:
-            continue
-        rest = sum(kernel.share for kernel in kernels[_TOP:])
-        note = f"Time per step, and share of the time of the phase's {word}, summed over all places of the model."
-        note += f" {len(kernels) - _TOP} more take {units.format_percent(rest)}." if rest else ""
-        shown = [category for category in CATEGORIES if any(k.category == category for k in kernels[:_TOP])]
-        bars = tuple(map(_kernel_bar, kernels[:_TOP]))
-        yield phase.phase, Bars(bars=bars, legend=category_legend(shown), note=note)
-
-
-def _kernel_bar(kernel: TopKernel) -> Bar:
-    where = ", ".join(filter(None, kernel.ranges[:3])) or "no range"
-    tip = f"{short_kernel(kernel.name, 160)}; {kernel.category}; {where}"
-    return Bar(
-        label=kernel.short,
-        figure=f"{units.format_time(kernel.time_s)}, {units.format_percent(kernel.share)}",
-        segments=(Segment(value=kernel.time_s, color=_color(kernel.category), tip=tip),),
-        detail=f"{words.calls_text(kernel.calls)} calls",
-    )
 
 
 def _color(category: str) -> int:

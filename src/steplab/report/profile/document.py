@@ -1,5 +1,3 @@
-"""The report of a profile."""
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from steplab import units
@@ -7,11 +5,20 @@ from steplab.errors import UserError
 from steplab.records.finding import Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.kit.document import MOST_IN_FULL, Document, Section, Sentences, Verdict, later, records_in_full
+from steplab.report.kit.document import (
+    MOST_IN_FULL,
+    Block,
+    Document,
+    Section,
+    Sentences,
+    Verdict,
+    later,
+    records_in_full,
+)
 from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
-from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.charts import category_bars, device_time
 from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
@@ -38,12 +45,12 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
     """
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
-    section = profile_chapter(cells_of([run]), {run.id: findings} if findings else {})
+    blocks = profile_blocks(cells_of([run]), {run.id: findings} if findings else {})
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=profile_verdict(run, run.profile, findings),
-        sections=(section,),
+        sections=(Section.of(TITLE, *blocks, anchor="profiles"),),
         data=kernel_rows(run.profile),
     )
 
@@ -57,7 +64,7 @@ def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None
     return Verdict(sentences=(*finding_sentences(run, findings), *timed), cautions=cautions)
 
 
-def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section:
+def profile_blocks(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Iterator[Block]:
     profiled = [cell for cell in cells if cell.run.profile]
     fields, found = varying(cells), findings or {}
 
@@ -70,9 +77,8 @@ def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] |
         first = [findings_section(found[cell.id])] if cell.id in found else []
         return Section.of_record(words.heading(run, profile), told, [*first, *_sections(run, profile)], title=title)
 
-    cautions = Sentences.of(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
-    shown = records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
-    return Section.of(TITLE, cautions, *shown, anchor="profiles")
+    yield Sentences.of(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
+    yield from records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
 
 
 def _doubts(profile: Profile) -> tuple[str, ...]:
@@ -90,8 +96,7 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield Section.of("Categories", category_bars(run, profile), category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences.of(words.top_kernel_sentences(profile), "finding")
-        bars = (Section.of(phase, block) for phase, block in kernel_bars(profile))
-        yield Section.of(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
+        yield Section.of(f"Top {words.kernels_word(profile)}", tops, kernel_table(profile))
     if rows := attention_rows(run, profile):
         notes = Sentences.of(attention_notes(run, rows), "note")
         yield Section.of("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)

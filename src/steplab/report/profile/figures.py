@@ -23,7 +23,6 @@ class Span:
     phase: str
     """One of PHASES, outside, or step for all of them."""
     window_s: float
-    """busy + host-bound + idle."""
     busy_s: float
     host_bound_s: float
     """Idle because the next kernel was not launched yet."""
@@ -35,7 +34,6 @@ class Span:
     """Unprofiled median; None if not timed."""
 
     def share(self, category: str) -> float | None:
-        """In the busy time; None if zero."""
         return self.categories.get(category, 0.0) / self.busy_s if self.busy_s else None
 
 
@@ -95,16 +93,12 @@ def shown_categories(profile: Profile) -> list[str]:
 class TopKernel:
     name: str
     short: str
-    """Unique within the profile."""
     category: str
     phase: str
     ranges: tuple[str, ...]
-    """Ranges of the model, most time first."""
     calls: float
-    """Per step."""
     time_s: float
     share: float
-    """Share of all these kernels' durations."""
     median_s: float
     """Per call; over several ranges, the median of medians weighted by calls."""
     median_is_exact: bool
@@ -144,7 +138,6 @@ def _merge(
 
 
 def _median_of_medians(parts: list[KernelStats]) -> float:
-    """Parts' medians are weighted by calls."""
     ordered = sorted(parts, key=lambda part: part.median_s)
     calls = sum(part.calls for part in ordered)
     middle = []

@@ -95,7 +95,6 @@ def roofline_points(run: Run, profile: Profile) -> list[Point]:
 
 
 def roofline(run: Run, profile: Profile) -> Chart | None:
-    """None if no operator has both FLOPs and bytes."""
     every = roofline_points(run, profile)
     points = [point for point in every if point.share >= _LEAST_SHARE]
     if not points:

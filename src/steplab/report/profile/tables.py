@@ -1,7 +1,6 @@
 """Tables of a profile, per step; rows for programs also hold totals."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from steplab import units
@@ -72,8 +71,7 @@ def _timelines(seen: TracedRanks) -> Chart | None:
     until_ns = max(step_end_ns(timeline) for _, timeline in drawn)
     names = {category for _, timeline in drawn for category in timeline.categories}
     pictures = tuple(
-        replace(step_picture(timeline, _ROWS, title=f"rank {rank.rank}", until_ns=until_ns), subtitle="")
-        for rank, timeline in drawn
+        step_picture(timeline, _ROWS, title=f"rank {rank.rank}", until_ns=until_ns) for rank, timeline in drawn
     )
     note = "The last step of each rank, on one axis of time from its own beginning."
     return Chart(pictures=pictures, legend=category_legend([name for name in CATEGORIES if name in names]), note=note)
@@ -162,7 +160,7 @@ def kernel_table(profile: Profile) -> Table:
             Column(key="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
             Column(key="calls", quantity=_CALLS, rank=1),
             Column(key="time_s", header="time"),
-            Column(key="share", quantity=PERCENT),
+            Column(key="share", quantity=PERCENT, bar=True),
             Column(key="median_s", header="median", rank=4, value=median),
         ),
         caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "

@@ -1,27 +1,20 @@
-"""The timeline of a profiled step, and of one block kernel by kernel."""
-
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile, Timeline
-from steplab.report.kit.charts import MUTED, category_color, category_legend, css_color, svg
+from steplab.report.kit.charts import MUTED, Drawing, category_color, category_legend
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part, short_kernel
-from steplab.report.kit.timelines import (
-    BOTTOM,
-    LETTER_PX,
-    WIDTH,
-    Frame,
-    axis,
-    step_picture,
-    stream_names,
-    titled,
-    words_at,
-)
+from steplab.report.kit.labels import text_width
+from steplab.report.kit.timelines import LETTERS, ROW, step_picture, stream_axes
 
-_NAMES = 18  # height of the row of ranges
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = 0.6  # height of the names of ranges, in rows
 _MOST_STREAMS = 8
 
 
@@ -32,9 +25,7 @@ class CloseUp:
     """In nanoseconds from the beginning of the step."""
     end_ns: int
     ranges: tuple[tuple[str, int, int], ...]
-    """Name, start and end; they begin in the stretch."""
     kernels: tuple[int, ...]
-    """Numbers in the timeline; they begin in the stretch."""
 
 
 def timeline_chart(profile: Profile) -> Chart | None:
@@ -65,44 +56,40 @@ def _busiest_streams(timeline: Timeline) -> tuple[int, ...]:
 
 
 def _close_picture(timeline: Timeline, window: CloseUp, names: Mapping[int, str]) -> Picture:
-    row_px = 40 if len(names) < 4 else 26
-    used = tuple(stream for stream in names if any(timeline.stream[k] == stream for k in window.kernels))
-    frame = Frame(
-        start_ns=window.start_ns,
-        end_ns=window.end_ns,
-        streams=used,
-        names=tuple(names[stream] for stream in used),
-        top=4 + _NAMES,
-        row_px=row_px,
-    )
-    body = [*axis(frame), *_ranges(window, frame), *stream_names(frame)]
-    for index in window.kernels:
-        if timeline.stream[index] in used:
-            body.append(_kernel(timeline, index, frame))
+    rows = {stream: row for row, stream in enumerate(_used(timeline, window, names))}
     title = f"{window.title}, {units.format_time((window.end_ns - window.start_ns) / 1e9)}"
-    return Picture(title=title, svg=svg(title, WIDTH, frame.bottom + BOTTOM, "".join(body)), width=WIDTH)
+    used = tuple(names[stream] for stream in rows)
+    with stream_axes(title, used, window.start_ns, window.end_ns, above=_NAMES) as (picture, axes):
+        drawn = [index for index in window.kernels if timeline.stream[index] in rows]
+        kinds = [timeline.kernel[index] for index in drawn]
+        bars = axes.barh(
+            [rows[timeline.stream[index]] for index in drawn],
+            [timeline.duration_ns[index] for index in drawn],
+            ROW,
+            [timeline.start_ns[index] for index in drawn],
+            align="edge",
+            color=[category_color(timeline.categories[kind]) for kind in kinds],
+        )
+        for patch, index, kind in zip(bars, drawn, kinds, strict=True):
+            name, category = short_kernel(timeline.names[kind], 160), timeline.categories[kind]
+            picture.tip(patch, f"{name}: {category}, {units.format_time(timeline.duration_ns[index] / 1e9)}")
+        _ranges(picture, axes, window)
+    return picture.picture(title)
 
 
-def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:
-    kernel, start_ns, lasts_ns = timeline.kernel[index], timeline.start_ns[index], timeline.duration_ns[index]
-    left, right = frame.x(start_ns), frame.x(start_ns + lasts_ns)
-    name, category = short_kernel(timeline.names[kernel], 160), timeline.categories[kernel]
-    width = max(right - left, 0.3)
-    box = f"M{left:.2f} {frame.y(timeline.stream[index]):g}h{width:.2f}v{frame.row_px:g}h{-width:.2f}z"
-    tip = f"{name}: {category}, {units.format_time(lasts_ns / 1e9)}"
-    return titled(tip, f'<path d="{box}" fill="{css_color(category_color(category))}"/>')
+def _used(timeline: Timeline, window: CloseUp, names: Mapping[int, str]) -> list[int]:
+    return [stream for stream in names if any(timeline.stream[k] == stream for k in window.kernels)]
 
 
-def _ranges(window: CloseUp, frame: Frame) -> Iterator[str]:
+def _ranges(picture: Drawing, axes: "Axes", window: CloseUp) -> None:
+    px_per_ns = axes.bbox.width / (window.end_ns - window.start_ns)
     for name, start_ns, end_ns in window.ranges:
-        left, right = frame.x(start_ns), frame.x(end_ns)
+        ends = [start_ns, start_ns, end_ns, end_ns]
+        (bracket,) = axes.plot(ends, [-0.05, -0.15, -0.15, -0.05], color=MUTED, linewidth=1)
+        picture.tip(bracket, f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}")
         text = last_part(name)
-        fits = len(text) * LETTER_PX <= right - left
-        end = max(right - 0.5, left + 1)
-        bracket = f"M{left + 0.5:.1f} {_NAMES + 0.5}V{_NAMES - 3.5}H{end:.1f}V{_NAMES + 0.5}"
-        drawn = f'<path d="{bracket}" fill="none" stroke="{css_color(MUTED)}"/>'
-        drawn += words_at((left + right) / 2, 11, text, MUTED, "middle") if fits else ""
-        yield titled(f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}", drawn)
+        if text_width(text, LETTERS) <= (end_ns - start_ns) * px_per_ns:
+            axes.text((start_ns + end_ns) / 2, -0.2, text, fontsize=LETTERS, color=MUTED, ha="center", va="bottom")
 
 
 _PHASES = ("forward", "backward")

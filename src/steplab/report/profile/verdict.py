@@ -20,7 +20,7 @@ from steplab.report.kit.document import (
     Verdict,
     row_of,
 )
-from steplab.report.kit.quantities import PERCENT, TIME, Quantity
+from steplab.report.kit.quantities import PERCENT, TIME, Quantity, in_unit
 from steplab.report.profile.words import largest_categories, time_sentence
 from steplab.report.run.one_run import run_title
 from steplab.report.run.verdict import run_cautions
@@ -32,7 +32,6 @@ _NOTE = (
 )
 _COLOR = 1
 _LEAST = 0.01
-"""Least share of the step for a headline."""
 
 
 def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
@@ -100,7 +99,6 @@ def saved_words(finding: Finding) -> str:
 
 
 def saving_facts(findings: Findings) -> list[Fact]:
-    """The largest predicted saving, as a share of the step; empty without one."""
     if not findings.step_s or not findings.findings or (saves_s := findings.findings[0].saves_s) is None:
         return []
     text = f"largest predicted saving: {_options(findings.findings[0]) or findings.findings[0].title}"
@@ -197,14 +195,8 @@ def _gain(finding: Finding, step_s: float | None) -> str:
 
 def _figure(evidence: Evidence) -> str:
     value = evidence.value
-    if evidence.unit == "s":
-        return units.format_time(value)
-    if evidence.unit == "B":
-        return units.format_bytes(value)
-    if evidence.unit == "%":
-        return units.format_percent(value / 100)
     if evidence.unit:
-        return units.format_rate(value, evidence.unit)
+        return in_unit(value, evidence.unit)
     return f"{value:.0f}" if value == round(value) or value >= 100 else units.three_digits(value)
 
 

@@ -16,7 +16,6 @@ def device_word(profile: Profile) -> str:
 
 
 def has_host(profile: Profile) -> bool:
-    """True if the device is not the host itself."""
     return profile.device != "cpu"
 
 
@@ -32,7 +31,6 @@ def heading(run: Run, profile: Profile) -> str:
 
 
 def caution(run: Run) -> str:
-    """Profiled times are not step times."""
     if run.timing is None:
         return "The profiler slows the host, so only shares, kernels and gaps count here. No step was timed without it."
     return PROFILED

@@ -1,8 +1,4 @@
-"""The fields that distinguish the runs of a page, and the place of each run in a chart.
-
-The first two varying fields of size become the x axis (model, and context within it). Other varying fields become
-colours, or panels if one chart would be crowded.
-"""
+"""The fields that distinguish the runs of a page, and the place of each run in a chart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +6,6 @@ from dataclasses import dataclass, replace
 from steplab.printing import plain
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.kit.axes import Layout
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.labels import short_name
 from steplab.specs.step import STEP_FIELDS
@@ -18,7 +13,7 @@ from steplab.specs.step import STEP_FIELDS
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
 AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
-"""Fields of size, in their order as axes."""
+_QUANTITIES = tuple(field for field in AXES if _STEP[field].type is int)
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
 
 FIELDS = (
@@ -35,12 +30,10 @@ _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
 """Fields that must agree for comparing another."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
-"""Fields split a crowded chart into panels in this order."""
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
 _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
 _MOST_SAID = 4
 _MOST_SERIES = 6
-_MOST_MARKS = 48
 _MOST_NAMES = 3
 
 
@@ -60,7 +53,6 @@ class RunCell:
 
 
 def cells_of(runs: Sequence[Run]) -> list[RunCell]:
-    """Ordered by fields: sizes ascending, choices as on the command line."""
     seen: dict[tuple[Scalar, ...], int] = {}
     cells = []
     for run in sorted(runs, key=lambda run: run.created_utc):
@@ -132,13 +124,6 @@ def varying(cells: Sequence[RunCell]) -> list[str]:
     return [f for f in differing if not all(f in c.unsaid for c in cells)]
 
 
-def short(field: str, value: Scalar) -> str:
-    if value is None:
-        return ""
-    step = _STEP.get(field)
-    return step.about.words.get(value, step.text(value)) if step else str(value)
-
-
 def said(field: str, value: Scalar) -> str:
     """A value with its field: 'context 1024', 'compiled (max-autotune)'."""
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
@@ -147,10 +132,6 @@ def said(field: str, value: Scalar) -> str:
 def is_usual(field: str, value: Scalar) -> bool:
     """True for the default of a field that is no size."""
     return field in _STEP and field not in AXES and str(value) == str(_STEP[field].default)
-
-
-def axis_name(field: str) -> str:
-    return _STEP[field].axis_name if field in _STEP else field
 
 
 def label(cell: RunCell, fields: Sequence[str]) -> str:
@@ -175,45 +156,32 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
     return [field for field in known if field not in _USUAL or str(values[field]) != _USUAL[field]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Panel:
-    title: str
-    marks: tuple[tuple[int, int, RunCell], ...]
-
-
-def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
-    """Returns at least one panel."""
+def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
+    """Cells by panel and series over the size that varies; None if no series has two sizes."""
     rest = varying(cells)
-    axes = [field for field in AXES if field in rest][:2] or rest[:1]
-    rest = [field for field in rest if field not in axes]
-    positions = _distinct(cells, axes)
+    axis = next((field for field in _QUANTITIES if field in rest), None)
+    if axis is None or any(not cell.values[axis] for cell in cells):
+        return None
+    rest.remove(axis)
     panel_fields: list[str] = []
-    while len(rest) > 1 and _crowded(len(positions), len(_distinct(cells, rest))):
-        moved = min(rest, key=lambda field: _PANEL_ORDER.get(field, 99))
-        rest.remove(moved)
-        panel_fields.append(moved)
-    series = _distinct(cells, rest)
-    panels = []
-    for values in _distinct(cells, panel_fields):
-        inside = [cell for cell in cells if _key(cell, panel_fields) == values]
-        panels.append(
-            Panel(
-                title=_series_label(inside, panel_fields, values) if panel_fields else "",
-                marks=tuple((positions.index(_key(c, axes)), series.index(_key(c, rest)), c) for c in inside),
-            )
-        )
-    layout = Layout(
-        outer=axis_name(axes[0]) if axes else None,
-        inner=axis_name(axes[1]) if len(axes) > 1 else None,
-        positions=tuple(_position_label(cells, axes, position) for position in positions),
-        series=tuple(_series_label([c for c in cells if _key(c, rest) == key], rest, key) for key in series),
-        ordered=bool(axes) and axes[-1] in ("context", "batch"),
-    )
-    return layout, tuple(panels)
+    while len(rest) > 1 and len(_distinct(cells, rest)) > _MOST_SERIES:
+        panel_fields.append(min(rest, key=lambda field: _PANEL_ORDER.get(field, 99)))
+        rest.remove(panel_fields[-1])
+    titles, names = _labels(cells, panel_fields), _labels(cells, rest)
+    panels: dict[str, dict[str, list[RunCell]]] = {title: {} for title in titles.values()}
+    for key, name in names.items():
+        for cell in cells:
+            if _key(cell, rest) == key:
+                panels[titles[_key(cell, panel_fields)]].setdefault(name, []).append(cell)
+    sizes = ({cell.values[axis] for cell in some} for lines in panels.values() for some in lines.values())
+    return (axis, panels) if max(map(len, sizes)) > 1 else None
 
 
-def _crowded(num_positions: int, num_series: int) -> bool:
-    return num_series > _MOST_SERIES or num_positions * num_series > _MOST_MARKS
+def _labels(cells: Sequence[RunCell], fields: Sequence[str]) -> dict[tuple[Scalar, ...], str]:
+    if not fields:
+        return {(): ""}
+    keys = _distinct(cells, fields)
+    return {key: _series_label([c for c in cells if _key(c, fields) == key], fields, key) for key in keys}
 
 
 def _key(cell: RunCell, fields: Sequence[str]) -> tuple[Scalar, ...]:
@@ -229,12 +197,3 @@ def _distinct(cells: Sequence[RunCell], fields: Sequence[str]) -> list[tuple[Sca
 def _series_label(cells: Sequence[RunCell], fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
     values = dict(zip(fields, key, strict=True))
     return " · ".join(_said_of(cells, field, values[field]) for field in _telling(fields, values)) or "other"
-
-
-def _position_label(cells: Sequence[RunCell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:
-    if not axes:
-        return (label(cells[0], ()), "")
-    if axes == ["repeat"]:
-        return (_said_of([cell for cell in cells if _key(cell, axes) == key], "repeat", key[0]), "")
-    outer = short(axes[0], key[0])
-    return (outer, short(axes[1], key[1])) if len(axes) > 1 else (outer, "")

@@ -1,12 +1,10 @@
-"""Chapters about measured steps, for one run or several, on terminals and pages."""
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
-from steplab.records.timing import Timing, curve
+from steplab.records.timing import curve
 from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import TIME, TIMES, quotient
@@ -15,8 +13,7 @@ from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
-from steplab.report.run.effects import effects_sections
-from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
+from steplab.report.run.first_steps import first_steps_table
 from steplab.report.run.one_run import (
     WARMUP_COUNTS,
     choices,
@@ -65,17 +62,12 @@ TERMS = (
 _MANY = 4  # runs; more are listed separately
 
 
-def failure_chapter(cells: Sequence[RunCell]) -> Section:
-    """For a single run; see `missing_chapter` for several."""
-    failure = cells[0].run.failure if len(cells) == 1 else None
-    return Section.of("Failure", *(failure_blocks(failure) if failure else ()), anchor="failure")
+def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
+    if len(cells) == 1 and (why := cells[0].run.failure):
+        yield from failure_blocks(why)
 
 
-def step_time_chapter(cells: Sequence[RunCell]) -> Section:
-    return Section.of("Step time", *_step_time(cells), anchor="time")
-
-
-def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
+def step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
     if not any(cell.run.median_s is not None for cell in cells):
         return
     if len(cells) > 1:
@@ -85,26 +77,17 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
         yield Sentences.of(choices(cells[0].run), "note")
 
 
-def phases_chapter(cells: Sequence[RunCell]) -> Section:
-    tables: Iterable[Block] = []
+def phases_of_steps(cells: Sequence[RunCell]) -> Iterator[Block | None]:
+    yield phases(cells)
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
-        tables = phase_blocks(cells[0].run, timing)
-    return Section.of("Phases of a step", phases(cells), *tables, anchor="phases")
+        yield from phase_blocks(cells[0].run, timing)
 
 
-def effects_chapter(cells: Sequence[RunCell]) -> Section:
-    return Section.of("Choices by size", *(effects_sections(cells) if len(cells) > 1 else ()), anchor="choices")
-
-
-def warmup_chapter(cells: Sequence[RunCell]) -> Section:
-    """When the step time settles, and the effect of fewer warm-up steps."""
+def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
     timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
-    return Section.of("Warm-up", *(_warmup(cells, timings) if timings else ()), anchor="warmup")
-
-
-def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Block]:
-    alone = len(cells) == 1
-    if alone:
+    if not timings:
+        return
+    if len(cells) == 1:
         yield Sentences.of([steady_sentence(curve(timings[0]))])
     else:
         counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
@@ -115,7 +98,7 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
     yield later(warmup_curves, cells)
     yield Section.of("Fewer warm-up steps", warmup_table(cells))
     if table := first_steps_table(worth_a_curve(cells)):
-        yield Section.of("The first steps", table, Sentences.of(first_steps_reasons(cells), "finding"))
+        yield Section.of("The first steps", table)
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
@@ -148,24 +131,21 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
     )
 
 
-def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    ranks = cells[0].run.ranks if len(cells) == 1 else ()
-    return Section.of("Ranks", *(rank_blocks(ranks) if ranks else ()), anchor="ranks")
+def ranks(cells: Sequence[RunCell]) -> Iterator[Block]:
+    if len(cells) == 1 and (found := cells[0].run.ranks):
+        yield from rank_blocks(found)
 
 
-def utilization_chapter(cells: Sequence[RunCell]) -> Section:
+def utilization(cells: Sequence[RunCell]) -> Iterable[Block]:
     """A single run's figures by convention; of several, whose shares the table of runs has, the doubts."""
-    if len(cells) == 1:
-        run = cells[0].run
-        blocks: Iterable[Block] = (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
-    else:
-        blocks = _told_once(cells, doubts)
-    return Section.of("Utilization", *blocks, anchor="utilization")
+    if len(cells) > 1:
+        return _told_once(cells, doubts)
+    run = cells[0].run
+    return (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
 
 
-def runs_chapter(cells: Sequence[RunCell]) -> Section:
-    blocks = (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
-    return Section.of("Runs", *blocks, anchor="runs")
+def runs(cells: Sequence[RunCell]) -> Iterable[Block]:
+    return (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
@@ -191,8 +171,8 @@ def _spread(run: Run) -> Row:
     return {"low_s": summary.low, "high_s": summary.high, "mean_s": summary.mean, "stdev_s": summary.stdev}
 
 
-def missing_chapter(cells: Sequence[RunCell]) -> Section:
-    return Section.of("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
+def missing(cells: Sequence[RunCell]) -> list[Block]:
+    return _told_once(cells, _missing if len(cells) > 1 else gaps)
 
 
 def _missing(run: Run) -> list[str]:

@@ -1,20 +1,17 @@
-"""Columns of tables of runs and studies, and two tables: records, and steps by attention.
+"""Columns of tables of runs and studies, and the table of records.
 
 A row (`records.rows.run_row`) holds figures in base units, as do JSON and CSV. Tables for people show differing
 columns, and common values in the caption.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
 from steplab.records.registry import KINDS
-from steplab.records.rows import Row, run_row
-from steplab.records.run import Run
+from steplab.records.rows import Row
 from steplab.records.run_figures import RUN_FIGURES
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
-from steplab.report.kit.grouping import grouped
-from steplab.report.kit.quantities import LABEL, TIMES, Quantity, quotient
+from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
@@ -66,7 +63,6 @@ def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:
-    """`columns` None: those that suit the rows."""
     sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
@@ -139,7 +135,7 @@ def _column(key: str, rows: Sequence[Row]) -> Column:
 
 
 def _differs(key: str, rows: Sequence[Row]) -> bool:
-    """True if a field distinguishes records: by its value, or because most, or some of one kind, lack it."""
+    """True if records differ in the field, or if many lack it."""
     values = {row.get(key) for row in rows} - _NONE
     if len(values) != 1:
         return len(values) > 1
@@ -151,38 +147,3 @@ def _differs(key: str, rows: Sequence[Row]) -> bool:
 def _said(column: Column, rows: Sequence[Row]) -> str:
     value = next((row[column.key] for row in rows if row.get(column.key) not in _NONE), None)
     return "" if value is None or column.quantity.show(value) == column.quiet else column.said(value)
-
-
-_LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
-"""Differing and measured fields follow the step's other fields."""
-_BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
-
-
-def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
-    """One row per run, with its speed relative to plain attention, eager and compiled; steps of one kind together.
-
-    Empty without a step with two kinds of attention.
-    """
-    # a factory's model brings its own attention
-    pairs = [(run.spec, run) for run in runs if run.spec and run.spec.model.kind != "factory"]
-    rows: list[Row] = []
-    for group in grouped(pairs, lambda pair: dataclasses.replace(pair[0], attention="plain", compile="off")).values():
-        if len({spec.attention for spec, _ in group}) > 1:
-            rows += _rows([run for _, run in group])
-    return rows
-
-
-def _rows(group: Sequence[Run]) -> list[Row]:
-    found = [run_row(run) for run in group]
-    plain = {(row["attention"], row["compile"]): row["step_time_s"] for row in found}
-    return [
-        row | {f"{name}_speed": quotient(plain.get(base), row["step_time_s"]) for name, base in _BASELINES.items()}
-        for row in found
-    ]
-
-
-def attention_steps(runs: Sequence[Run]) -> Table:
-    known = {column.key: column for column in COLUMNS}
-    columns = [known[key] for key in (*(f.column for f in STEP_FIELDS if f.column not in _LAST), *_LAST)]
-    speeds = [Column(key=f"{name}_speed", header=f"vs plain, {name}", quantity=TIMES, rank=1) for name in _BASELINES]
-    return rows_table(attention_step_rows(runs), (*columns[:-2], *speeds, *columns[-2:]))

@@ -38,7 +38,6 @@ def _settles(run: Run) -> bool:
 
 
 def warmup_curves(cells: Sequence[RunCell]) -> Chart | None:
-    """Warm-up steps have hollow marks; a line marks settling."""
     chosen = worth_a_curve(cells)
     if not chosen:
         return None

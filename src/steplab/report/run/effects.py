@@ -10,7 +10,7 @@ from steplab.comparison.turns import judged, of_starts, took_turns
 from steplab.records.comparison import Decision, Ratio
 from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
-from steplab.report.kit.document import MOST_ROWS, Bar, Bars, Column, Section, Segment, Table
+from steplab.report.kit.document import MOST_ROWS, Bar, Bars, Column, Segment, Table
 from steplab.report.kit.quantities import TIMES
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.specs.step import STEP_FIELDS
@@ -19,7 +19,6 @@ _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS
 
 
 _ALONE = 7
-"""Colour of a bar of one pair."""
 
 VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
 
@@ -40,14 +39,6 @@ class Pair:
     @property
     def after(self) -> RunCell:
         return self.starts[-1][1]
-
-    @property
-    def before_s(self) -> float:
-        return median(before.run.median_s or 0.0 for before, _ in self.starts)
-
-    @property
-    def after_s(self) -> float:
-        return median(after.run.median_s or 0.0 for _, after in self.starts)
 
     @property
     def ratio(self) -> float:
@@ -74,7 +65,6 @@ class Effect:
     field: str
     choice: str
     pairs: tuple[Pair, ...]
-    """Smallest gain first; at least one."""
 
     @property
     def faster(self) -> list[Pair]:
@@ -125,7 +115,6 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 
 def effect_words(effect: Effect) -> list[str]:
-    """A choice's gains over pairs; its losses and unsettled pairs."""
     told = _pays(effect)
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
@@ -139,7 +128,7 @@ def _pays(effect: Effect) -> list[str]:
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
     if count == 1:
         verb = VERBS.get(most.decision) or speed_words(most.ratio)
-        times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
+        times = f"{units.format_time(most.judged.a)} to {units.format_time(most.judged.b)}"
         why = " Starts of one step differ as much there." if most.decision in ("undecided", "not higher") else ""
         return [f"{effect.choice}: {verb} at {label(most.before, others)} ({times}).{why}"]
     pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
@@ -205,29 +194,38 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))
 
 
-def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
+def effects_table(cells: Sequence[RunCell]) -> Table:
     order = {cell.id: place for place, cell in enumerate(cells)}
-    effects = list(effects_of(cells))
-    for effect in effects:
-        if len(effect.pairs) > 1:
-            yield Section.of(effect.choice, _effect_table(effect, order))
-    if single := [effect for effect in effects if len(effect.pairs) == 1]:
-        yield Section.of("Choices with one pair of runs" if len(single) > 1 else single[0].choice, _single(single))
-
-
-def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
-    pairs = sorted(effect.pairs, key=lambda pair: order[pair.before.id])
-    fields = [field for field in varying([pair.before for pair in pairs]) if field != effect.field]
-    base, value = (said(effect.field, cell.values[effect.field]) for cell in (pairs[0].before, pairs[0].after))
-    return _pairs_table(f"{effect.field} {effect.choice}", pairs, fields, (base, value))
-
-
-def _single(effects: Sequence[Effect]) -> Table:
-    pairs = [effect.pairs[0] for effect in effects]
-    choices = {id(effect.pairs[0]): effect.choice for effect in effects}
-    choice = Column(key="choice", wraps_from=20, value=lambda pair: choices[id(pair)])
+    choices: dict[int, str] = {}
+    pairs = []
+    for effect in effects_of(cells):
+        choices |= {id(pair): effect.choice for pair in effect.pairs}
+        pairs += sorted(effect.pairs, key=lambda pair: order[pair.before.id])
     fields = varying([pair.before for pair in pairs])
-    return _pairs_table("choices with one pair", pairs, fields, ("before", "after"), choice)
+    caption = (
+        "Median step times of runs that differ in nothing else; the speed-up is the time before over the time after, "
+        "with its 95 % interval."
+    )
+    if any(pair.decision in VERBS for pair in pairs):
+        caption += (
+            " Undecided: the times differ by no more than starts of one step on such machines may. No difference: by "
+            "less than 5 %, or in turns less than 1 %."
+        )
+    columns = (
+        Column(key="choice", shared="{}", wraps_from=20, value=lambda pair: choices[id(pair)]),
+        Column(key="run", wraps_from=16, value=lambda pair: label(pair.before, fields)),
+        Column(key="before_s", header="before", value=lambda pair: pair.judged.a),
+        Column(key="after_s", header="after", value=lambda pair: pair.judged.b),
+        Column(key="ratio", header="speed-up", quantity=TIMES),
+        Column(key="low", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
+        Column(key="high", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
+        Column(key="certain", header="doubt", rank=1, value=lambda pair: VERBS.get(pair.decision, "")),
+        Column(key="before_bytes", header="peak before", rank=2, value=lambda pair: _peak_bytes(pair.before)),
+        Column(key="after_bytes", header="peak after", rank=2, value=lambda pair: _peak_bytes(pair.after)),
+        Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2, value=_bytes_ratio),
+        Column(key="ids", header="records", rank=3, wraps_from=12, value=_ids),
+    )
+    return Table.of("choices", pairs, columns, caption, first=MOST_ROWS)
 
 
 def _peak_bytes(cell: RunCell) -> int | None:
@@ -241,32 +239,3 @@ def _bytes_ratio(pair: Pair) -> float | None:
 
 def _ids(pair: Pair) -> str:
     return " ".join(cell.id for start in pair.starts for cell in start)
-
-
-def _pairs_table(
-    name: str, pairs: Sequence[Pair], fields: Sequence[str], called: tuple[str, str], *first: Column
-) -> Table:
-    caption = (
-        "Median step times of runs that differ in nothing else; the speed-up is the first over the second, with its "
-        "95 % interval."
-    )
-    if any(pair.decision in VERBS for pair in pairs):
-        caption += (
-            " Undecided: the times differ by no more than starts of one step on such machines may. No difference: by "
-            "less than 5 %, or in turns less than 1 %."
-        )
-    columns = (
-        *first,
-        Column(key="run", wraps_from=16, value=lambda pair: label(pair.before, fields)),
-        Column(key="before_s", header=called[0]),
-        Column(key="after_s", header=called[1]),
-        Column(key="ratio", header="speed-up", quantity=TIMES),
-        Column(key="low", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[0]),
-        Column(key="high", quantity=TIMES, rank=2, value=lambda pair: pair.interval and pair.interval[1]),
-        Column(key="certain", header="doubt", rank=1, value=lambda pair: VERBS.get(pair.decision, "")),
-        Column(key="before_bytes", header=f"peak, {called[0]}", rank=2, value=lambda pair: _peak_bytes(pair.before)),
-        Column(key="after_bytes", header=f"peak, {called[1]}", rank=2, value=lambda pair: _peak_bytes(pair.after)),
-        Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2, value=_bytes_ratio),
-        Column(key="ids", header="records", rank=3, wraps_from=12, value=_ids),
-    )
-    return Table.of(name, pairs, columns, caption, first=MOST_ROWS)

@@ -1,10 +1,8 @@
-"""Causes of long first steps, from their phases, the allocator and the clocks."""
+"""The first step beside the settled ones: extra time by phase, and memory taken."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 
-from steplab import units
-from steplab.records.disturbances import disturbances
 from steplab.records.memory import AllocatorState
 from steplab.records.rows import Row
 from steplab.records.run import Run
@@ -13,19 +11,6 @@ from steplab.report.kit.document import Column, Table
 from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
-
-_NOTICEABLE = 0.1
-"""Least excess of the first step, as a share of a settled one, for a reason."""
-_REASONS = {
-    ("cuda", "forward"): "the first call of every kernel loads its code onto the GPU, and cuBLAS and cuDNN make their "
-    "handles and choose kernels",
-    ("cuda", "backward"): "the kernels of the backward pass are loaded, and gradients are allocated",
-    ("cuda", "optimizer"): "the optimizer makes its state in the first step, and its kernels are loaded",
-    ("cpu", "forward"): "threads start, oneDNN prepares its primitives, and fresh memory is mapped page by page",
-    ("cpu", "backward"): "autograd's threads start, and the memory of the gradients is mapped page by page",
-    ("cpu", "optimizer"): "the optimizer makes its state in the first step",
-}
-"""By kind of device. Sources: CUDA C++ Programming Guide (lazy loading), cuBLAS (handles), torch.optim (state)."""
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
@@ -66,71 +51,9 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
             Column(key="id", header="record", rank=3),
         ),
         rows=tuple(rows),
-        caption="settled: median over the second half of all steps. + forward: its extra time in the first step.",
+        caption="settled: median over the second half of all steps. + forward: its extra time in the first step, which "
+        "loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
     )
-
-
-def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
-    fields = varying(cells)
-    told = []
-    for kind in ("cuda", "cpu"):
-        of_kind = [cell for cell in cells if cell.run.environment and cell.run.environment.device.kind == kind]
-        for name in ("forward", "backward", "optimizer"):
-            if worst := _worst(of_kind, name):
-                cell, excess_s = worst
-                told.append(
-                    f"{name.capitalize()}: up to {units.format_time(excess_s)} more in the first step "
-                    f"({label(cell, fields)}): {_REASONS[kind, name]}."
-                )
-    return told + list(_of_memory(cells, fields)) + list(_of_clocks(cells, fields))
-
-
-def _worst(cells: Sequence[RunCell], name: str) -> tuple[RunCell, float] | None:
-    """The undisturbed run with the largest excess of a phase in its first step; None if not noticeable.
-
-    A compiled run's first step is not its first call: another compiled it.
-    """
-    found = []
-    for cell in cells:
-        timing = cell.run.timing
-        settles = (
-            timing
-            and timing.first_step_s is None
-            and all(found.word == "waits for host" for found in disturbances(cell.run))
-        )
-        excess_s = _excess_s(timing, name) if timing and settles else None
-        if timing and excess_s is not None and excess_s > _NOTICEABLE * (_settled_s(timing, "step") or 0.0):
-            found.append((cell, excess_s))
-    return max(found, key=lambda pair: pair[1], default=None)
-
-
-def _of_memory(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
-    grown = [(cell, states) for cell in cells if (states := _states(cell.run)) and _reserved(states, 1) > 0]
-    if grown:
-        cell, states = max(grown, key=lambda pair: _reserved(pair[1], 1))
-        later = sum(_reserved(states, step) for step in range(2, len(states)))
-        calls = states[1].num_device_allocations - states[0].num_device_allocations
-        yield (
-            f"Allocator: in the first step it took {units.format_bytes(_reserved(states, 1))} from the device in "
-            f"{units.counted(calls, 'call')}, in later warm-up steps {units.format_bytes(later)} "
-            f"({label(cell, fields)}); each call waits for the device."
-        )
-
-
-def _of_clocks(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
-    clocks = [
-        (device.sm_clock_hz - device.idle_sm_clock_hz, device.idle_sm_clock_hz, device.sm_clock_hz, cell)
-        for cell in cells
-        if cell.run.environment
-        and (device := cell.run.environment.device).sm_clock_hz is not None
-        and device.idle_sm_clock_hz is not None
-    ]
-    if clocks and (risen := max(clocks, key=lambda found: found[0]))[0] > 0:
-        _, idle, busy, cell = risen
-        yield (
-            f"Clocks: the SMs ran at {units.format_rate(idle, 'Hz')} before the first step and at "
-            f"{units.format_rate(busy, 'Hz')} in the last warm-up step ({label(cell, fields)})."
-        )
 
 
 def _settled_s(timing: Timing, name: str) -> float | None:

@@ -30,7 +30,6 @@ def warmup_means(timing: Timing) -> dict[int, float | None]:
 
 
 def steady_words(samples: Sequence[float]) -> str:
-    """From 1: 'steady from step 3 of 15'."""
     if len(samples) < stats.FEWEST_FOR_STEADY:
         return f"too few steps to tell when it settles ({len(samples)}; at least {stats.FEWEST_FOR_STEADY} are needed)"
     first = stats.steady_from(samples)
@@ -55,7 +54,6 @@ def phase_names(run: Run) -> list[str]:
 
 
 def achieved_flops_per_s(used: Utilization) -> float | None:
-    """All devices together; None if the utilization is unknown."""
     if used.value is None or used.peak_flops_per_s is None:
         return None
     return used.value * used.peak_flops_per_s * used.num_devices
@@ -115,7 +113,6 @@ def gaps(run: Run) -> list[str]:
 
 
 def doubts(run: Run) -> list[str]:
-    """Notes on impossible figures, such as a utilization above 100 %."""
     return [note for note in run.notes if _is_doubt(note)]
 
 
@@ -198,7 +195,6 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:
-    """None if ranks did not time the same steps."""
     columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
     if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
         return None
@@ -274,7 +270,6 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
 
 
 def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
-    """Medians back to back and, if phases were also timed alone, by both clocks."""
     whole = run.median_s
     rows: list[Row] = []
     for name in (*phase_names(run), "step"):

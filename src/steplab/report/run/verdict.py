@@ -1,5 +1,3 @@
-"""The verdict on runs, and the summary of several."""
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -233,38 +231,30 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
+    """A single run's figures, or the highest of several."""
     fields = varying(cells)
+
+    def of(cell: RunCell, words: str, more: str = "") -> str:
+        if len(cells) == 1:
+            return words + more
+        told = [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))]
+        return f"{words}, the highest{more} ({label(cell, told)})"
+
+    if len(cells) == 1 and (step_s := cells[0].run.median_s):
+        yield Fact(figure=units.format_time(step_s), text="a step")
     rates = [(c.run.tokens_per_step / c.run.median_s, c) for c in cells if c.run.tokens_per_step and c.run.median_s]
     if rates:
         rate, cell = max(rates, key=lambda one: one[0])
-        yield Fact(figure=units.format_rate(rate, ""), text=f"tokens/s, the highest ({_short(cell, fields)})")
+        yield Fact(figure=units.format_rate(rate, ""), text=of(cell, "tokens/s"))
     used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
     if used:
-        best_used, cell = max(used, key=lambda one: one[0].value or 0.0)
-        text = f"MFU, the highest, of a dense {best_used.dtype} peak ({_short(cell, fields)})"
-        yield Fact(figure=units.format_share(best_used.value or 0.0), text=text)
+        most, cell = max(used, key=lambda one: one[0].value or 0.0)
+        peak = units.format_rate(most.peak_flops_per_s or 0, "FLOP/s")
+        text = of(cell, "MFU", f", of a dense {most.dtype} peak of {peak}")
+        yield Fact(figure=units.format_share(most.value or 0.0), text=text)
     peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if peaks:
         size, cell = max(peaks, key=lambda one: one[0])
         total = cell.run.memory.total_bytes if cell.run.memory else None
-        of_total = f" of {units.format_bytes(total)}" if total else ""
-        yield Fact(figure=units.format_bytes(size), text=f"largest peak memory{of_total} ({_short(cell, fields)})")
-
-
-def _short(cell: RunCell, fields: Sequence[str]) -> str:
-    return label(cell, [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))])
-
-
-def facts_of_one(run: Run) -> Iterator[Fact]:
-    if run.median_s:
-        yield Fact(figure=units.format_time(run.median_s), text="a step")
-        if run.tokens_per_step:
-            yield Fact(figure=units.format_rate(run.tokens_per_step / run.median_s, ""), text="tokens/s")
-    used = run.utilization("mfu", "causal")
-    if used and used.value is not None and not used.exceeds_peak:
-        peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
-        yield Fact(figure=units.format_share(used.value), text=f"MFU, of a dense {used.dtype} peak of {peak}")
-    if run.peak:
-        total = run.memory.total_bytes if run.memory else None
         of_total = f", of {units.format_bytes(total)} on the device" if total else ""
-        yield Fact(figure=units.format_bytes(run.peak.peak_allocated_bytes), text=f"peak of allocated memory{of_total}")
+        yield Fact(figure=units.format_bytes(size), text=of(cell, "peak of allocated memory", of_total))

@@ -42,7 +42,6 @@ def turns_document(
 
 
 def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
-    """With its interval, and a note if it is not the quotient of the shown times."""
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
