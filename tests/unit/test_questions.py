@@ -74,6 +74,37 @@ def of_factors() -> list[Record]:
     return [*runs, make_run({"model": "small", "context": 64, "precision": "bf16"}, timing=lasting(9.0))]
 
 
+def test_a_doubtful_step_counts_only_alone_and_a_question_may_have_an_answer_without_records(tmp_path: Path) -> None:
+    path = tmp_path / "steps.toml"
+    path.write_text(
+        """title = "Steps"
+[[chapter]]
+title = "Time"
+[[chapter.question]]
+asks = "How long?"
+rows_of = "runs"
+rows = "context"
+columns = [{ value = "step_time_s" }]
+figures.step = { value = "step_time_s" }
+answer = "{step}."
+[[chapter.question]]
+asks = "And compiled?"
+rows_of = "runs"
+where = { compile = "default" }
+figures.step = { value = "step_time_s" }
+answer = "{step}."
+otherwise = "As in the test."
+"""
+    )
+    outliers = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=(0.3,) * 6 + (0.9,) * 4),))
+    asked: dict[str, object] = {"model": "tiny", "context": 64}
+    quiet, disturbed = make_run(asked, timing=lasting(0.2)), make_run(asked, timing=outliers)
+    for records, told in (([quiet, disturbed], "200 ms."), ([disturbed], "300 ms.")):
+        document = questions_document(load_questions(str(path)), records, nothing)
+        assert [row["answer"] for row in document.data] == [told, "As in the test."]  # type: ignore[union-attr]
+    assert "Doubtful times: context 64 (outliers, unsteady)." in render(document, "md")
+
+
 def nothing(_: object) -> Document:
     return Document(title="", verdict=Verdict(sentences=("derived",)))
 
@@ -177,7 +208,7 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record], ans
 
 
 def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp_path: Path) -> None:
-    records = [record for record in recorded if record.name != "identical"]
+    records = [record for record in recorded if record.name not in ("identical", "dims")]
     fill(tmp_path / "store.db", *records)
     page = loaded(REPOSITORY / "docs" / "gallery" / "make.py").answers(records, tmp_path / "store.db")
     committed = (REPOSITORY / "docs" / "questions.md").read_text(encoding="utf-8")

@@ -51,9 +51,7 @@ class MeasuredVariant:
         self.step = VariantStep(study.step, variant, world)
         self._look("initialised")
 
-    def cell(
-        self, baseline: VariantStep | None, trace: Path | None, one_process: OneProcess | None = None
-    ) -> DdpCell:
+    def cell(self, baseline: VariantStep | None, trace: Path | None, one_process: OneProcess | None = None) -> DdpCell:
         """The variant's cell, equal on all ranks; a collective call.
 
         It alternates with `baseline`, if given. Rank 0 writes the trace to `trace`; None: no trace. None for
