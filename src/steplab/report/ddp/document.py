@@ -282,8 +282,8 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         )
     if apart := [cell.contender.label for cell in run.cells if (cell.deviation or 0.0) > _APART]:
         yield (
-            f"Warning: parameters differ from one process's: {', '.join(apart)}. Wrong gradients or updates do that; so "
-            "do gradients that are rounding alone, dropout, or batches without a seed."
+            f"Warning: parameters differ from one process's: {', '.join(apart)}. Wrong gradients or updates do that, "
+            "and gradients of rounding alone, dropout, or batches without a seed."
         )
     for cell in run.cells:
         if cell.failure:
