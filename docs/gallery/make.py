@@ -98,6 +98,11 @@ def _attention(head: Head) -> bool:
     )
 
 
+def _no_widths(head: Head) -> bool:
+    """All but the studies of head dimensions, which have a shape of the comparison with peers again, without peers."""
+    return head["name"] != "dims"
+
+
 def _on_four(head: Head) -> bool:
     """The layouts of four GPUs."""
     return prod(head["spec"]["layout"].values()) == 4
@@ -125,7 +130,6 @@ PAGES = {
                 PROFILES,
                 MEMORY,
                 PRECISION,
-                ATTENTION,
                 COLLECTIVES,
                 GLOO,
                 GLOO_TO_1_GB,
@@ -134,7 +138,7 @@ PAGES = {
             ),
             _every,
         )
-        | {ON_CPU: _named("quick")},
+        | {ON_CPU: _named("quick"), ATTENTION: _no_widths},
         questions="assignment",
     ),
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
@@ -154,7 +158,8 @@ def make(name: str, folder: Path = HERE) -> Path:
 
 _PICTURES = (
     "Pictures: memory over [forward alone](memory_forward.svg) and [a step](memory_bf16.png), "
-    "[data-parallel steps](ddp_timelines.png), [collectives](comm_time.png), [all](gallery/questions.html)."
+    "[data-parallel steps](ddp_timelines.png), [collectives](comm_time.png). "
+    "`python docs/gallery/make.py questions` makes the page with all of them."
 )
 _SHOWN: dict[str, dict[str, list[Any]]] = {
     "How long do forward and backward": {"context": [512]},

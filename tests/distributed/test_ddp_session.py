@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import UserError
 from steplab.measurement.ddp import session as ddp_session
+from steplab.measurement.ddp.one_process import CHECKED_STEPS, OneProcess
 from steplab.measurement.ddp.session import MeasuredVariant, measure_ddp
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
@@ -33,6 +34,8 @@ from steplab.specs.step import StepSpec
 cases = Cases()
 SHAPE = {"model.num_layers": "2", "model.d_model": "32", "model.d_ff": "64", "model.vocab_size": "50"}
 BUCKET_MB = 0.02
+ROUNDING = 1e-3
+"""Of a tensor's change in two steps, in fp32."""
 CPU = torch.device("cpu")
 
 
@@ -154,8 +157,11 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
     baseline, flat, sharded = cells.values()
     assert not baseline.ranks[0].baseline
     assert not baseline.ranks[0].alone_s
+    assert baseline.deviation is None
     for cell in (flat, sharded):
         assert cell.turns == "interleaved"
+        assert cell.deviation is not None
+        assert cell.deviation < ROUNDING
         assert [rank.rank for rank in cell.ranks] == [0, 1]
         for of_rank in cell.ranks:
             phases = {samples.phase for samples in of_rank.phases}
@@ -169,6 +175,27 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
     assert held["sharded"].optimizer_bytes < 1.2 * whole
     assert held["flat"].allocated_bytes is None
     assert held["flat"].other_bytes is None
+
+
+@cases
+def the_check_finds_parameters_that_are_not_one_process_s() -> None:
+    world = world_here()
+    study = study_of("fsdp2", "torch_ddp", accumulation="2")
+    one_process = OneProcess(study.step, world)
+
+    def deviation(kind: str, *, off: float = 1.0) -> float:
+        step = VariantStep(study.step, Variant(kind=kind), world)  # type: ignore[arg-type]
+        for _ in range(CHECKED_STEPS):
+            step.run()
+        with torch.no_grad():
+            next(step.module.parameters()).mul_(off)
+        return one_process.deviation_of(step.module)
+
+    assert all(change > 0 for change in one_process._changes)
+    assert deviation("fsdp2") < ROUNDING
+    assert deviation("torch_ddp") < ROUNDING
+    assert deviation("none") > 0.3
+    assert deviation("torch_ddp", off=1.01) > 10 * ROUNDING
 
 
 @cases

@@ -97,6 +97,13 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lab, "visible_gpus", lambda: 1)
     study, device = comm_study({"repeats": 7})
     assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
+    for given in (["2", "4", "6"], [6, 2, 4]):
+        study, device = comm_study({"processes": given, "collective": "all_reduce", "size": "1MB"})
+        assert (study.num_processes, device) == (6, "cpu")
+        assert {cell.world_size for cell in study.cells} == {2, 4, 6}
+    assert {cell.world_size for cell in comm_study({"processes": ["2", "6"]})[0].cells} == {2, 6}
+    with pytest.raises(UserError, match=r"processes must be a whole number, not '2\.5'"):
+        comm_study({"processes": "2.5"})
     with pytest.raises(UserError, match="--processes must be at least 2, not 1: a collective needs two processes"):
         comm_study({"processes": 1})
     with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes at least 128 MiB"):

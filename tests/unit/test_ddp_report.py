@@ -60,6 +60,16 @@ def test_the_slowest_rank_counts_in_the_step_and_in_the_step_without(run: DdpRun
     assert bounds[0] <= own - without <= bounds[1]
 
 
+def test_parameters_apart_from_one_process_s_are_in_the_table_and_far_apart_a_warning(run: DdpRun) -> None:
+    apart = {"flat": 1e-5, "overlap": 0.98}
+    cells = [dataclasses.replace(cell, deviation=apart.get(cell.contender.kind)) for cell in run.cells]
+    text = render_ddp(dataclasses.replace(run, cells=tuple(cells)), width=400)
+    assert "vs one process" in text
+    assert "1.0e-05" in text
+    assert "Warning: parameters differ from one process's: overlap." in text
+    assert "vs one process" not in render_ddp(run, width=400)
+
+
 def _slower(phases: tuple[PhaseSamples, ...], factor: float) -> tuple[PhaseSamples, ...]:
     return tuple(PhaseSamples(phase=p.phase, device_s=tuple(s * factor for s in p.best_s)) for p in phases)
 

@@ -74,6 +74,21 @@ def of_factors() -> list[Record]:
     return [*runs, make_run({"model": "small", "context": 64, "precision": "bf16"}, timing=lasting(9.0))]
 
 
+def test_a_doubtful_step_counts_only_alone_and_a_question_may_have_an_answer_without_records(tmp_path: Path) -> None:
+    path = tmp_path / "factors.toml"
+    path.write_text(
+        FACTORS + 'rows = "context"\ncolumns = [{ value = "step_time_s" }]\notherwise = "As in the test."\n'
+    )
+    outliers = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=(0.3,) * 6 + (0.9,) * 4),))
+    asked: dict[str, object] = {"model": "tiny", "context": 64, "precision": "fp16"}
+    quiet, disturbed = make_run(asked, timing=lasting(0.2)), make_run(asked, timing=outliers)
+    for records, told in (([], "As in the test."), ([quiet, disturbed], "200 ms."), ([disturbed], "300 ms.")):
+        document = questions_document(load_questions(str(path)), records, nothing)
+        data: Any = document.data
+        assert data[1]["answer"] == told
+    assert "Doubtful times: context 64 (outliers, unsteady)." in render(document, "md")
+
+
 def nothing(_: object) -> Document:
     return Document(title="", verdict=Verdict(sentences=("derived",)))
 
@@ -177,7 +192,7 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record], ans
 
 
 def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp_path: Path) -> None:
-    records = [record for record in recorded if record.name != "identical"]
+    records = [record for record in recorded if record.name not in ("identical", "dims")]
     fill(tmp_path / "store.db", *records)
     page = loaded(REPOSITORY / "docs" / "gallery" / "make.py").answers(records, tmp_path / "store.db")
     committed = (REPOSITORY / "docs" / "questions.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
 from steplab.specs.benchmark import sampling
-from steplab.specs.comm import COMM, CommSpec, CommStudy, comm_cells
+from steplab.specs.comm import COMM, CommSpec, CommStudy, comm_cells, numbers_of
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import as_grid
 from steplab.units import format_time, parse_duration
@@ -53,7 +53,10 @@ def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
     several, else two. Raises UserError with the valid values.
     """
     fields, asked = COMM.asked(given)
-    count, device = _processes(asked.gpus, asked.processes)
+    numbers = numbers_of(asked.processes)
+    count, device = _processes(asked.gpus, max(numbers, default=None))
+    if len(numbers) > 1:
+        fields = {"world_size": numbers, **fields}
     cells = comm_cells(as_grid(fields), num_processes=count, on_gpus=device == "cuda")
     return CommStudy(cells=cells, num_processes=count, **sampling(asked.repeats)), device
 

@@ -156,6 +156,10 @@ class DdpCell(Outcome):
     """
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
+    deviation: float | None = None
+    """Greatest distance of a parameter tensor from one process's on the batches of all ranks, after two steps, over its
+    change in them. None: not checked, or an old record.
+    """
     traced: TracedSteps | None = None
     expected: tuple[StateMemory, ...] = ()
     """Memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""

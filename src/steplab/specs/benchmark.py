@@ -13,13 +13,14 @@ Options = TypeVar("Options")
 Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
 
 
+Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """How many processes measure together; torchrun has started them already."""
 
-    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
-        None
-    )
+    gpus: Gpus = None
     processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark, Spread, check_sampling
+from steplab.specs.benchmark import Benchmark, Gpus, check_sampling
 from steplab.specs.resolve import Grid, products
 from steplab.specs.step_fields import Declared, declared_fields
 from steplab.units import format_message, parse_bytes
@@ -126,9 +126,17 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommOptions(Spread):
+class CommOptions:
     """The options of `steplab comm` other than its cells."""
 
+    gpus: Gpus = None
+    processes: Annotated[
+        Sequence[object] | None,
+        Declared(
+            help="Processes to start on the CPU (gloo); 2,4,6 measures these world sizes",
+            group="processes",
+        ),
+    ] = None
     repeats: Annotated[
         int | None,
         Declared(
@@ -174,6 +182,12 @@ class CommStudy:
                 f"start more with --gpus {largest} or --processes {largest}"
             )
         object.__setattr__(self, "cells", tuple(dict.fromkeys(self.cells)))
+
+
+def numbers_of(processes: object) -> list[int]:
+    """Raises UserError for a text that is not a whole number."""
+    listed = processes if isinstance(processes, (list, tuple)) else [processes]
+    return [_whole("processes", str(number).strip()) for number in listed if number is not None]
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:

@@ -84,6 +84,8 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     figures: dict[str, Figure] = {}
     """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
+    otherwise: str = ""
+    """The answer where no record has the figures; empty: not measured."""
     complete: Where = {}
     """Values that the question asks for: a combination of them without a row leaves it partly answered."""
     shows: list[str] = []

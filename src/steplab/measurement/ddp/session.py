@@ -16,6 +16,7 @@ from torch.profiler import profile, record_function
 
 from steplab.errors import ERRORS, SteplabError
 from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
+from steplab.measurement.ddp.one_process import CHECKED_STEPS, OneProcess
 from steplab.measurement.ddp.variant import MessagesAlone, VariantStep
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import Device, allocated_bytes
@@ -51,12 +52,14 @@ class MeasuredVariant:
         self.step = VariantStep(study.step, variant, world)
         self._look("initialised")
 
-    def cell(self, baseline: VariantStep | None, trace: Path | None) -> DdpCell:
+    def cell(self, baseline: VariantStep | None, trace: Path | None, one_process: OneProcess | None = None) -> DdpCell:
         """The variant's cell, equal on all ranks; a collective call.
 
-        It alternates with `baseline`, if given. Rank 0 writes the trace to `trace`; None: no trace.
+        It alternates with `baseline`, if given. Rank 0 writes the trace to `trace`; None: no trace. None for
+        `one_process`: parameters are not checked.
         """
         first_step_s = self._first_step()
+        deviation = None if one_process is None else self._deviation(one_process)
         self._warm_up()
         messages = self.step.messages()  # once torch has rebuilt its buckets
         self._begin("measure", self._study.step.steps)
@@ -89,6 +92,7 @@ class MeasuredVariant:
             messages=messages,
             turns="interleaved" if baseline else "",
             first_step_s=first_step_s,
+            deviation=deviation,
             notes=notes,
         )
 
@@ -110,6 +114,13 @@ class MeasuredVariant:
         for look in looks:
             look.remove()
         return first_step_s
+
+    def _deviation(self, one_process: OneProcess) -> float:
+        self._begin("check", CHECKED_STEPS - 1)
+        for iteration in range(CHECKED_STEPS - 1):
+            self.step.run()
+            self._observer.on_step(iteration)
+        return one_process.deviation_of(self.step.module)
 
     def _warm_up(self) -> None:
         num_steps = max(self._study.step.warmup, 1)
@@ -264,6 +275,8 @@ class _Session:
         self._baseline: VariantStep | None = None
         self._before: Samples = ()
         """Samples of the baseline since the last variant, if it does not stay in memory."""
+        self._one_process: OneProcess | None = None
+        """None: it had no room."""
         runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:
@@ -279,6 +292,8 @@ class _Session:
         if self._has_room_beside(measured):
             self._baseline = measured.step
         del measured
+        self.runner.free()
+        self._one_process = self._trained_by_one_process()
         self.runner.idle_bytes = self.runner.free()
         if self._baseline is None:
             self._before = self._baseline_by_itself()
@@ -300,7 +315,7 @@ class _Session:
             refusal = error
         refused = self._world.collectives.host_gather(refusal is not None)
         if measured is not None and not any(refused):
-            return measured.cell(self._baseline, self._trace_of(number))
+            return measured.cell(self._baseline, self._trace_of(number), self._one_process)
         if refusal is not None and all(refused):
             return DdpCell(contender=variant, failure=failure_of(refusal, "build"))
         ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
@@ -333,6 +348,14 @@ class _Session:
         del measured
         self.runner.free()
         return samples
+
+    def _trained_by_one_process(self) -> OneProcess | None:
+        self.runner.begin("one process", CHECKED_STEPS)
+        try:
+            trained = OneProcess(self._study.step, self._world)
+        except torch.OutOfMemoryError:  # gradients stay while the next rank's batch is computed
+            trained = None
+        return trained if all(self._world.collectives.host_gather(trained is not None)) else None
 
     def _built(self, variant: Variant) -> MeasuredVariant:
         return MeasuredVariant(self._study, variant, self._world, self.runner.idle_bytes, self.runner.observer)

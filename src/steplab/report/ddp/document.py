@@ -170,6 +170,8 @@ def _bytes(memory: StateMemory, kind: str) -> int:
 _STEADY = 1.05
 """Largest ratio between turns of the same step on an undisturbed machine."""
 _MOSTLY = 0.5
+_APART = 0.5
+"""Least deviation, over the change in the checked steps, that rounding does not explain."""
 
 
 def ddp_verdict(run: DdpRun) -> Verdict:
@@ -277,6 +279,11 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         yield (
             f"Warning: nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication "
             "there includes the device's waits for the host."
+        )
+    if apart := [cell.contender.label for cell in run.cells if (cell.deviation or 0.0) > _APART]:
+        yield (
+            f"Warning: parameters differ from one process's: {', '.join(apart)}. Wrong gradients or updates do that, "
+            "and gradients of rounding alone, dropout, or batches without a seed."
         )
     for cell in run.cells:
         if cell.failure:

@@ -249,6 +249,15 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     find=host_lead_s,
 )
 _OTHERS: tuple[Figure[DdpCell], ...] = (
+    Figure(
+        key="deviation",
+        header="vs one process",
+        unit="error",
+        rank=2,
+        note="Vs one process is the greatest distance of a parameter tensor from one process's on the batches of all "
+        "ranks, after two steps, over its change in them.",
+        find=lambda cell: cell.deviation,
+    ),
     Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),
     Figure(key="traced_step_s", find=lambda cell: cell.traced.step_s if cell.traced else None),
     Figure(key="traced_communication_s", find=_traced(lambda traced: traced.communication_s)),

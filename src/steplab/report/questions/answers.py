@@ -26,6 +26,7 @@ from steplab.units import counted
 _MOST_BARS = 24
 _FOLLOWING = {
     "queries": ("keys",),
+    "of": ("line", "allocation_bytes"),
     "pass": ("optimizer", "update", "accumulation", "checkpointing"),
     "way": ("backend", "device"),
     "variant": ("update", "data_parallel", "bucket_size_mb", "layout"),
@@ -116,6 +117,8 @@ class _Answers:
             newest = {row["id"] for row in {row.get("pass"): row for row in rows}.values()}
             shown = [s for record in self._records if record.id in newest for s in _sections(record, question.shows)]
             return [*table, *shown], _filled(question.answer, figures), _lacking(rows, question.complete)
+        if question.otherwise:
+            return [], question.otherwise, ""
         raise _Missing
 
     def _derived(self, asked: Derivation) -> tuple[list[Any], str]:
@@ -132,6 +135,7 @@ class _Answers:
             raise UserError(f"questions ask for rows of '{name}'; choose one of {', '.join(SHEETS)}")
         if name not in self._sheets:
             self._sheets[name] = SHEETS[name](self._records)
+            self._sheets[name].rows.sort(key=lambda row: not row.get("warnings"))  # the last one counts: not a doubtful
         return self._sheets[name]
 
 
@@ -276,9 +280,9 @@ class _View:
             )
             named += f" Failed: {'; '.join(why)}."
         timed = any(column.value.endswith("_s") for column in question.columns)
-        if timed and (doubtful := [str(row["id"]) for row in rows if row.get("warnings")]):
+        if timed and (doubtful := [f"{self._called(row)} ({row['warnings']})" for row in rows if row.get("warnings")]):
             named += (
-                f" Doubtful times: {', '.join(doubtful[:3])}{f' and {len(doubtful) - 3} more' * (len(doubtful) > 3)}."
+                f" Doubtful times: {'; '.join(doubtful[:3])}{f' and {len(doubtful) - 3} more' * (len(doubtful) > 3)}."
             )
         return f"{' · '.join(shared)}. {named}" if shared else named
 
