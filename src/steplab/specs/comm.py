@@ -187,7 +187,10 @@ class CommStudy:
 def numbers_of(processes: object) -> list[int]:
     """Raises UserError for a text that is not a whole number."""
     listed = processes if isinstance(processes, (list, tuple)) else [processes]
-    return [_whole("processes", str(number).strip()) for number in listed if number is not None]
+    texts = [str(number).strip() for number in listed if number is not None]
+    if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
+        raise UserError(f"processes must be a whole number, not '{wrong[0]}'")
+    return list(map(int, texts))
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
