@@ -76,9 +76,7 @@ def test_the_formats_agree_and_the_files_ending_chooses_one(stored: Program) -> 
     ("arguments", "code", "words"),
     [
         (("explain", "eeee"), 2, ("eeee", "steplab list")),
-        (("explain", "--format", "html"), 2, ("html",)),
         (("explain", "--output", "why.html"), 2, ("html", "table", "md")),
-        (("explain", "--output", "nowhere/why.md"), 1, ("nowhere",)),
         (("explain", "--try", "--timeout", "soon"), 2, ("'soon'",)),
         (("explain", "bbbb", "--try"), 2, ("imported trace",)),
     ],

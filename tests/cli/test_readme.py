@@ -13,6 +13,8 @@ SHELLS = ("sh", "bash", "shell", "console")
 NOT_RUN = ("# needs a GPU", "# takes minutes")
 FOR_A_SHELL = frozenset("|&;<>$`*?~\\")
 SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
+MEASURING = ("run", "profile", "memory", "sweep", "study", "ddp")
+"""Commands that take a number of steps, of which few are enough."""
 COMMAND_TIMEOUT_S = 240.0
 
 pytestmark = [pytest.mark.skipif(not README.exists(), reason="there is no README.md yet"), pytest.mark.timeout(900)]
@@ -97,6 +99,8 @@ def run_piece(program: Program, piece: Piece) -> None:
         text = re.sub(r"(?<![\w-])ID(?![\w=])", lambda _: newest_id(program), piece.text)
         command, *words = shlex.split(text, comments=True)
         if command == "steplab" and FOR_A_SHELL.isdisjoint(text):
+            if words[0] in MEASURING and "--steps" not in words:
+                words += ["--warmup", "1", "--steps", "3"]
             result = program(*words, timeout_s=COMMAND_TIMEOUT_S)
             assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
             assert says(result.stdout, piece.answer), f"{piece}\n{result.stdout}"

@@ -219,14 +219,6 @@ def test_torchrun_names_a_rank_that_dies_and_the_first_stores_what_it_was_told(s
     assert row["status"] == "crashed"
 
 
-def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:
-    result = steplab("run", "--processes", "1000000")
-    assert result.code == 2
-    assert result.stderr.startswith("steplab: 1000000 processes do not fit: each takes at least 128 MiB, and ")
-    assert len(result.stderr.splitlines()) == 1
-    assert steplab.rows() == []
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import socket
 import sqlite3
 import struct
@@ -12,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.cli.program import REPOSITORY
+from tests.cli.test_readme import blocks, commands
 from tests.runs import make_run, out_of_memory, recorder_run
 from tests.stored_lines import fill
 from tests.sure import sure
 
+from steplab.cli.app import main
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
@@ -75,10 +79,17 @@ def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None:
+def test_mlflow_has_parameters_figures_and_the_report(
+    mlflow_here: Path, filled: FileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (REPOSITORY / "docs" / "report.md").read_text(encoding="utf-8")
+    [command] = (line for block in blocks(page) if "mlflow" in block.text for line in commands(block))
+    address, program, *words = shlex.split(command.text)
+    monkeypatch.setenv(*address.split("=", 1))
+    assert program == "steplab"
+    assert main([*words, "--store", str(filled.store)]) == 0
     one = tracked(RUN, PAGE)
-    for _ in range(2):  # the second finds it there
-        assert track(one, "mlflow") == f"experiment steplab of sqlite:///{mlflow_here}"
+    assert track(one, "mlflow") == "experiment steplab of sqlite:///mlflow.db"  # and finds it there
     track(tracked(out_of_memory()), "mlflow")
     with sqlite3.connect(mlflow_here) as database:
         runs = database.execute("SELECT run_uuid, name, status, artifact_uri FROM runs ORDER BY status").fetchall()
@@ -92,7 +103,9 @@ def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None
     assert params == {key: str(value) for key, value in one.params.items()}
     assert metrics == pytest.approx(dict(one.metrics))
     folder = Path(artifacts.removeprefix("file://"))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == one.files
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.pop("report.html").startswith(b"<!doctype html>")
+    assert files == {"record.json": one.files["record.json"]}
 
 
 def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
