@@ -326,16 +326,13 @@ def _foreign(store: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
 @pytest.mark.parametrize(
     ("spoil", "word"), [(_garbage, "not a steplab store"), (_newer, "newer"), (_foreign, "another program")]
 )
-def test_a_store_that_is_none_is_left_as_it_is(
-    filled: Program, spoil: Callable[[Path], None], word: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_store_that_is_none_is_left_as_it_is(filled: Program, spoil: Callable[[Path], None], word: str) -> None:
     spoil(filled.store)
     before = digests(filled.store.parent)
-    said = complaint(filled.here(*arguments), 1)
+    said = complaint(filled.here("run", *tiny()), 1)
     assert word in said
     assert str(filled.store) in said
     assert digests(filled.store.parent) == before
@@ -359,9 +356,8 @@ def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
     assert [row["name"] for row in filled.rows()] == ["rescued"]
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
-def test_a_folder_is_no_store(guarded: Program, arguments: tuple[str, ...]) -> None:
-    said = complaint(guarded.here(*arguments, "--store", guarded.cwd), 1)
+def test_a_folder_is_no_store(guarded: Program) -> None:
+    said = complaint(guarded.here("run", *tiny(), "--store", guarded.cwd), 1)
     assert "folder" in said
 
 

@@ -1,12 +1,11 @@
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-from tests.cli.program import Program, finish
+from tests.cli.program import Program
 from tests.comm_records import make_comm, make_comm_cell
 from tests.runs import make_run
 from tests.stored_lines import fill
@@ -42,17 +41,6 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
         assert cell.wire_bytes == cell.message_bytes, "of both collectives on two ranks"
     assert {(fit.collective, fit.world_size) for fit in record.profile} == {("all_reduce", 2), ("send_recv", 2)}
     assert "[6/6] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
-
-
-def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
-    around = ["--nproc-per-node", "2", "--standalone", "--no-python", sys.executable, "-m", "steplab"]
-    words = ["comm", "--collective", "broadcast", *TINY, "--format", "json"]
-    finished = finish(steplab.start(*around, *words, module="torch.distributed.run"))
-    assert finished.code == 0, finished.stderr
-    rows = finished.rows()
-    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 3
-    with Store.open(steplab.store, write=False) as store:
-        assert len(store.rows(kind="comm")) == 1
 
 
 @pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("out_of_memory", 0)])

@@ -96,23 +96,3 @@ def test_a_hostile_pickle_is_refused_in_one_line_and_leaves_no_trace(
     assert shown.out == ""
     assert not sentinel.exists()
     assert listed(capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (pickle.dumps({"segments": [], "device_traces": []}), "contains no allocations"),
-        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save's"),
-        (b"<html>", "not a pickle of protocol 2 or later"),
-    ],
-)
-def test_what_holds_no_memory_is_refused_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, why: str
-) -> None:
-    file = tmp_path / "odd.pickle"
-    file.write_bytes(content)
-    assert main(["import-snapshot", str(file)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("…")]
-    assert line.startswith(f"steplab: {file}: ")
-    assert why in line
-    assert listed(capsys) == []

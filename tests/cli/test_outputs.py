@@ -94,21 +94,6 @@ def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("package.json", ("profile", *tiny(), "--trace")),
-        ("weights.pickle", ("memory", *tiny(), "--snapshot")),
-        ("kept.marks.json", ("memory", *tiny(), "--snapshot", "kept.pickle", "--output", "text.txt")),
-    ],
-)
-def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:
-    mine = guarded.write(name, '{"name": "mine"}\n')
-    said = complaint(guarded.here(*arguments, *([] if name == "kept.marks.json" else [name])), 2)
-    assert f"{name} exists and does not say that steplab wrote it" in said
-    assert mine.read_text() == '{"name": "mine"}\n'
-
-
-@pytest.mark.parametrize(
     ("command", "names"),
     [
         ("report", ("page.html", "report.md")),

@@ -1,14 +1,9 @@
 import dataclasses
 import json
-import os
 import shlex
-import socket
 import sqlite3
 import struct
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,56 +109,6 @@ def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(SteplabError, match=r"MLflow refused record .* of nowhere://x"):
         track(tracked(RUN), "mlflow")
-
-
-@pytest.fixture
-def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    pytest.importorskip("flask", reason="MLflow's server is missing: pip install mlflow")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{mlflow_here}",
-        "--artifacts-destination",
-        str(mlflow_here.parent / "a"),
-    ]
-    process = subprocess.Popen(
-        [*command, *store], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.2)
-            else:
-                break
-        yield address
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait(timeout=60)
-
-
-def test_a_server_of_mlflow_takes_records(server: str) -> None:
-    one = tracked(RUN, PAGE)
-    assert track(one, "mlflow") == f"experiment steplab of {server}"
-    wanted = {"experiment_ids": ["1"], "filter": "params.context = '256'"}
-    request = urllib.request.Request(
-        f"{server}/api/2.0/mlflow/runs/search",
-        data=json.dumps(wanted).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        [found] = json.load(answer)["runs"]
-    assert {metric["key"]: metric["value"] for metric in found["data"]["metrics"]} == pytest.approx(dict(one.metrics))
-    files = urllib.request.urlopen(
-        f"{server}/get-artifact?path=report.html&run_uuid={found['info']['run_id']}", timeout=60
-    )
-    assert files.read() == one.files["report.html"]
 
 
 # --- W&B --------------------------------------------------------------------------------------------------
