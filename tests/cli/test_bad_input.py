@@ -229,14 +229,14 @@ def test_what_cannot_be_served_is_no_measurement(
     guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     guarded.write("mine.py", FACTORIES)
-    said = complaint(guarded.here("run", *tiny(), *arguments), 2)
+    said = complaint(guarded("run", *tiny(), *arguments), 2)
     assert all(word in said for word in words), said
 
 
 def test_a_type_of_model_that_transformers_does_not_know_is_refused(guarded: Program) -> None:
     pytest.importorskip("transformers")
     guarded.write("config.json", json.dumps({"model_type": "perceptron9000"}))
-    said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
+    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
     assert "config.json" in said
 
 
@@ -244,13 +244,13 @@ def test_cuda_is_refused_where_there_is_none(guarded: Program) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    said = complaint(guarded.here("run", *tiny(device="cuda")), 2)
+    said = complaint(guarded("run", *tiny(device="cuda")), 2)
     assert "CUDA" in said
     assert "--device cpu" in said
 
 
 def test_a_very_long_timeout_is_no_error_of_its_own(guarded: Program) -> None:
-    said = complaint(guarded.here("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
+    said = complaint(guarded("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
     assert "nowhere" in said or "9999999999h" in said
 
 

@@ -57,7 +57,7 @@ def test_commands_whose_device_is_given_otherwise_take_none(steplab: Program, co
 )
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(filled: Program, command: tuple[str, ...]) -> None:
     before = digests(filled.store.parent)
-    said = complaint(filled.here(*command), 2)
+    said = complaint(filled(*command), 2)
     assert "device cuda:99 is not supported: " in said
     assert "this machine has " in said
     assert "; use --device " in said

@@ -231,21 +231,6 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) 
             signal.signal(number, handler)
 
 
-def test_two_sweeps_share_a_store(steplab: Program) -> None:
-    steplab.write("held.py", MODEL)
-    sweeps = [
-        steplab.start("sweep", *tiny(context="1,3", steps=steps), "--model", "held:build", "--format", "json")
-        for steps in ("3", "4")
-    ]
-    results = [finish(sweep) for sweep in sweeps]
-    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
-    ids = {row["id"] for result in results for row in result.rows()}
-    assert len(ids) == 4
-    assert {row["id"] for row in steplab.rows()} == ids
-    studies = steplab("list", "--kind", "study", "--format", "json").rows()
-    assert [study["num_ok"] for study in studies] == [2, 2]
-
-
 # The measuring process's own children
 
 

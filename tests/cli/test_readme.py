@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from cyclopts import CycloptsError
 from tests.cli.program import REPOSITORY, Program, finish
+
+from steplab.cli.app import app
+from steplab.specs.resolve import resolve_grid
 
 README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
@@ -131,33 +135,12 @@ def check_without_running(program: Program, piece: Piece) -> None:
         result = program(*words[1:], "--dry-run")
         assert result.code == 0, f"{piece}\n{result.stderr}"
     else:
-        from cyclopts import CycloptsError
-
-        from steplab.cli.app import app
-
         try:
-            app.parse_args(words[1:], exit_on_error=False, print_error=False)
+            _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
-        if words[1] == "run":  # a run has the fields of a one-cell sweep
-            fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
-            if "--gpus" in words and "--layout" not in words:  # what run takes from --gpus
-                fields += ["--layout", f"dp={words[words.index('--gpus') + 1]}"]
-            result = program("sweep", *fields, "--dry-run")
-            assert result.code == 0, f"{piece}\n{result.stderr}"
-
-
-def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
-    kept: list[str] = []
-    skip_next = False
-    for word in words:
-        if skip_next:
-            skip_next = False
-        elif word in names:
-            skip_next = True
-        elif not word.startswith(tuple(f"{name}=" for name in names)):
-            kept.append(word)
-    return kept or ["--model", "tiny"]
+        if words[1] == "run":
+            assert resolve_grid(bound.arguments["step"].grid())
 
 
 def test_every_command_and_every_piece_of_python_works_in_its_order(reader: Program) -> None:
