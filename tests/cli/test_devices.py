@@ -108,4 +108,5 @@ def test_a_benchmark_of_an_unknown_device_is_read_but_not_measured(steplab: Prog
     steplab.write("old.json", before.decode())
     ended = finish(steplab.start("-c", MEASURED_AGAIN, module="python"))
     assert ended.code == 1
-    assert re.search(r"SteplabError: .*device 'gpu' is not known.*; this machine has .*cpu", ended.stderr), ended.stderr
+    refusal = r"steplab\.errors\.\w+: .*device 'gpu' is not known.*; this machine has .*cpu"
+    assert re.search(refusal, ended.stderr), ended.stderr
