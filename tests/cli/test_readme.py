@@ -10,7 +10,6 @@ from cyclopts import CycloptsError
 from tests.cli.program import REPOSITORY, Program, finish
 
 from steplab.cli.app import app
-from steplab.specs.resolve import resolve_grid
 
 README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
@@ -140,7 +139,7 @@ def check_without_running(program: Program, piece: Piece) -> None:
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
         if words[1] == "run":
-            assert resolve_grid(bound.arguments["step"].grid())
+            bound.arguments["measured"].spec()
 
 
 def test_every_command_and_every_piece_of_python_works_in_its_order(reader: Program) -> None:
