@@ -4,7 +4,6 @@
     python -m benchmarks.kernels attention                       # of `small`, for Python's time per call
     python -m benchmarks.kernels cross_entropy [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
     python -m benchmarks.kernels block_ops [--model xl]
-    python -m benchmarks.kernels products [--model xl] [--tokens 2048]
     python -m benchmarks.kernels fp8_products
     python -m benchmarks.kernels fp8_block [--attention flash_triton]
     python -m benchmarks.kernels ... --tiles                     # only steplab's kernels, in other tiles
@@ -263,50 +262,11 @@ _SWIGLU: list[Constants] = [
 ]
 
 
-# --- matrix products ----------------------------------------------------------------------------------------------
-
-
-def products(options: argparse.Namespace) -> list[Case]:
-    """The three products of each linear layer: forward, input gradient, weight gradient."""
-    shape, tokens = MODEL_SIZES[options.model], options.tokens
-    width, inner = shape.d_model, shape.d_ff
-    layers = {
-        "query, key, value or output": (width, width),
-        "query, key and value": (width, 3 * width),
-        "gate or up": (width, inner),
-        "gate and up": (width, 2 * inner),
-        "down": (inner, width),
-        "head": (width, shape.vocab_size),
-    }
-    kinds: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "forward": lambda x, weight, gradient: x @ weight.t(),
-        "gradient of the input": lambda x, weight, gradient: gradient @ weight,
-        "gradient of the weight": lambda x, weight, gradient: gradient.t() @ x,
-    }
-
-    def product(inputs: int, outputs: int, kind: str) -> Call:
-        sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
-        return partial(kinds[kind], *(torch.randn(*size, dtype=torch.bfloat16) for size in sizes))
-
-    return [
-        Case(
-            name=f"{layer} ({inputs} x {outputs}), {kind}",
-            build=partial(product, inputs, outputs, kind),
-            amount=2 * tokens * inputs * outputs,
-            unit="FLOP",
-            set_bytes=2 * (tokens * inputs + inputs * outputs + tokens * outputs),
-        )
-        for layer, (inputs, outputs) in layers.items()
-        for kind in kinds
-    ]
-
-
 KERNELS: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
     "adamw": adamw,
     "attention": attention,
     "cross_entropy": cross_entropy,
     "block_ops": block_ops,
-    "products": products,
     "fp8_products": fp8.products,
     "fp8_block": fp8.block,
 }

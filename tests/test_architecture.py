@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.cli.program import Program, finish
 from tests.runs import make_run, out_of_memory, recorder_run
 
 import steplab
@@ -62,7 +63,6 @@ FACTS = (
     "steplab.ops.attention.implementations",
     "steplab.ops.attention.choice_rule",
     "steplab.ops.attention.hopper_kernels",
-    "steplab.ops.triton_places",
     "steplab.ops.triton_places",
     "steplab.parallel.sizes",
     "steplab.parallel.errors",
@@ -142,11 +142,15 @@ def _imports(path: Path, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _is_import_module(node.func):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:
             if name.partition(".")[0] == "steplab":
                 yield line, name
+
+
+def _is_import_module(function: ast.expr) -> bool:
+    return "import_module" in (getattr(function, "id", None), getattr(function, "attr", None))
 
 
 def violations(path: Path) -> Iterator[str]:
@@ -301,58 +305,53 @@ def modules_of(part: str) -> list[str]:
     return [found.__name__, *(module.name for module in inner)]
 
 
-def test_the_blocker_blocks_torch() -> None:
-    code = f"{BLOCKED}\ntry:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)"
-    assert "torch was asked for" in in_a_fresh_process(code)
-
-
-def test_what_needs_no_torch_is_imported_without_it() -> None:
-    modules = [name for part in TORCH_FREE for name in modules_of(part)]
-    assert len(modules) > len(TORCH_FREE)
-    in_a_fresh_process(f"{BLOCKED}\nfrom importlib import import_module\nfor name in {modules!r}: import_module(name)")
-
-
 COMMANDS = f"""{BLOCKED}
-import contextlib, io, json
+import contextlib, importlib, io, json
 from steplab.cli.app import main
 
+try:
+    import torch
+except ModuleNotFoundError as error:
+    assert "torch was asked for" in str(error)
+modules, commands = json.loads(sys.argv[1])
+for name in modules:
+    importlib.import_module(name)
 said = []
-for words in json.loads(sys.argv[1]):
+for words in commands:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(words) == 0, words
     said.append(out.getvalue())
+assert "torch" not in sys.modules
 print(json.dumps(said))
 """
 
 
-def said_without_torch(*commands: list[str]) -> list[str]:
-    said: list[str] = json.loads(in_a_fresh_process(COMMANDS, json.dumps(commands)))
-    return said
-
-
-def test_measurements_made_elsewhere_are_reported_without_torch(tmp_path: Path) -> None:
+def test_without_torch_all_that_needs_none_is_imported_helps_plans_and_reports(tmp_path: Path) -> None:
+    modules = [name for part in TORCH_FREE for name in modules_of(part)]
+    assert len(modules) > len(TORCH_FREE)
     runs = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"model": "xl"}), recorder_run()]
     (tmp_path / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    store = ["--store", str(tmp_path / "store.db")]
+    step = ["--model", "2.7b", "--context", "512", "--precision", "bf16"]
     formats = ("table", "json", "csv", "md", "latex", "html")
     commands = [
-        ["import", str(tmp_path / "runs.jsonl")],
-        ["list", "--format", "json"],
-        *(["report", "--format", name] for name in formats),
+        ["import", str(tmp_path / "runs.jsonl"), *store],
+        *([*words, "--help"] for words in ([], ["run"], ["sweep"], ["report"])),
+        ["--version"],
+        ["plan", "memory", *step],
+        ["plan", "time", *step],
+        ["plan", "accounting", "--model", "xxl"],
+        ["list", "--format", "json", *store],
+        *(["report", "--format", name, *store] for name in formats),
     ]
-    store = ["--store", str(tmp_path / "store.db")]
-    _, listed, *reports = said_without_torch(*(command + store for command in commands))
+    _, *said = json.loads(in_a_fresh_process(COMMANDS, json.dumps([modules, commands])))
+    assert all(text.strip() for text in said)
+    listed, *reports = said[-1 - len(formats) :]
     assert [run.id for run in runs if run.id not in listed] == []
     for name, reported in zip(formats, reports, strict=True):
         assert "small" in reported, name
         assert "my finetuning" in reported, name
         assert reported.lower().startswith("<!doctype html>") == (name == "html")
-
-
-def test_help_is_given_and_steps_are_planned_without_torch() -> None:
-    step = ["--model", "2.7b", "--context", "512", "--precision", "bf16"]
-    helps = [["--help"], ["--version"], ["run", "--help"], ["sweep", "--help"], ["report", "--help"]]
-    plans = [["plan", "memory", *step], ["plan", "time", *step], ["plan", "accounting", "--model", "xxl"]]
-    assert all(text.strip() for text in said_without_torch(*helps, *plans))
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -399,6 +398,11 @@ def test_functions_can_be_read_in_one_sitting() -> None:
 
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys
+from steplab.ops import torch_library
+torch_library._library._destroy()  # its operators are defined again
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("steplab", "triton"):
+        del sys.modules[name]
 sys.modules["triton"] = None
 import steplab.lab, steplab.measurement, steplab.model
 for package in (steplab.lab, steplab.measurement, steplab.model):
@@ -408,6 +412,6 @@ import steplab.parallel.data_parallel
 """
 
 
-def test_measuring_imports_no_triton_which_a_cpu_build_of_torch_lacks() -> None:
-    ended = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+def test_measuring_imports_no_triton_which_a_cpu_build_of_torch_lacks(tmp_path: Path) -> None:
+    ended = finish(Program(tmp_path).start("-c", WITHOUT_TRITON, module="python"))
+    assert ended.code == 0, ended.stderr

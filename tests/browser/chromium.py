@@ -83,8 +83,7 @@ class Chromium:
             self.events.clear()
             for domain in ("Page", "Log", "Runtime"):
                 self.call(f"{domain}.enable", session)
-            window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-            self.call("Emulation.setDeviceMetricsOverride", session, **window)
+            Page(self, session).resize(width, height)
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             self.call("Emulation.setEmulatedMedia", session, features=features)
             self.events.clear()
@@ -102,6 +101,10 @@ class Chromium:
 class Page:
     def __init__(self, browser: Chromium, session: str) -> None:
         self._browser, self._session = browser, session
+
+    def resize(self, width: int, height: int) -> None:
+        window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._browser.call("Emulation.setDeviceMetricsOverride", self._session, **window)
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression or promise; the page's policy does not apply."""

@@ -27,6 +27,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "measured", measure)
 
 
+@pytest.fixture(scope="session")
+def profiled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def profile(folder: Path) -> None:
+        options = ("--profiled-steps", "2", "--name", "seen", "--trace", "kept.json.gz", "--format", "json")
+        keep_result(Program(folder)("profile", *tiny(), *options), folder / "profile.json")
+
+    return made_once(tmp_path_factory, "profiled", profile)
+
+
+@pytest.fixture(scope="session")
+def watched_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def watch(folder: Path) -> None:
+        options = ("--name", "seen", "--snapshot", "kept.pickle", "--format", "json", "--predict")
+        keep_result(Program(folder)("memory", *tiny(), *options), folder / "memory.json")
+
+    return made_once(tmp_path_factory, "watched", watch)
+
+
 @pytest.fixture
 def first_run(measured: Path) -> Result:
     return kept_result(measured / "run.json")
@@ -52,11 +70,9 @@ def reader(steplab: Program) -> Program:
     (steplab.cwd / "tests" / "golden").symlink_to(REPOSITORY / "tests" / "golden")
     scripts = steplab.folder / "bin"
     scripts.mkdir()
-    few = 'case " $*" in " "run*|" "profile*|" "memory*|" "sweep*|" "study*|" "ddp*)'
-    few += '\n  case "$*" in *--steps*) ;; *) set -- "$@" --warmup 1 --steps 3 ;; esac ;; esac\n'
-    for name, meaning, before in (("steplab", "-m steplab", few), ("python", "", ""), ("python3", "", "")):
+    for name, meaning in (("steplab", "-m steplab"), ("python", ""), ("python3", "")):
         script = scripts / name
-        script.write_text(f'#!/bin/sh\n{before}exec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
     steplab.environment["PATH"] = f"{scripts}:{steplab.environment['PATH']}"
     return steplab

@@ -37,7 +37,6 @@ def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> Non
     assert {row["id"] for row in steplab.rows()} == {row["id"] for row in (first, slow, same)}
 
 
-@pytest.mark.parametrize("threshold", [(), ("--threshold", "1%")], ids=["default", "given"])
 @pytest.mark.parametrize(
     ("decisions", "code"),
     [
@@ -53,7 +52,7 @@ def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> Non
     ids=str,
 )
 def test_the_exit_code_is_that_of_compare(
-    steplab: Program, decisions: tuple[Any, ...], code: int, threshold: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    steplab: Program, decisions: tuple[Any, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = tuple(decision and ratio(0.020, 0.019, decision) for decision in decisions)
     runs = tuple(
@@ -62,7 +61,7 @@ def test_the_exit_code_is_that_of_compare(
     )
     monkeypatch.setattr("steplab.lab.turns.ab", lambda *sides, **given: Compared(starts=(runs,), each=(ratios,)))
     sides = [f"--seed {number}" for number, _ in enumerate(runs)]
-    result = steplab.here("ab", *sides, *threshold)
+    result = steplab.here("ab", *sides)
     assert result.code == code
     assert ("whether it is faster is not known" in " ".join(result.stdout.split())) == ("not higher" in decisions)
 

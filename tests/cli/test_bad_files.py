@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import Program, complaint
-from tests.first import first
 
 READERS = {
     "import": ("runs.jsonl", ("import", "{}")),
@@ -17,7 +16,6 @@ READERS = {
     "study": ("study.toml", ("study", "{}")),
     "plan": ("config.json", ("plan", "memory", "--model", "hf:{}")),
     "run": ("config.json", ("run", "--model", "hf:{}")),
-    "import-trace of a database": ("trace.sqlite", ("import-trace", "{}")),
 }
 
 
@@ -43,11 +41,20 @@ CONTENTS: dict[str, Callable[[Path], object]] = {
     "the beginning of a database": _holds(b"SQLite format 3\0" + bytes(200)),
 }
 
+AS_PROSE = {
+    "import-trace": {"bytes", "a snapshot of nothing"},
+    "import-snapshot": {
+        *("bytes", "a beginning of JSON", "JSON of another program", "deeply nested", "the beginning of a database")
+    },
+}
+"""Contents that a reader refuses as it refuses prose; each costs a bounded process of its own."""
 
-@pytest.mark.parametrize("reader", first(len(READERS) - 1, READERS))
+
+@pytest.mark.parametrize("reader", READERS)
 def test_a_file_that_is_not_what_it_should_be_is_named_and_refused_as_usage(steplab: Program, reader: str) -> None:
     name, command = READERS[reader]
-    for number, (what, make) in enumerate(CONTENTS.items()):
+    tried = {what: make for what, make in CONTENTS.items() if what not in AS_PROSE.get(reader, ())}
+    for number, (what, make) in enumerate(tried.items()):
         file = f"{number}-{name}"
         make(steplab.cwd / file)
         result = steplab.here(*(word.format(file) for word in command))

@@ -1,4 +1,3 @@
-import gzip
 import json
 import shlex
 import sqlite3
@@ -52,11 +51,8 @@ not_callable = 3
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown model": (("run", "--model", "smal"), ("'smal'", "small", "hf:")),
     "a word for a number": (("run", "--context", "many"), ("context", "whole number", "'many'")),
-    "a fraction for a whole number": (("run", "--batch", "1.5"), ("batch", "whole number")),
     "zero steps": (("run", "--steps", "0"), ("steps", "at least 1")),
-    "negative warm-up": (("run", "--warmup", "-1"), ("warmup", "at least 0")),
     "near miss of an option": (("run", "--contxt", "8"), ("--contxt", "--context")),
-    "unknown option": (("run", "--colour", "red"), ("--colour",)),
     "another command's option": (
         ("advise", "--recipe", "fast"),
         ("Unknown option: --recipe. --recipe is an option of memory, plan memory, plan time, profile and run.",),
@@ -70,9 +66,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a bandwidth in TB/s": (("plan", "time", "--bandwidth", "4.8"), ("bytes per second, as 4.8e12",)),
     "a peak in TFLOP/s": (("plan", "time", "--peak", "bf16=989"), ("FLOP/s, as 989e12",)),
     "none for a shell": (("completion", "--shell", "none"), ("--shell", "bash")),
-    "none for a number": (("plan", "accounting", "--flops", "null"), ("--flops", "null")),
     "not a number": (("plan", "accounting", "--flops", "nan"), ("--flops must be a finite number, not 'nan'",)),
-    "an endless peak": (("plan", "time", "--peak", "bf16=inf"), ("positive number",)),
+    "none for a number": (("plan", "accounting", "--flops", "null"), ("--flops", "null")),
     "more than 64 bits": (("list", "--limit", "9" * 20), ("--limit must be below 2^63",)),
     "no ranks of a study": (("ddp", "--processes", "0"), ("--processes must be at least 1",)),
     "standard input where a file is read": (("import-trace", "-"), ("only `steplab import -` reads stdin",)),
@@ -85,19 +80,12 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "word without an option": (("run", "small"), ("small",)),
     "unknown command": (("measure",), ("measure", "run")),
     "unknown precision": (("run", "--precision", "int4"), ("int4", "bf16")),
-    "unknown pass": (("run", "--pass", "backward"), ("pass", "forward_backward")),
-    "unknown attention": (("run", "--attention", "flash"), ("flash", "sdpa_flash")),
-    "unknown device": (("run", "--device", "gpu"), ("gpu", "cuda")),
     "unknown format": (("run", "--format", "xml"), ("xml", "json")),
     "heads that do not split": (("run", "--model.num-heads", "3"), ("num_heads", "128")),
     "a size of someone else's model": (("run", "--model", "a:b", "--model.d-ff", "8"), ("d_ff", "a:b")),
     "a list for one run": (("run", "--context", "128,256"), ("--context", "sweep")),
-    "a duration in words": (("run", "--timeout", "soon"), ("'soon'", "5min")),
     "a negative duration": (("run", "--timeout=-3s"), ("'-3s'", "90s")),
     "no time at all": (("run", "--timeout", "0"), ("'0'",)),
-    "endless time": (("run", "--timeout", "inf"), ("'inf'",)),
-    "a sweep's bad duration": (("sweep", *tiny(), "--timeout", "1 fortnight"), ("fortnight",)),
-    "the doctor's bad duration": (("doctor", "--timeout", "nan"), ("nan",)),
     "a sweep of nothing": (("sweep",), ("study quick", "--context")),
     "a study in a sweep": (("sweep", "quick"), ("unexpected argument 'quick'",)),
     "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("--processes is an option of", "run")),
@@ -106,9 +94,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),
     "unknown study": (("study", "everything"), ("everything", "quick", "TOML")),
     "no such run": (("show", "zzzz"), ("zzzz", "steplab list")),
-    "no such run to report": (("report", "zzzz"), ("zzzz",)),
     "no such study to report": (("report", "--study", "zzzz"), ("zzzz",)),
-    "no such run to export": (("export", "zzzz"), ("zzzz",)),
     "export as a page": (("export", "--output", "page.html"), ("html", "jsonl")),
     "a limit of nothing": (("list", "--limit", "0"), ("--limit",)),
     "a file that is missing": (("import", "missing.jsonl"), ("missing.jsonl", "No such file")),
@@ -138,17 +124,13 @@ def test_a_wrong_request_is_named_with_its_remedy(
         ("ddp --variants flat,torch_ddp --transport collectives", "add bucketed or sharded to --variants"),
         ("ddp --variants flat,sharded --update after", "add overlap or bucketed to --variants"),
         ("ddp --variants flat,bucketed:5 --bucket-sizes 1", "bucket sizes have no effect on flat, bucketed:5"),
-        ("ddp --microbatches 2", "Unknown option"),
         ("comm --collective gossip", "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
         ("comm --size 1MB,big", "'big' is not a size"),
-        ("comm --processes 2 --gpus 2", "not both"),
         ("comm --processes 1", "--processes must be at least 2, not 1: a collective needs two processes"),
         ("comm --processes 1000000", "1000000 processes do not fit: each takes at least 128 MiB"),
         ("comm --processes 2 --world-size 4", "world-size 4 needs 4 processes, but only 2 are started"),
-        ("comm --processes 2 --repeats 0", "the number of repeats must be at least 1"),
         ("comm --output page.html", "this command does not write html"),
         ("attention --implementation magic", "implementation 'magic' is not known; choose one of plain, sdpa"),
-        ("attention --sequence many", "sequence must be a whole number, not 'many'"),
         ("attention --pass sideways", "pass 'sideways' is not known; choose some of forward, backward, both"),
         (
             "attention --grid nowhere",
@@ -163,7 +145,6 @@ def test_a_wrong_request_is_named_with_its_remedy(
         ("precision --only weights", 'Invalid value "weights" for --only'),
         ("precision --format csv", "--format csv holds one table; set --only"),
         ("precision --model toy,tiny", "--model takes a single value here"),
-        ("precision --model nowhere", "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
         ("ab", "name what the sides differ in"),
         ("ab '--precison bf16'", "--precison ... --precision"),
         ("ab '--precision bf16 --compile'", "--compile requires an argument"),
@@ -196,7 +177,7 @@ def test_a_context_beyond_the_configurations_positions_is_refused(guarded: Progr
     assert "max_position_embeddings" in said
 
 
-@pytest.mark.parametrize("content", ["{", "[1, 2]", "{}", '{"model_type": 7}', "\x00"])
+@pytest.mark.parametrize("content", ["[1, 2]", "{}", '{"model_type": 7}'])
 def test_a_file_that_is_no_configuration_is_named(guarded: Program, content: str) -> None:
     guarded.write("config.json", content)
     said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
@@ -248,14 +229,14 @@ def test_what_cannot_be_served_is_no_measurement(
     guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     guarded.write("mine.py", FACTORIES)
-    said = complaint(guarded.here("run", *tiny(), *arguments), 2)
+    said = complaint(guarded("run", *tiny(), *arguments), 2)
     assert all(word in said for word in words), said
 
 
 def test_a_type_of_model_that_transformers_does_not_know_is_refused(guarded: Program) -> None:
     pytest.importorskip("transformers")
     guarded.write("config.json", json.dumps({"model_type": "perceptron9000"}))
-    said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
+    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
     assert "config.json" in said
 
 
@@ -263,13 +244,13 @@ def test_cuda_is_refused_where_there_is_none(guarded: Program) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    said = complaint(guarded.here("run", *tiny(device="cuda")), 2)
+    said = complaint(guarded("run", *tiny(device="cuda")), 2)
     assert "CUDA" in said
     assert "--device cpu" in said
 
 
 def test_a_very_long_timeout_is_no_error_of_its_own(guarded: Program) -> None:
-    said = complaint(guarded.here("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
+    said = complaint(guarded("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
     assert "nowhere" in said or "9999999999h" in said
 
 
@@ -299,7 +280,7 @@ def read_only(guarded: Program) -> Iterator[Program]:
 
 @pytest.mark.parametrize(
     "arguments",
-    first(2, [("run", *tiny()), ("import", "all.jsonl"), ("sweep", *tiny()), ("doctor", "--device", "cpu")]),
+    first(1, [("run", *tiny()), ("import", "all.jsonl"), ("sweep", *tiny()), ("doctor", "--device", "cpu")]),
 )
 def test_a_read_only_store_is_refused_before_anything_is_measured(
     read_only: Program, arguments: tuple[str, ...]
@@ -313,8 +294,7 @@ def test_a_read_only_store_is_refused_before_anything_is_measured(
 
 def test_a_read_only_store_can_be_read(read_only: Program) -> None:
     privileges = without_privileges()
-    for arguments in (("list", "--format", "json"), ("report",), ("export",)):
-        assert read_only(*arguments, prefix=privileges) == read_only(*arguments)
+    assert read_only("export", prefix=privileges) == read_only("export")
 
 
 def test_an_error_that_quotes_a_name_does_not_steer_the_terminal(steplab: Program) -> None:
@@ -346,16 +326,13 @@ def _foreign(store: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
 @pytest.mark.parametrize(
     ("spoil", "word"), [(_garbage, "not a steplab store"), (_newer, "newer"), (_foreign, "another program")]
 )
-def test_a_store_that_is_none_is_left_as_it_is(
-    filled: Program, spoil: Callable[[Path], None], word: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_store_that_is_none_is_left_as_it_is(filled: Program, spoil: Callable[[Path], None], word: str) -> None:
     spoil(filled.store)
     before = digests(filled.store.parent)
-    said = complaint(filled.here(*arguments), 1)
+    said = complaint(filled.here("run", *tiny()), 1)
     assert word in said
     assert str(filled.store) in said
     assert digests(filled.store.parent) == before
@@ -379,9 +356,8 @@ def test_a_damaged_store_loses_no_measurement(filled: Program) -> None:
     assert [row["name"] for row in filled.rows()] == ["rescued"]
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
-def test_a_folder_is_no_store(guarded: Program, arguments: tuple[str, ...]) -> None:
-    said = complaint(guarded.here(*arguments, "--store", guarded.cwd), 1)
+def test_a_folder_is_no_store(guarded: Program) -> None:
+    said = complaint(guarded.here("run", *tiny(), "--store", guarded.cwd), 1)
     assert "folder" in said
 
 
@@ -391,7 +367,7 @@ def test_a_file_where_the_stores_folder_should_be_is_named(guarded: Program) -> 
     assert "notes/store.db" in said
 
 
-@pytest.mark.parametrize("command", ["list", "report", "export"])
+@pytest.mark.parametrize("command", ["list", "report"])
 def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program, command: str) -> None:
     said = complaint(steplab.here(command), 1)
     assert "steplab run" in said
@@ -456,12 +432,6 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
 def test_bytes_that_are_no_text_are_refused(guarded: Program) -> None:
     (guarded.cwd / "bytes.jsonl").write_bytes(b'{"schema": "steplab.run/1", "id": "\xff\xfe"}\n')
     assert "line 1" in complaint(guarded.here("import", "bytes.jsonl"), 2)
-
-
-def test_a_gzip_file_that_is_cut_off_is_refused(guarded: Program) -> None:
-    whole = gzip.compress(b"x" * 10_000)
-    (guarded.cwd / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cut.jsonl.gz" in complaint(guarded.here("import", "cut.jsonl.gz"), 2)
 
 
 def test_another_record_under_a_stored_id_is_refused(guarded: Program) -> None:

@@ -2,7 +2,6 @@ import gzip
 import io
 import json
 import lzma
-import pickle
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from tests.first import first
 from tests.profiles import launch_bound_run
 from tests.runs import make_run
 from tests.stored_lines import fill
-from tests.unit.allocator_model import MIB, CachingAllocator
 
 from steplab.cli.app import main
 from steplab.records.codec import encode, encode_with_summary
@@ -114,23 +112,6 @@ def test_a_compressed_file_that_is_cut_off_is_refused(
     assert "cut is a damaged compressed file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("pack", "ending"), [(gzip.compress, "gz"), (lzma.compress, "xz")])
-def test_import_snapshot_takes_compressed_files(
-    pack: Callable[[bytes], bytes], ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    allocator = CachingAllocator()
-    for _ in range(3):
-        allocator.malloc(3 * MIB)
-    packed = pack(pickle.dumps(allocator.snapshot()))
-    file = tmp_path / f"mine.pickle.{ending}"
-    file.write_bytes(packed)
-    assert main(["import-snapshot", str(file)]) == 0
-    assert str(tmp_path / "mine.marks.json") in capsys.readouterr().err
-    file.write_bytes(packed[: len(packed) // 2])
-    assert main(["import-snapshot", str(file)]) == 2
-    assert "stream ends early" in capsys.readouterr().err
-
-
 # Records already stored
 
 
@@ -138,25 +119,21 @@ def test_a_page_leaves_out_what_cannot_be_drawn_and_says_so(
     tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(store, GOOD, with_columns_unlike(PROFILED), replace(PROFILED, id="cccc00000001", name="fine"))
-    assert main(["report", GOOD.id, PROFILED.id, "cccc00000001", "--output", "page.html"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if PROFILED.id in line]
+    assert main(["report", "cccc00000001", "--output", "page.html"]) == 0
+    assert "left-out" not in (tmp_path / "page.html").read_text()
+    assert main(["report", GOOD.id, PROFILED.id, "cccc00000001", "--output", "page.html", "--debug"]) == 0
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    told = [line for line in shown.splitlines() if line.startswith("steplab: ") and PROFILED.id in line]
     assert len(told) == 1
     assert told[0].startswith(f"steplab: record {PROFILED.id} is left out of where the time goes, which cannot be")
     page = (tmp_path / "page.html").read_text()
     assert page.count(f"record {PROFILED.id} is left out of where the time goes") == 1
     assert "GPU time by phase" in page  # the other profile is there
     assert 'id="runs"' in page
-    assert main(["report", GOOD.id, PROFILED.id, "--output", "page.html", "--debug"]) == 0
-    assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_page_with_nothing_amiss_says_nothing(tmp_path: Path, store: Path) -> None:
-    put(store, GOOD, PROFILED)
-    assert main(["report", GOOD.id, PROFILED.id, "--output", "page.html"]) == 0
-    assert "left-out" not in (tmp_path / "page.html").read_text()
-
-
-@pytest.mark.parametrize("format", ["table", "md", "latex"])
+@pytest.mark.parametrize("format", ["table", "latex"])
 def test_other_formats_leave_out_what_cannot_be_drawn(
     format: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,7 +151,7 @@ def test_other_formats_leave_out_what_cannot_be_drawn(
     assert "no record can be reported" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b'{"schema":"steplab.poem/1"}', b'{"schema":"steplab.run/9"}'])
+@pytest.mark.parametrize("body", [b"\xff", b"[1]", b'{"schema":"steplab.run/9"}'])
 def test_a_row_that_cannot_be_read_harms_no_other(
     body: bytes, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +209,7 @@ def test_a_record_that_an_index_alone_knows_is_no_internal_error(
     assert "the store is damaged; `steplab store check`" in line
 
 
-@pytest.mark.parametrize("column", ["id", "kind", "created_utc", "name", "status", "cell", "study", "schema"])
+@pytest.mark.parametrize("column", first(4, ["id", "kind", "created_utc", "name", "status", "cell", "study", "schema"]))
 @pytest.mark.parametrize("value", first(1, ["CAST(x'ff1b5b' AS TEXT)", b"\xff\xfe", 1.5]))
 def test_a_damaged_text_is_listed_as_far_as_it_goes(
     column: str, value: object, store: Path, capsys: pytest.CaptureFixture[str]
@@ -311,7 +288,7 @@ def test_a_study_goes_with_its_last_record(store: Path, capsys: pytest.CaptureFi
         assert opened.studies() == []
 
 
-@pytest.mark.parametrize("odd", ["", "\x1b[2J", "-x", "a" * 500])
+@pytest.mark.parametrize("odd", ["", "\x1b[2J", "-x"])
 def test_a_record_with_an_odd_id_can_be_removed(odd: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(store, GOOD, replace(OTHER, id=odd))
     assert main(["rm", "--yes", "--", odd]) == 0

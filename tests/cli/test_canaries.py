@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from tests.cli.program import OF_EVERY_COMMAND, SOURCES, Program, tiny
-from tests.first import first
 from tests.runs import make_run
 from tests.unit.test_growth import event
 
@@ -85,16 +84,16 @@ def run(steplab: Program, *words: str) -> str:
     return f"{done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-def test_commands_that_read_run_nothing_of_the_folder(steplab: Program, trap: Path) -> None:
-    told = run(steplab, "-P", "-c", DRIVER, json.dumps(READING))
+def test_commands_that_read_and_a_measuring_process_run_nothing_of_the_folder(steplab: Program, trap: Path) -> None:
+    told = run(steplab, "-P", "-c", DRIVER, json.dumps((*READING, ("run", "--model", "tiny", *tiny()))))
     assert not trap.exists(), trap.read_text()
     assert f"\n{READING[-1][0]} 0" in told, told
+    assert "\nrun 0" in told, told
 
 
-@pytest.mark.parametrize("command", first(1, ["run", "comm"]))
-def test_measuring_processes_run_nothing_of_the_folder(steplab: Program, trap: Path, command: str) -> None:
-    words = ("run", "--model", "tiny", *tiny()) if command == "run" else ("comm", "--size", "1KB", "--processes", "2")
-    told = run(steplab, "-P", "-m", "steplab", *words)
+@pytest.mark.release
+def test_ranks_run_nothing_of_the_folder(steplab: Program, trap: Path) -> None:
+    told = run(steplab, "-P", "-m", "steplab", "comm", "--size", "1KB", "--processes", "2")
     assert not trap.exists(), trap.read_text()
     assert told.startswith("0\n"), told
 

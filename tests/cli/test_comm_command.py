@@ -1,17 +1,13 @@
 import json
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-from tests.cli.program import Program, finish
+from tests.cli.program import Program
 from tests.comm_records import make_comm, make_comm_cell
-from tests.runs import ENVIRONMENT, make_run
+from tests.runs import make_run
 from tests.stored_lines import fill
 
 from steplab.cli.app import main
@@ -42,45 +38,9 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
         assert row["time_s"] == max(median(times.alone_s) for times in cell.ranks) > 0
         assert cell.check is not None
         assert cell.check.num_elements > 0 == cell.check.num_wrong
+        assert cell.wire_bytes == cell.message_bytes, "of both collectives on two ranks"
     assert {(fit.collective, fit.world_size) for fit in record.profile} == {("all_reduce", 2), ("send_recv", 2)}
     assert "[6/6] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
-
-
-def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
-    around = ["--nproc-per-node", "2", "--standalone", "--no-python", sys.executable, "-m", "steplab"]
-    words = ["comm", "--collective", "broadcast", *TINY, "--format", "json"]
-    finished = finish(steplab.start(*around, *words, module="torch.distributed.run"))
-    assert finished.code == 0, finished.stderr
-    rows = finished.rows()
-    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 3
-    with Store.open(steplab.store, write=False) as store:
-        assert len(store.rows(kind="comm")) == 1
-
-
-def test_what_had_ended_before_an_interruption_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(cells: Cells[CommCell], *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
-        study: Any = cells.study
-        rest["on_environment"](ENVIRONMENT)
-        on_cell(0, make_comm_cell(study.cells[0], wire_bytes=None))
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
-
-    monkeypatch.setattr(benchmark, "measure_cells", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
-        code = main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert code == 130
-    with Store.open(tmp_path / "store.db", write=False) as store:
-        (row,) = store.rows(kind="comm")
-        record = store.get(str(row["id"]))
-    assert f"interrupted; record {record.id} has the 1 cell that had ended" in capsys.readouterr().err
-    assert isinstance(record, CommRun)
-    assert record.environment == ENVIRONMENT
-    assert record.cells[0].wire_bytes == record.cells[0].message_bytes  # an all-reduce on two ranks
 
 
 @pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("out_of_memory", 0)])

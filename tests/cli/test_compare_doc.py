@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.cli.program import REPOSITORY, Program
 from tests.cli.test_readme import blocks, commands
+from tests.first import first
 from tests.runs import make_run
 from tests.unit.test_comparing import slower
 
@@ -70,7 +71,7 @@ def test_a_job_fails_for_a_regression_alone(stored: Program, name: str, slowdown
     assert "<!doctype html>" in (stored.cwd / "comparison.html").read_text(encoding="utf-8").lower()
 
 
-@pytest.mark.parametrize("name", ["github.yml", "gitlab.yml"])
+@pytest.mark.parametrize("name", first(1, ["gitlab.yml", "github.yml"]))
 def test_a_job_whose_baseline_is_of_another_step_fails(stored: Program, name: str) -> None:
     assert RUN.spec is not None
     other = dataclasses.replace(RUN, spec=dataclasses.replace(RUN.spec, context=2 * RUN.spec.context))

@@ -1,7 +1,9 @@
 import gzip
 import json
+import lzma
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,14 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_snapshot_becomes_a_record_a_table_rows_and_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], compressed: bool
+@pytest.mark.parametrize(("pack", "ending"), [(gzip.compress, ".gz"), (lzma.compress, ".xz")])
+def test_a_packed_snapshot_becomes_a_record_a_table_rows_and_a_page(
+    pack: Callable[[bytes], bytes], ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     allocator = recorded()
-    pickled = pickle.dumps(allocator.snapshot())
-    file = tmp_path / ("mine.pickle.gz" if compressed else "mine.pickle")
-    file.write_bytes(gzip.compress(pickled) if compressed else pickled)
+    packed = pack(pickle.dumps(allocator.snapshot()))
+    file = tmp_path / f"mine.pickle{ending}"
+    file.write_bytes(packed)
     peak_bytes = max(allocator.allocated_bytes)
 
     assert main(["import-snapshot", str(file)]) == 0
@@ -69,6 +71,10 @@ def test_a_snapshot_becomes_a_record_a_table_rows_and_a_page(
     assert page.stat().st_size < PAGE_BYTES
     assert "mine.pickle" in page.read_text(encoding="utf-8")
 
+    file.write_bytes(packed[: len(packed) // 2])
+    assert main(["import-snapshot", str(file)]) == 2
+    assert "stream ends early" in capsys.readouterr().err
+
 
 class Hostile:
     def __init__(self, sentinel: Path) -> None:
@@ -89,24 +95,4 @@ def test_a_hostile_pickle_is_refused_in_one_line_and_leaves_no_trace(
     assert line.startswith(f"steplab: {file}: the pickle wants to import posix.system")
     assert shown.out == ""
     assert not sentinel.exists()
-    assert listed(capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (pickle.dumps({"segments": [], "device_traces": []}), "contains no allocations"),
-        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save's"),
-        (b"<html>", "not a pickle of protocol 2 or later"),
-    ],
-)
-def test_what_holds_no_memory_is_refused_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, why: str
-) -> None:
-    file = tmp_path / "odd.pickle"
-    file.write_bytes(content)
-    assert main(["import-snapshot", str(file)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("…")]
-    assert line.startswith(f"steplab: {file}: ")
-    assert why in line
     assert listed(capsys) == []

@@ -10,6 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, is_gone, kill, read_process, tiny, wait_until
+from tests.first import first
 
 from steplab.cli.ending import Ending
 
@@ -128,10 +129,17 @@ def test_a_killed_measuring_process_is_a_row_and_the_only_cell_to_be_resumed(hel
     assert [row["id"] for row in again.rows()] == [after[context]["id"] for context in (1, 2, 3)]
 
 
-def test_ctrl_c_ends_the_sweep_with_its_measuring_process_and_keeps_what_was_finished(held: Program) -> None:
+@pytest.mark.parametrize("repeated", first(1, [20, 0]))
+def test_ctrl_c_ends_the_sweep_with_its_measuring_process_and_keeps_what_was_finished(
+    held: Program, repeated: int
+) -> None:
     sweep, measuring = start_until_second_cell(held)
     [first] = held.rows()
     os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does it: to everyone in the foreground
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # more must not cut the tidying up short
+        for _ in range(repeated):
+            time.sleep(0.005)
+            sweep.send_signal(signal.SIGINT)
     result = finish(sweep)
     assert result.code == 130
     assert is_gone(measuring)
@@ -141,18 +149,7 @@ def test_ctrl_c_ends_the_sweep_with_its_measuring_process_and_keeps_what_was_fin
     assert held.rows() == [first]
 
 
-def test_ctrl_c_ends_a_run_quietly_and_stores_nothing(held: Program) -> None:
-    run = held.start_from_shell("run", *tiny(context="2"), "--model", "held:build")
-    measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
-    os.killpg(run.pid, signal.SIGINT)
-    result = finish(run)
-    assert (result.code, result.stdout) == (130, "")
-    assert "Traceback" not in result.stderr
-    assert is_gone(measuring)
-    assert held.rows() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", first(1, [signal.SIGHUP, signal.SIGTERM]))
 def test_a_sweep_that_is_asked_to_end_does_so_as_after_ctrl_c(held: Program, number: signal.Signals) -> None:
     sweep, measuring = start_until_second_cell(held)
     sweep.send_signal(number)
@@ -161,18 +158,6 @@ def test_a_sweep_that_is_asked_to_end_does_so_as_after_ctrl_c(held: Program, num
     assert is_gone(measuring)
     assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; finished measurements")
     assert [row["context"] for row in held.rows()] == [1]
-
-
-def test_a_second_ctrl_c_does_not_cut_the_tidying_up_short(held: Program) -> None:
-    sweep, measuring = start_until_second_cell(held)
-    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it may be gone before the last of them
-        for _ in range(20):
-            sweep.send_signal(signal.SIGINT)
-            time.sleep(0.005)
-    result = finish(sweep)
-    assert result.code == 130
-    assert "Traceback" not in result.stderr
-    assert is_gone(measuring)
 
 
 def test_a_signal_long_after_the_first_ends_the_program_at_once(steplab: Program) -> None:
@@ -246,21 +231,6 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) 
             signal.signal(number, handler)
 
 
-def test_two_sweeps_share_a_store(steplab: Program) -> None:
-    steplab.write("held.py", MODEL)
-    sweeps = [
-        steplab.start("sweep", *tiny(context="1,3", steps=steps), "--model", "held:build", "--format", "json")
-        for steps in ("3", "4")
-    ]
-    results = [finish(sweep) for sweep in sweeps]
-    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
-    ids = {row["id"] for result in results for row in result.rows()}
-    assert len(ids) == 4
-    assert {row["id"] for row in steplab.rows()} == ids
-    studies = steplab("list", "--kind", "study", "--format", "json").rows()
-    assert [study["num_ok"] for study in studies] == [2, 2]
-
-
 # The measuring process's own children
 
 
@@ -270,10 +240,10 @@ def helper_file(held: Program) -> Path:
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGINT])
-def test_what_the_model_started_ends_with_the_run(
+def test_what_the_model_started_ends_with_the_run_which_stores_nothing(
     held: Program, helper_file: Path, signal_sent: signal.Signals
 ) -> None:
-    start = held.start_from_shell if signal_sent == signal.SIGKILL else held.start
+    start = held.start_from_shell if signal_sent == signal.SIGINT else held.start
     run = start("run", *tiny(), "--model", "held:with_helper")
     measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
     helper = read_process(helper_file, "the helper was started")
@@ -283,7 +253,10 @@ def test_what_the_model_started_ends_with_the_run(
         wait_until(lambda: is_gone(helper), "the helper ends with the measuring process", timeout_s=10)
     finally:
         kill(helper)
-    finish(run)
+    result = finish(run)
+    assert (result.code, result.stdout) == (130 if signal_sent == signal.SIGINT else -signal.SIGKILL, "")
+    assert "Traceback" not in result.stderr
+    assert held.rows() == []
 
 
 @pytest.mark.parametrize(("model", "code", "said"), [("leaves_helper", 0, ""), ("crashes_beside_helper", 1, "SIGSEGV")])

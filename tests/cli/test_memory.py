@@ -3,7 +3,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from tests.cli.program import Program, Result, complaint, keep_result, kept_result, made_once, tiny
+from tests.cli.program import Program, Result, complaint, kept_result
 from tests.cli.test_profile import stored
 
 from steplab.cli.app import main
@@ -32,16 +32,9 @@ def build():
 """
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def make(folder: Path) -> None:
-        program = Program(folder)
-        watched = program(
-            "memory", *tiny(), "--name", "seen", "--snapshot", "kept.pickle", "--format", "json", "--predict"
-        )
-        keep_result(watched, folder / "memory.json")
-
-    return made_once(tmp_path_factory, "watched", make)
+@pytest.fixture
+def seen(watched_folder: Path) -> Path:
+    return watched_folder
 
 
 @pytest.fixture

@@ -6,13 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from cyclopts import CycloptsError
 from tests.cli.program import REPOSITORY, Program, finish
+
+from steplab.cli.app import app
 
 README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
 NOT_RUN = ("# needs a GPU", "# takes minutes")
 FOR_A_SHELL = frozenset("|&;<>$`*?~\\")
 SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
+MEASURING = ("run", "profile", "memory", "sweep", "study", "ddp")
+"""Commands that take a number of steps, of which few are enough."""
 COMMAND_TIMEOUT_S = 240.0
 
 pytestmark = [pytest.mark.skipif(not README.exists(), reason="there is no README.md yet"), pytest.mark.timeout(900)]
@@ -97,6 +102,8 @@ def run_piece(program: Program, piece: Piece) -> None:
         text = re.sub(r"(?<![\w-])ID(?![\w=])", lambda _: newest_id(program), piece.text)
         command, *words = shlex.split(text, comments=True)
         if command == "steplab" and FOR_A_SHELL.isdisjoint(text):
+            if words[0] in MEASURING and "--steps" not in words:
+                words += ["--warmup", "1", "--steps", "3"]
             result = program(*words, timeout_s=COMMAND_TIMEOUT_S)
             assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
             assert says(result.stdout, piece.answer), f"{piece}\n{result.stdout}"
@@ -127,33 +134,12 @@ def check_without_running(program: Program, piece: Piece) -> None:
         result = program(*words[1:], "--dry-run")
         assert result.code == 0, f"{piece}\n{result.stderr}"
     else:
-        from cyclopts import CycloptsError
-
-        from steplab.cli.app import app
-
         try:
-            app.parse_args(words[1:], exit_on_error=False, print_error=False)
+            _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
-        if words[1] == "run":  # a run has the fields of a one-cell sweep
-            fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
-            if "--gpus" in words and "--layout" not in words:  # what run takes from --gpus
-                fields += ["--layout", f"dp={words[words.index('--gpus') + 1]}"]
-            result = program("sweep", *fields, "--dry-run")
-            assert result.code == 0, f"{piece}\n{result.stderr}"
-
-
-def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
-    kept: list[str] = []
-    skip_next = False
-    for word in words:
-        if skip_next:
-            skip_next = False
-        elif word in names:
-            skip_next = True
-        elif not word.startswith(tuple(f"{name}=" for name in names)):
-            kept.append(word)
-    return kept or ["--model", "tiny"]
+        if words[1] == "run":
+            bound.arguments["measured"].spec()
 
 
 def test_every_command_and_every_piece_of_python_works_in_its_order(reader: Program) -> None:

@@ -1,5 +1,4 @@
 import csv
-import gzip
 import io
 import json
 import os
@@ -9,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.program import Program, Result, command, complaint, digests, kept_result, tiny
+from tests.cli.program import Program, Result, command, complaint, digests, tiny
 from tests.sure import sure
 
 from steplab.records.codec import decode
 from steplab.records.run import Run
 
-REPORT_FORMATS = ("table", "json", "csv", "md", "latex")
 COMMANDS = ("run", "sweep", "list", "show", "report", "export", "import", "doctor")
-READING = (("list",), ("list", "--kind", "study"), ("report",), ("export",))
 
 
 @pytest.fixture
@@ -53,13 +50,10 @@ def test_an_unknown_peak_gives_no_mfu_but_the_reason_and_the_remedy(first_run: R
     assert "steplab doctor" in row["peak_source"]
 
 
-@pytest.mark.parametrize("format", ["table", "md", "latex"])
-def test_run_is_shown_in_the_format_asked_for(steplab: Program, format: str) -> None:
-    result = steplab("run", *tiny(), "--pass", "forward", "--format", format)
+def test_run_is_shown_in_the_format_asked_for(steplab: Program) -> None:
+    result = steplab("run", *tiny(), "--pass", "forward", "--format", "md")
     assert (result.code, result.stderr) == (0, "")
-    title = "tiny · batch 1 · context 8"
-    opening = {"table": title, "md": f"# {title}", "latex": "\\documentclass{article}\n"}
-    assert result.stdout.startswith(opening[format])
+    assert result.stdout.startswith("# tiny · batch 1 · context 8")
     assert "\x1b" not in result.stdout
 
 
@@ -110,6 +104,7 @@ def test_show_describes_the_run(filled: Program, first_id: str) -> None:
 
 def test_show_gives_the_whole_record_as_json(filled: Program, first_id: str) -> None:
     result = filled("show", first_id, "--format", "json")
+    assert filled("show", first_id[:7], "--format", "json") == result
     record = decode(result.stdout)
     assert isinstance(record, Run)
     assert (record.id, record.name, record.status) == (first_id, "first", "ok")
@@ -117,16 +112,6 @@ def test_show_gives_the_whole_record_as_json(filled: Program, first_id: str) -> 
     step = sure(sure(record.timing).phase("step"))
     assert len(step.best_s) == 3
     assert record.environment is not None
-
-
-def test_the_beginning_of_an_id_is_enough(filled: Program, first_id: str) -> None:
-    whole = filled("show", first_id, "--format", "json")
-    assert filled("show", first_id[:7], "--format", "json") == whole
-
-
-def test_list_shows_the_newest_first(filled: Program, measured: Path, first_id: str) -> None:
-    swept = [row["id"] for row in kept_result(measured / "sweep.json").rows()]
-    assert [row["id"] for row in filled.rows()] == [*reversed(swept), first_id]
 
 
 def test_list_says_when_it_left_out_older_runs(filled: Program, first_id: str) -> None:
@@ -144,25 +129,10 @@ def test_list_selects_by_name_and_by_study(filled: Program, first_id: str) -> No
     assert [row["context"] for row in of_study] == [16, 8]
 
 
-def test_list_counts_the_cells_of_each_study(filled: Program) -> None:
-    [study] = filled("list", "--kind", "study", "--format", "json").rows()
-    assert (study["name"], study["num_cells"], study["num_ok"], study["num_failed"]) == ("sweep", 2, 2, 0)
-    table = filled("list", "--kind", "study")
-    assert table.code == 0
-    assert study["id"] in table.stdout
-
-
 def test_a_table_fits_the_columns_there_are(filled: Program) -> None:
     for columns in (40, 60, 100):
         shown = filled("list", variables={"COLUMNS": str(columns)}).stdout
         assert max(map(len, shown.splitlines())) <= columns
-
-
-@pytest.mark.parametrize("arguments", READING, ids=" ".join)
-def test_reading_leaves_no_trace_beside_the_store(filled: Program, arguments: tuple[str, ...]) -> None:
-    before = digests(filled.store.parent)
-    assert filled(*arguments).code == 0
-    assert digests(filled.store.parent) == before
 
 
 def test_the_store_named_by_option_wins_over_the_variable(filled: Program, tmp_path: Path) -> None:
@@ -194,16 +164,6 @@ def test_export_and_import_carry_every_record_unchanged(filled: Program, tmp_pat
     assert filled("report", *other, "--format", "json").stdout == filled("report", "--format", "json").stdout
 
 
-def test_import_reads_gzip_and_standard_input(filled: Program, tmp_path: Path) -> None:
-    exported = filled("export").stdout.encode()
-    (filled.cwd / "all.jsonl.gz").write_bytes(gzip.compress(exported))
-    zipped, piped = tmp_path / "zipped.db", tmp_path / "piped.db"
-    assert filled("import", "all.jsonl.gz", "--store", zipped).code == 0
-    assert filled("import", "-", "--store", piped, stdin=exported).code == 0
-    for store in (zipped, piped):
-        assert filled("export", "--store", store).stdout.encode() == exported
-
-
 def test_export_takes_records_by_id_and_a_study(filled: Program, first_id: str) -> None:
     [line] = filled("export", first_id[:6]).stdout.splitlines()
     assert decode(line).id == first_id
@@ -214,24 +174,11 @@ def test_export_takes_records_by_id_and_a_study(filled: Program, first_id: str) 
 # Reports
 
 
-@pytest.mark.parametrize("format", REPORT_FORMATS)
-def test_report_gives_the_newest_study_in_every_format(filled: Program, format: str) -> None:
-    result = filled("report", "--format", format)
-    assert (result.code, result.stderr) == (0, "")
-    if format == "json":
-        assert [row["context"] for row in result.rows()] == [8, 16]
-    elif format == "csv":
-        assert [row["context"] for row in csv.DictReader(io.StringIO(result.stdout))] == ["8", "16"]
-    else:
-        opening = {"table": "2 runs", "md": "# 2 runs", "latex": "\\documentclass{article}"}
-        assert opening[format] in result.stdout.splitlines()[0]
-        assert "Runs" in result.stdout
-
-
-def test_report_of_named_runs_has_them_in_the_order_named(filled: Program, first_id: str) -> None:
+def test_report_gives_the_newest_study_or_named_runs_in_the_order_named(filled: Program, first_id: str) -> None:
+    assert [row["context"] for row in filled("report", "--format", "json").rows()] == [8, 16]
     ids = [first_id, *(row["id"] for row in filled.rows() if row["name"] != "first")]
-    rows = filled("report", *ids, "--format", "json").rows()
-    assert [row["id"] for row in rows] == ids
+    assert [row["id"] for row in filled("report", *ids, "--format", "json").rows()] == ids
+    assert filled("report", "--format", "latex").stdout.startswith("\\documentclass{article}")
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_else(filled: Program) -> None:
@@ -248,16 +195,6 @@ def test_the_page_is_one_file_that_asks_for_nothing_else(filled: Program) -> Non
 # The program itself
 
 
-def test_a_reader_that_stops_early_is_no_error(filled: Program) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    finished = subprocess.run(
-        command(["export"]), stdout=write_end, stderr=subprocess.PIPE, env=filled.environment, check=False
-    )
-    os.close(write_end)
-    assert (finished.returncode, finished.stderr) == (0, b"")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_standard_output_is_one_line(filled: Program) -> None:
     with Path("/dev/full").open("wb") as full:
@@ -268,18 +205,15 @@ def test_a_full_disk_behind_standard_output_is_one_line(filled: Program) -> None
     assert "No space left" in said
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(steplab: Program, name: str) -> None:
-    result = steplab(name, "--help")
-    assert (result.code, result.stderr) == (0, "")
-    assert f"steplab {name}" in result.stdout
-    assert not steplab.store.exists()
-
-
-def test_the_program_alone_explains_itself_and_names_every_command(steplab: Program) -> None:
+def test_the_program_explains_itself_and_its_commands(steplab: Program) -> None:
     alone = steplab()
     assert alone.code == 0
-    assert all(name in alone.stdout for name in COMMANDS)
+    for name in COMMANDS:
+        assert name in alone.stdout
+        result = steplab(name, "--help")
+        assert (result.code, result.stderr) == (0, "")
+        assert f"steplab {name}" in result.stdout
+    assert not steplab.store.exists()
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", steplab("--version").stdout)
 
 

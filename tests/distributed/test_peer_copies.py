@@ -45,11 +45,6 @@ def awkward_loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
     return module(batch, -1 if rank == 1 else rank % 2).square().mean()
 
 
-@cases
-def a_plain_module() -> None:
-    every_way(modules.plain)
-
-
 @cases.in_a_small_world
 def gradients_zeroed_and_not_dropped() -> None:
     every_way(modules.plain, set_to_none=False)
@@ -73,12 +68,6 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
 
 def short_chunks() -> Any:
     return patch.object(sizes, "PART_BYTES", sizes.PAGE)
-
-
-@cases.in_a_small_world
-def buckets_in_short_chunks() -> None:
-    with short_chunks():
-        every_way(modules.Awkward, loss=awkward_loss, tolerance=1e-5)
 
 
 @cases

@@ -10,6 +10,7 @@ from tests.distributed import sharded_cases as cases
 from tests.distributed import sharded_contract_cases as contract
 from tests.distributed import sharded_kit
 from tests.distributed.ranks import on_ranks
+from tests.first import first
 from torch import nn
 
 from steplab.parallel import ShardedOptimizer, merge_shards
@@ -18,10 +19,11 @@ from steplab.parallel.flat_parameters import Exchange, _gathers
 from steplab.parallel.sizes import owners_of, runs_of
 
 WORLDS = pytest.mark.parametrize("size", [2, 4])
+FEW_RANKS = pytest.mark.parametrize("size", first(1, [2, 4]))
 EXCHANGES = pytest.mark.parametrize("exchange", ["all_gather", "broadcast"])
 
 
-@WORLDS
+@FEW_RANKS
 @pytest.mark.parametrize("name", sharded_kit.OPTIMIZERS)
 def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name: str) -> None:
     on_ranks(size, cases.case_parity, name, "all_gather" if size == 2 else "broadcast")
@@ -34,7 +36,7 @@ def test_either_exchange(size: int, exchange: str, case: Callable[..., None]) ->
     on_ranks(size, case, exchange)
 
 
-@WORLDS
+@FEW_RANKS
 @pytest.mark.parametrize(
     "case",
     [
@@ -49,12 +51,16 @@ def test_either_exchange(size: int, exchange: str, case: Callable[..., None]) ->
         contract.case_an_old_graph_is_refused,
         contract.case_refusals,
         contract.case_ranks_that_differ_are_told,
-        contract.case_a_group_of_some_ranks,
     ],
     ids=lambda case: case.__name__,
 )
 def test_on_ranks(size: int, case: Callable[[], None]) -> None:
     on_ranks(size, case)
+
+
+@WORLDS
+def test_a_group_of_some_ranks(size: int) -> None:
+    on_ranks(size, contract.case_a_group_of_some_ranks)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_on_two_ranks(case: Callable[[], None]) -> None:
     on_ranks(2, case)
 
 
-@WORLDS
+@FEW_RANKS
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_ddp_may_be_built_before_or_after(size: int, optimizer_first: bool) -> None:
     on_ranks(size, cases.case_with_torch_ddp, optimizer_first)

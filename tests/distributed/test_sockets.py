@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.program import Program, finish, is_gone, tiny, wait_until
 from tests.distributed.test_launch import processes_in, start_joined, without_device
+from tests.first import first
 
 STRANGER = """
 import base64, os, pickle, sys, threading, time
@@ -43,15 +44,6 @@ os._exit(0)  # what is no store leaves its client waiting
 NUM_IDLE = 1500
 
 
-@pytest.fixture
-def steplab(tmp_path: Path) -> Iterator[Program]:
-    program = Program(tmp_path)
-    program.write("faulty.py", Path(__file__).with_name("faulty.py").read_text(encoding="utf-8"))
-    yield program
-    program.end_all()
-    wait_until(lambda: not processes_in(tmp_path), "the end of all processes", timeout_s=10)
-
-
 def listening(folder: Path) -> set[tuple[str, int]]:
     found = set()
     for process in processes_in(folder):
@@ -77,7 +69,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", first(2, COMMANDS))
 def test_nothing_listens_beyond_loopback(steplab: Program, name: str) -> None:
     command = steplab.start(*COMMANDS[name])
     seen = set[tuple[str, int]]()

@@ -1,7 +1,5 @@
 """Ends commands at random moments and examines the leftovers.
 
-    nice python -m tests.faults.kills --tries 1000 --seed 1
-
 A try starts `sweep`, `import`, `comm` or `ddp` over two CPU ranks and ends it after a random part of its usual time: by
 `kill -9`, SIGTERM, a hang-up, Ctrl-C once or twice, or `kill -9` of a measuring process. All tries share a store and a
 temporary folder. Afterwards:
@@ -12,20 +10,16 @@ temporary folder. Afterwards:
 - no temporary folder is left, except one after `kill -9`, until the next command.
 """
 
-import argparse
 import contextlib
 import hashlib
-import itertools
-import json
 import random
 import re
 import signal
 import sqlite3
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -41,8 +35,6 @@ from steplab.records.codec import encode
 LONGEST_LIFE_S = 5.0
 """Seconds that a process may outlive its command."""
 NUM_IMPORTED = 300
-_FEWEST_IN_TIME = 0.3
-"""Share of signals that must arrive before the command is over."""
 MODEL = """
 import time
 
@@ -209,38 +201,12 @@ def attack(
     seed: int,
     *,
     durations_s: Mapping[str, float] = MappingProxyType({}),
-    tell: Callable[[int, Outcome], None] = lambda done, so_far: None,
 ) -> Outcome:
     under_attack = Attack(folder, seed, durations_s)
     try:
-        for done, (command, end) in enumerate(tries, start=1):
+        for command, end in tries:
             under_attack.attempt(command, end)
-            tell(done, under_attack.outcome)
         under_attack.finish()
     finally:
         under_attack.program.end_all()
     return under_attack.outcome
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=1000, help="number of commands to end")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the moments")
-    given = parser.parse_args()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the commands would rightly ignore it
-
-    def tell(done: int, so_far: Outcome) -> None:
-        if done % 20 == 0:
-            print(f"{done} of {given.tries}, {len(so_far.problems)} problems", file=sys.stderr, flush=True)
-
-    every = itertools.cycle((command, end) for end in ENDS for command in COMMANDS)
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = attack(Path(folder), [next(every) for _ in range(given.tries)], given.seed, tell=tell)
-    if outcome.in_time < _FEWEST_IN_TIME * given.tries:
-        outcome.problems.append(f"only {outcome.in_time} of {given.tries} signals came before the command was over")
-    print(json.dumps(vars(outcome), indent=2))
-    return 1 if outcome.problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -46,7 +46,6 @@ class End:
     stderr: str
     seconds: float
     faults: tuple[str, ...]
-    peak_bytes: int = 0
 
 
 class NotStarted(subprocess.Popen[bytes]):
@@ -118,7 +117,6 @@ def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
         stderr=texts[1],
         seconds=seconds,
         faults=tuple(faults),
-        peak_bytes=peak_bytes,
     )
 
 

@@ -201,25 +201,6 @@ def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: to
 
 
 @case
-def a_sharded_optimizer_does_what_the_whole_one_does(rank: int, size: int, device: torch.device) -> None:
-    torch.manual_seed(5)
-    first = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Linear(300, 7)).to(device)
-    x = torch.randn(16, 64, device=device)
-    whole, inner = copy.deepcopy(first), copy.deepcopy(first)
-    optimizers: list[Any] = [
-        torch.optim.AdamW(whole.parameters(), lr=0.01, fused=True),
-        ShardedOptimizer(inner.parameters(), torch.optim.AdamW, lr=0.01, fused=True),
-    ]
-    for _ in range(STEPS):
-        for module, optimizer in zip((whole, inner), optimizers, strict=True):
-            optimizer.zero_grad()
-            module(x).square().mean().backward()
-            optimizer.step()
-    for right, found in zip(whole.parameters(), inner.parameters(), strict=True):
-        torch.testing.assert_close(found, right, rtol=0, atol=0)
-
-
-@case
 def a_sharded_optimizer_of_owners_trains_as_the_whole_one_does(rank: int, size: int, device: torch.device) -> None:
     torch.manual_seed(7)
     steps, width = 6, 192

@@ -36,22 +36,6 @@ def test_it_errs_no_more_than_twice_as_much_as_torchs_fused_one(weight_decay: fl
         assert own <= 2 * torchs + one_rounding
 
 
-def test_masters_are_the_float32_parameters_of_the_same_gradients_and_weights_are_these_rounded() -> None:
-    parameters, masters = inputs(0), inputs(0)
-    weights = [master.to(torch.bfloat16).requires_grad_() for master in masters]
-    made = OneKernelAdamW(weights, lr=1e-2, masters=dict(zip(weights, masters, strict=True)))
-    plain = OneKernelAdamW([x.requires_grad_() for x in parameters], lr=1e-2)
-    for step in range(1, STEPS + 1):
-        for weight, parameter, gradient in zip(weights, parameters, inputs(step), strict=True):
-            weight.grad = gradient.to(torch.bfloat16)
-            parameter.grad = weight.grad.float()
-        made.step()
-        plain.step()
-    for weight, master, parameter in zip(weights, masters, parameters, strict=True):
-        assert torch.equal(master, parameter)
-        assert torch.equal(weight, master.to(torch.bfloat16))
-
-
 def test_more_than_two_to_the_31_elements_are_updated_to_the_last() -> None:
     count = 2**31 + 5
     if torch.cuda.mem_get_info()[0] < 5 * 4 * count:
@@ -131,17 +115,3 @@ def test_a_group_may_have_parameters_of_several_devices() -> None:
         torchs.step()
     for parameter, expected in zip(given, theirs, strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_capture_of_other_parameters_than_the_step_before_is_refused() -> None:
-    first, large, small = given = [torch.ones(size, device="cuda", requires_grad=True) for size in (8, 6000, 8)]
-    made = OneKernelAdamW(given, lr=1e-2)
-    first.grad, large.grad = torch.ones_like(first), torch.ones_like(large)
-    made.step()
-    large.grad, small.grad = None, torch.ones_like(small)
-    with pytest.raises(Unsupported, match="no moments yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        made.step()
-    made.step()
-    small.grad, large.grad = None, torch.ones_like(large)
-    with pytest.raises(Unsupported, match="of other parameters"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        made.step()

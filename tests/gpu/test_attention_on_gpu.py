@@ -5,7 +5,6 @@ with a trace.
 """
 
 import faulthandler
-import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -512,25 +511,6 @@ def test_autocast_casts_what_goes_in(dtype: torch.dtype) -> None:
     for found, expected in pairs:
         assert found.dtype == FP32
         assert torch.equal(found, expected.float())
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 2, 3)], ids=str)
-def test_kept_are_exactly_inputs_output_and_log_sum_exp(lead: tuple[int, ...]) -> None:
-    q, k, v = inputs(*lead, 130, 64)
-    out = FlashAttentionTriton.apply(q, k, v)
-    kept = out.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert [tuple(t.shape) for t in kept] == [tuple(t.shape) for t in (q, k, v, q)] + [(*lead, 130)]
-    assert [t.data_ptr() for t in kept[:4]] == [t.data_ptr() for t in (q, k, v, out)]
-    scores = q.double() @ k.double().mT / math.sqrt(64)
-    torch.testing.assert_close(kept[4].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert kept[4].dtype == FP32
-
-
-def test_results_lie_in_memory_as_the_inputs_do() -> None:
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in inputs(2, 130, 3, 64))
-    out = FlashAttentionTriton.apply(q, k, v, True)
-    assert out.stride() == q.stride()
-    assert [d.stride() for d in torch.autograd.grad(out.sum(), (q, k, v))] == [x.stride() for x in (q, k, v)]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -135,13 +135,6 @@ def test_an_allocation_has_its_line_operator_and_module(measured: Measured) -> N
     assert profile.blocks[0].gradient_bytes == 4 * (4 * 768 * 768 + 3 * 768 * 3072 + 2 * 768)
 
 
-def test_a_longer_context_costs_activations_alone(measured: Measured) -> None:
-    short, long = (measured(model="small", context=context)[1] for context in (256, 512))
-    for category in ("optimizer_state", "inputs"):
-        assert short.at_peak[category] <= long.at_peak[category] <= 2 * short.at_peak[category]
-    assert long.at_peak["activations"] > 2 * short.at_peak["activations"]
-
-
 class FromAThread(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,21 +1,20 @@
 import dataclasses
 import json
-import os
-import socket
+import shlex
 import sqlite3
 import struct
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.cli.program import REPOSITORY
+from tests.cli.test_readme import blocks, commands
 from tests.runs import make_run, out_of_memory, recorder_run
 from tests.stored_lines import fill
 from tests.sure import sure
 
+from steplab.cli.app import main
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
@@ -75,10 +74,17 @@ def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None:
+def test_mlflow_has_parameters_figures_and_the_report(
+    mlflow_here: Path, filled: FileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (REPOSITORY / "docs" / "report.md").read_text(encoding="utf-8")
+    [command] = (line for block in blocks(page) if "mlflow" in block.text for line in commands(block))
+    address, program, *words = shlex.split(command.text)
+    monkeypatch.setenv(*address.split("=", 1))
+    assert program == "steplab"
+    assert main([*words, "--store", str(filled.store)]) == 0
     one = tracked(RUN, PAGE)
-    for _ in range(2):  # the second finds it there
-        assert track(one, "mlflow") == f"experiment steplab of sqlite:///{mlflow_here}"
+    assert track(one, "mlflow") == "experiment steplab of sqlite:///mlflow.db"  # and finds it there
     track(tracked(out_of_memory()), "mlflow")
     with sqlite3.connect(mlflow_here) as database:
         runs = database.execute("SELECT run_uuid, name, status, artifact_uri FROM runs ORDER BY status").fetchall()
@@ -92,7 +98,9 @@ def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None
     assert params == {key: str(value) for key, value in one.params.items()}
     assert metrics == pytest.approx(dict(one.metrics))
     folder = Path(artifacts.removeprefix("file://"))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == one.files
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.pop("report.html").startswith(b"<!doctype html>")
+    assert files == {"record.json": one.files["record.json"]}
 
 
 def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
@@ -101,56 +109,6 @@ def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(SteplabError, match=r"MLflow refused record .* of nowhere://x"):
         track(tracked(RUN), "mlflow")
-
-
-@pytest.fixture
-def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    pytest.importorskip("flask", reason="MLflow's server is missing: pip install mlflow")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{mlflow_here}",
-        "--artifacts-destination",
-        str(mlflow_here.parent / "a"),
-    ]
-    process = subprocess.Popen(
-        [*command, *store], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.2)
-            else:
-                break
-        yield address
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait(timeout=60)
-
-
-def test_a_server_of_mlflow_takes_records(server: str) -> None:
-    one = tracked(RUN, PAGE)
-    assert track(one, "mlflow") == f"experiment steplab of {server}"
-    wanted = {"experiment_ids": ["1"], "filter": "params.context = '256'"}
-    request = urllib.request.Request(
-        f"{server}/api/2.0/mlflow/runs/search",
-        data=json.dumps(wanted).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        [found] = json.load(answer)["runs"]
-    assert {metric["key"]: metric["value"] for metric in found["data"]["metrics"]} == pytest.approx(dict(one.metrics))
-    files = urllib.request.urlopen(
-        f"{server}/get-artifact?path=report.html&run_uuid={found['info']['run_id']}", timeout=60
-    )
-    assert files.read() == one.files["report.html"]
 
 
 # --- W&B --------------------------------------------------------------------------------------------------

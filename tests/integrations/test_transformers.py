@@ -137,7 +137,7 @@ class ClockOfWork:
 def test_a_trainers_step_is_what_steplab_run_calls_one(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All micro-steps and the update; benchmarks/overhead.py shows the difference of times."""
+    """All micro-steps and the update."""
     accumulation, layers = 4, 2
     config = TINY_LLAMA | {"num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
