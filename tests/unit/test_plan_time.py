@@ -216,7 +216,7 @@ def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any],
         assert sum(part.seconds for part in parts_of(resolve_step(fields), better)) <= usual * (1 + 1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(STEPS, st.integers(5, 9), st.integers(1, 6))
 def test_what_is_added_for_blocks_and_micro_steps_is_what_would_be_run(
     fields: dict[str, Any], num_layers: int, accumulation: int
