@@ -13,7 +13,6 @@ from benchmarks.fit_rates import (
     as_toml,
     borrowers,
     committed_records,
-    fit_hidden_update,
     fit_step,
     loaded,
     records_to_fit,
@@ -21,13 +20,10 @@ from benchmarks.fit_rates import (
 )
 from benchmarks.rates_of_kernels import (
     ProductTime,
-    fit_fp8,
     fit_products,
-    fit_streaming,
     product_times,
     relative_error,
     search,
-    streaming_sums,
 )
 from tests.documents import chapter_says
 from tests.first import first
@@ -49,7 +45,6 @@ from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
@@ -109,26 +104,6 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
     ]
     told = f"{median(peaks):.2%} off in the median of {len(peaks)} steps, {max(peaks):.1%} at worst"
     chapter_says("plan_time", told.replace("%", " %"))
-
-
-def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() -> None:
-    by_id = {run.id: run for run in stored("other_gpu_h100", Run)}
-    page = (ROOT / "benchmarks/results/other_gpu_h100_202611.md").read_text(encoding="utf-8")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
-    ]
-    told = [row for row in rows if row[-1] in by_id]
-    assert len(told) == 15
-    for row in told:
-        run = by_id[row[-1]]
-        assert run.median_s is not None
-        assert run.memory is not None
-        peak = run.memory.peak("step")
-        assert peak is not None
-        error = 100 * (float(row[6]) / (1e3 * run.median_s) - 1)
-        assert row[8].rstrip("†") == f"{1e3 * run.median_s:.4g}"
-        assert float(row[9].removesuffix(" %").replace("−", "-")) == pytest.approx(error, abs=0.1)
-        assert row[11] == f"{peak.peak_allocated_bytes / 2**30:.2f}"
 
 
 @pytest.mark.parametrize("label", first(1, [WAITED, "hf:examples/hf/llama-2.7b.json"]))
@@ -271,20 +246,6 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
             "implementations",
             f"{len(runs)} steps of steplab's own Transformer by one process, and {len(fitted) - len(runs)} benchmarks",
         )
-
-
-def test_rates_by_bandwidth_and_of_fp8_are_those_that_the_fit_finds() -> None:
-    """The quick parts of `python -m benchmarks.fit_rates`."""
-    rates = H200.rates
-    records = records_to_fit(committed_records(), hardware_named(rates.name), rates.held_out, rates.until_utc)
-    runs = [run for run in records if isinstance(run, Run) and run.spec and run.spec.update == AFTER]
-    found = fit_streaming(streaming_sums(runs), H200)
-    assert found.fixed_s == pytest.approx(rates.streaming.fixed_s, rel=1e-3)
-    assert {name: rates.streaming.shares[name] for name in found.shares} == pytest.approx(found.shares, rel=1e-3)
-    in_fp8 = fit_fp8(H200).rates
-    assert in_fp8.products["fp8"].peak_share == pytest.approx(rates.products["fp8"].peak_share, rel=1e-3)
-    assert in_fp8.streaming.shares == pytest.approx(rates.streaming.shares, rel=1e-3)
-    assert fit_hidden_update(records) == pytest.approx(rates.step.hidden_update, rel=1e-3)
 
 
 @pytest.mark.release

@@ -41,7 +41,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.plan.document import plan_document
-from steplab.specs.model import MODEL_SIZES, TransformerShape
+from steplab.specs.model import TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, StepSpec
 from steplab.specs.step_choices import FP8
@@ -352,14 +352,6 @@ def test_grouped_heads_keep_fewer_keys_by_hand() -> None:
     assert all_heads.at_peak["activations"] - grouped.at_peak["activations"] == fewer
 
 
-@pytest.mark.parametrize("model", [name for name, shape in MODEL_SIZES.items() if shape.num_heads])
-def test_the_parameters_are_those_of_the_size(model: str) -> None:
-    spec = resolve_step({"model": model, "batch": 1, "context": 2, "pass": "forward"})
-    shape = sure(spec.model.shape)
-    found = predict_memory(spec)
-    assert found.at_peak["parameters"] == 4 * num_parameters(shape) + 4 * 2 * shape.d_model // shape.num_heads
-
-
 def test_a_size_for_planning_only_has_the_least_it_can_have() -> None:
     found = predict_memory(resolve_step({"model": "xxl"}))
     weights = 126 * 2 * 16384 * 53248
@@ -588,6 +580,7 @@ def test_a_step_that_no_kernel_serves_is_refused(fields: dict[str, Any]) -> None
     assert found.peak_bytes > 0
 
 
+@settings(max_examples=20)
 @given(SERVED, st.sampled_from(["batch", "context", "model.num_layers"]))
 def test_the_summands_sum_to_the_peak_and_twice_as_much_of_a_size_never_takes_less(
     fields: dict[str, Any], size: str

@@ -194,6 +194,7 @@ def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice)
     assert words.index("cuda_graph step") > masters
 
 
+@pytest.mark.release
 def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as building took, and together as long as all of it."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
