@@ -501,13 +501,6 @@ def two_shapes() -> AttentionStudy:
     )
 
 
-def test_one_process_measures_all_cells() -> None:
-    children = Children([ends_well])
-    children.measure(two_shapes())
-    assert children.asked == [[[0, 1, 2], [3, 4, 5]]]
-    assert [children.results[index].spec for index in range(6)] == list(two_shapes().cells)
-
-
 def test_the_cell_under_way_is_to_blame_for_a_crash_and_the_rest_goes_on() -> None:
     def dies(request: Request, listener: Listener) -> Failure:
         say(listener, "at", [1])
@@ -550,10 +543,3 @@ def test_a_process_that_asks_for_another_gets_one() -> None:
     children = Children([gives_up, ends_well])
     children.measure(two_shapes())
     assert children.asked[1] == [[1, 2], [3, 4, 5]]
-
-
-@pytest.mark.parametrize("failure", [CRASH, None])
-def test_a_process_without_any_result_is_not_followed_by_another_for_ever(failure: Failure | None) -> None:
-    children = Children([lambda request, listener: failure])
-    children.measure(two_shapes())
-    assert {cell.status for cell in children.results.values()} == {"crashed" if failure else "error"}

@@ -40,8 +40,6 @@ from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
 from steplab.records.run import Run
 from steplab.records.step_time import TimeCheck
-from steplab.report.kit.rendering import render
-from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -158,13 +156,6 @@ def test_a_store_without_runs_is_refused(tmp_path: Path) -> None:
     Store.open(tmp_path / "store.db", write=True).close()
     with pytest.raises(UserError, match="steplab import"):
         check_plan(tmp_path / "store.db")
-
-
-@pytest.mark.parametrize("width", [60, 100, 160])
-def test_the_text_fits_every_width(width: int) -> None:
-    told = render(check_document(check_runs(chosen_runs(), predicted_once)), width=width)
-    assert max(map(len, told.splitlines())) <= width
-    assert "median error" in told
 
 
 # --- fits of figures that are known -------------------------------------------------------------------------------

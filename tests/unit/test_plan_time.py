@@ -31,7 +31,6 @@ from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predic
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import waits_for_host
-from steplab.report.kit.rendering import render
 from steplab.report.plan.time import time_document
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import catalogue
@@ -424,15 +423,6 @@ def test_the_table_of_rates_says_what_it_was_fitted_to() -> None:
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [60, 100, 160])
-def test_the_text_fits_every_width(width: int) -> None:
-    spec = resolve_step({"model": "small", "context": 256})
-    told = render(time_document(spec, predict_step_time(spec, H200)), width=width)
-    assert max(map(len, told.splitlines())) <= width
-    assert "A step takes about" in told
-    assert "tokens/s on one GPU" in " ".join(told.split())
 
 
 def test_the_command_names_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:

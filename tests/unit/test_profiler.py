@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -258,20 +257,6 @@ def test_a_model_of_ones_own_is_marked_by_its_modules_names(tmp_path: Path) -> N
     assert steps
     for step in steps:
         assert step.ranges() == {"forward": inside, "backward": {}, "optimizer": {}}
-
-
-def test_the_example_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    sys.modules.pop("examples.my_model", None)
-    profiled_example = resolve_step({"model": "examples.my_model:build", "device": "cpu", "warmup": 0, "steps": 1})
-    trace = tmp_path / "trace.json"
-    measure_here(profiled_example, Observer(), partial(StepProfiler, num_steps=1, trace=trace))
-    (step,) = top_ranges(trace, "step")
-    forward = step.ranges()["forward"]
-    assert list(forward) == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
-    assert list(forward["blocks.1"]) == [
-        f"blocks.1.{part}" for part in ("norm_1", "query_key_value", "output", "norm_2", "feed_forward")
-    ]
 
 
 def test_a_whole_step_of_ones_own_is_one_range(tmp_path: Path) -> None:

@@ -181,10 +181,6 @@ def test_a_table_of_memory_keeps_the_peak_and_what_moves_it() -> None:
     assert "reserved" not in rows_text(unwatched, "table", width=92).splitlines()[0]
 
 
-def test_the_run_view_fits_a_narrow_terminal() -> None:
-    assert max(map(len, run_text(make_run(), width=70).splitlines())) <= 70
-
-
 # --- figures ----------------------------------------------------------------------------------------------
 
 
