@@ -81,7 +81,7 @@ def test_float64_is_the_formula(
     torch.testing.assert_close(out, truth(q, k, v, causal=causal))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[4:], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", first(2, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("implementation", sorted(set(ON_CPU) - {"plain"}))

@@ -94,15 +94,10 @@ def test_a_choice_is_accepted(name: str) -> None:
     "name",
     [
         "every_0",
-        "every_",
         "every_N",
-        "every_-2",
-        "every_2.5",
         "every_02",
-        "all",
         "selective_3",
         "every_²",
-        "first_0",
         "first_",
     ],
 )

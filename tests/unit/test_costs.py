@@ -68,7 +68,7 @@ def num_in_vectors(module: torch.nn.Module) -> int:
 # --- parameters -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [*(MODEL_SIZES[name] for name in MEASURED), *ALL_SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [MODEL_SIZES["2.7b"], *ALL_SHAPES], ids=str)
 def test_the_closed_forms_count_the_parameters_of_the_built_module(shape: TransformerShape) -> None:
     module = built(shape)
     assert num_parameters(shape) == num_built_parameters(module) == sum(p.numel() for p in module.parameters())

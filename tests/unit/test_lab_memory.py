@@ -28,6 +28,8 @@ from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
+pytestmark = pytest.mark.usefixtures("read_in_this_process")
+
 FIELDS: dict[str, object] = {"model": "small", "context": 256}
 
 

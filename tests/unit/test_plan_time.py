@@ -206,6 +206,7 @@ def test_the_step_is_the_sum_of_its_parts(fields: dict[str, Any], gpu: Gpu) -> N
     assert sum(part.seconds for part in found.parts) == pytest.approx(step.device_s)
 
 
+@settings(max_examples=20)
 @given(STEPS, GPUS, st.floats(1.0, 4.0))
 def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any], gpu: Gpu, times: float) -> None:
     wider = dataclasses.replace(gpu, bandwidth_bytes_per_s=times * gpu.bandwidth_bytes_per_s)
