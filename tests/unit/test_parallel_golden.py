@@ -5,8 +5,6 @@ import pytest
 from tests.stored_records import stored
 from tests.sure import sure
 
-from steplab.costs.communication import wire_bytes
-from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.report.ddp import figures
@@ -59,27 +57,6 @@ def test_where_less_was_allocated_than_is_held_no_count_of_all_and_no_peak_is_to
     assert figures.peak_bytes(cell(run, "torch DDP 25 MB")) == pytest.approx(45.1 * 2**30, rel=1e-2)
     (text,) = (text for text in facts(run) if "Other memory and the peak are not known" in text)
     assert "torch DDP 100 MB, torch DDP 400 MB, torch DDP 1000 MB, sharded 100 MB: an earlier" in text
-
-
-def test_a_sharded_optimizer_holds_half_its_state_on_each_of_two_gpus(studies: dict[str, DdpRun]) -> None:
-    whole = figures.memory_at(cell(studies["compiled-2"], "bucketed 200 MB"), "after_step")
-    sharded = figures.memory_at(cell(studies["compiled-2"], "sharded 100 MB"), "after_step")
-    assert whole is not None
-    assert sharded is not None
-    assert sharded.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
-
-
-def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_link() -> None:
-    run, *_ = stored("comm_h200", CommRun)
-    assert all(one.failure is None for one in run.cells)
-    for size, busbw in ((2, 324e9), (4, 352e9)):
-        (found,) = (
-            one
-            for one in run.cells
-            if (one.spec.collective, one.spec.world_size, one.spec.size_bytes) == ("all_reduce", size, 10**9)
-        )
-        slowest_s = max(median(rank.device_s) for rank in found.ranks if rank.device_s)
-        assert wire_bytes(found.spec) / slowest_s == pytest.approx(busbw, rel=0.01)
 
 
 def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> None:

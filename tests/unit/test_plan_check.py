@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -13,25 +12,18 @@ from benchmarks.fit_rates import (
     as_toml,
     borrowers,
     committed_records,
-    fit_step,
-    loaded,
     records_to_fit,
     source_of,
 )
 from benchmarks.rates_of_kernels import (
-    ProductTime,
-    fit_products,
     product_times,
-    relative_error,
-    search,
 )
 from tests.documents import chapter_says
 from tests.first import first
 from tests.stored_records import stored
 
 from steplab.cli.app import main
-from steplab.costs.kernel_time import Product, product_s
-from steplab.costs.rates import AttentionRates, ProductRates, StepRates, fitted_rates, gpu_named, with_rates
+from steplab.costs.rates import AttentionRates, ProductRates, fitted_rates, gpu_named
 from steplab.errors import UserError
 from steplab.lab.planning import check_plan, predicted
 from steplab.plan.check import Predicted, check_runs
@@ -159,48 +151,6 @@ def test_a_store_without_runs_is_refused(tmp_path: Path) -> None:
 
 
 # --- fits of figures that are known -------------------------------------------------------------------------------
-
-
-def test_the_search_finds_the_lowest_place() -> None:
-    found = search(lambda p: abs(math.log(p["a"] / 3)) + abs(math.log(p["b"] / 5e-6)), {"a": 1.0, "b": 1e-6})
-    assert found == {"a": pytest.approx(3, rel=0.01), "b": pytest.approx(5e-6, rel=0.01)}
-
-
-def test_the_rates_of_products_are_found_again() -> None:
-    true = ProductRates(fixed_s=4e-6, peak_share=0.6, ramp_k=60, bandwidth_share=0.7, partial_wave=0.2)
-    gpu = with_rates(H200, products={"bf16": true})
-    sizes = (256, 768, 2048, 5120, 16384)
-    products = [Product(m=m, n=n, k=k) for m in sizes for n in sizes for k in sizes]
-    times = [ProductTime(product, "bf16", product_s(product, "bf16", gpu)) for product in products]
-    found = with_rates(H200, products={"bf16": fit_products(times, "bf16", H200)})
-    assert relative_error((product_s(t.product, "bf16", found), t.seconds) for t in times) < 0.02
-
-
-def test_what_a_step_adds_is_found_again() -> None:
-    true = StepRates(
-        gap_s=3e-6,
-        replayed_gap_s=2e-6,
-        product_factor=1.2,
-        streaming_factor=0.9,
-        throttle_from=0.3,
-        throttle=0.5,
-        spread={},
-    )
-    runs = [run for run in golden_runs() if run.spec and run.timing and run.spec.model.kind == "transformer"]
-    alone = StepRates(
-        gap_s=0,
-        replayed_gap_s=0,
-        product_factor=1,
-        streaming_factor=1,
-        throttle_from=1,
-        throttle=0,
-        spread={"elsewhere": 1},
-    )
-    gpu = with_rates(H200, step=alone)
-    cells = loaded(phase_cells(runs[::4], gpu), gpu)
-    made = [dataclasses.replace(c, cell=dataclasses.replace(c.cell, measured_s=c.in_step_s(true))) for c in cells]
-    found = fit_step(made)
-    assert relative_error((each.in_step_s(found), each.cell.measured_s) for each in made) < 0.01
 
 
 def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> None:

@@ -9,9 +9,10 @@ import torch
 from tests.raw_trace import read_events, top_ranges
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
+from tests.unit.test_session import Failing, allocate, batch, explode, lack
 from torch import Tensor, nn
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import SteplabError
 from steplab.lab.keeping import load
 from steplab.lab.profiling import is_recorded_elsewhere, profile
 from steplab.measurement import step_job as session
@@ -34,7 +35,6 @@ TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": 2, "model.d_model": 16, "model.d_ff": 24, "model.num_heads": 2,
     "model.vocab_size": 31, "batch": 2, "context": 5, "warmup": 1, "steps": 2, "device": "cpu",
 }  # fmt: skip
-HUGE_BYTES = 2**62 + 3
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
@@ -206,44 +206,19 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
     return made[-1], lambda: torch.ones(4, 3)
 
 
-class Failing(nn.Module):
-    def __init__(self, at: int, fail: Callable[[], object]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.at, self.calls, self.fail = at, 0, fail
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > self.at:
-            self.fail()
-        return self.layer(x).sum()
-
-
-def explode() -> None:
-    raise ZeroDivisionError("the model's own mistake")
-
-
-def allocate() -> None:
-    torch.empty(HUGE_BYTES, dtype=torch.uint8)
-
-
-def refuse() -> None:
-    raise Unsupported("this step", "it was enough", "stop")
-
-
 BEFORE_PROFILING = 1 + 2 + 1
 
 
 def exploding_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING + 2, explode), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING + 2, explode), batch
 
 
 def allocating_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING, allocate), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING, allocate), batch
 
 
 def refusing_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING, refuse), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING, lack), batch
 
 
 def own_step() -> Callable[[], object]:
@@ -301,7 +276,7 @@ def test_what_was_measured_is_told_before_profiling_begins(tmp_path: Path) -> No
     [
         (exploding_when_profiled, "ZeroDivisionError: the model's own mistake"),
         (allocating_when_profiled, "4.00 EiB more were requested"),
-        (refusing_when_profiled, "this step is not supported"),
+        (refusing_when_profiled, "this is not supported"),
     ],
 )
 def test_a_failure_under_the_profiler_is_a_note_beside_the_timing(
