@@ -21,7 +21,7 @@ import steplab.ops.attention as public
 from steplab.ops.attention import operators
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
 from steplab.ops.attention.peers import _compiled, causal_mask
-from steplab.ops.attention.shapes import as_four_dims, check_inputs, fixed
+from steplab.ops.attention.shapes import as_four_dims, check_inputs
 from steplab.ops.errors import Unsupported, UserError
 
 ON_CPU = ["plain", "sdpa", "sdpa_flash", "sdpa_math", "flash_reference", "auto"]
@@ -307,10 +307,6 @@ def test_autocast_may_be_given_several_types() -> None:
         with pytest.raises(UserError, match="not float64, float32"):
             attention(q, k.float(), v.float())
     assert out.dtype == torch.bfloat16
-
-
-def test_a_size_is_a_constant() -> None:
-    assert [fixed(n) for n in (0, 1, 4097)] == [0, 1, 4097]
 
 
 class OnGpu(Tensor):

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -717,23 +716,6 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
     cards = [(row["what"], row["total_bytes"], row["verdict"]) for row in rows if row["row"] == "card"]
     assert cards == [(card.gpu, str(card.usable_bytes), card.verdict) for card in record.cards]
     assert [row["what"] for row in rows if row["row"] == "note"] == list(record.notes)
-
-
-@pytest.mark.parametrize(
-    ("format", "word"),
-    [
-        ("csv", "row,category,what,formula"),
-        ("md", "| 4 d f |"),
-        ("md", "| H200 SXM | 140 GiB | fits |"),
-        ("latex", "toprule"),
-        ("latex", "H200 SXM & 140 GiB & fits"),
-        ("csv", "card,,H200 SXM,read from one such GPU,,,"),
-    ],
-)
-def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
-    target = tmp_path / "plan.txt"
-    assert main(["plan", "memory", "--model", "tiny", "--format", format, "--output", str(target)]) == 0
-    assert word in target.read_text()
 
 
 @pytest.mark.parametrize(("width", "gone"), [(60, "category, bytes each"), (72, "bytes each"), (100, None)])

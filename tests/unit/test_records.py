@@ -27,7 +27,6 @@ from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
@@ -206,12 +205,6 @@ def test_a_format_of_absurd_length_is_refused() -> None:
 def test_what_is_no_record_is_refused_as_such(text: bytes | str) -> None:
     with pytest.raises(SteplabError):
         decode(text)
-
-
-def test_kinds_are_told_by_the_schema() -> None:
-    assert kind_of(make_run()).name == "run"
-    assert KINDS["ceilings"].schema == "steplab.ceilings/1"
-    assert json.loads(encode(make_run()))["schema"] == "steplab.run/1"
 
 
 def test_identities_are_twelve_hexadecimal_digits_and_times_are_utc() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from steplab.costs.flops import model_flops_per_token, num_embedding_parameters, num_parameters
+from steplab.costs.flops import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement import step_job as session
@@ -24,8 +24,6 @@ from steplab.measurement.clock import Phase
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as audit_session
-from steplab.measurement.step.flop_count import count_flops
-from steplab.measurement.step.step import ModelStep
 from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, loss_of
@@ -761,23 +759,6 @@ def test_a_compiled_model_on_several_ranks_is_not_run_eagerly_to_count_it() -> N
     session._Cell.count_flops(of_a_rank, ModelFacts(num_parameters=1), phases)
     assert of_a_rank.model is None
     assert of_a_rank.notes[0].startswith("MFU and HFU: ")
-
-
-def test_the_count_of_a_plain_transformer_is_that_of_the_formula() -> None:
-    spec, device = resolve_step(TINY), torch.device("cpu")
-    assert spec.model.shape is not None
-    module = (step := ModelStep(build_workload(spec, device), spec, device)).module
-    full = model_flops_per_token(
-        "full",
-        num_parameters=num_parameters(spec.model.shape),
-        num_embedding_parameters=num_embedding_parameters(spec.model.shape),
-        num_layers=1,
-        attention_width=16,
-        context=5,
-        backward=True,
-    )
-    norms = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 1)
-    assert count_flops(step.phases, device).needed == ((full or 0.0) - 6 * norms) * spec.tokens
 
 
 def test_attention_is_not_left_out_of_the_count() -> None:
