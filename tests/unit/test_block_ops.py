@@ -8,9 +8,6 @@ from tests.first import first
 from tests.stored_records import stored
 from tests.sure import sure
 from torch import Tensor, fx, nn
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
@@ -442,6 +439,10 @@ def test_groups_and_gradients_are_those_of_split(compiled: bool) -> None:
 
 
 def test_inductor_computes_each_group_in_its_place() -> None:
+    from torch._inductor.graph import GraphLowering  # takes seconds, and the other tests do without
+    from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
+    from torch._inductor.virtualized import V
+
     lower_join()
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

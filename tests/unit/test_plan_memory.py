@@ -103,6 +103,7 @@ def is_accepted(spec: StepSpec) -> bool:
     return whole and (size[0] == "2.7b" or size in {("small", 512), ("large", 512), ("xl", 512)})
 
 
+@pytest.mark.release
 def test_eager_peaks_of_the_h200_are_predicted() -> None:
     eager = [run for run in golden() if run.spec and run.spec.compile == "off" and is_accepted(run.spec)]
     assert len(eager) == (4 + 3) * 2 * 2
@@ -115,6 +116,7 @@ def test_eager_peaks_of_the_h200_are_predicted() -> None:
     chapter_says("memory_formulas", told)
 
 
+@pytest.mark.release
 def test_every_phase_is_predicted() -> None:
     eager = [run for run in golden() if run.spec and run.spec.compile == "off" and run.spec.model.name == "small"]
     assert len(eager) == 4 * 2 * 3
@@ -123,6 +125,7 @@ def test_every_phase_is_predicted() -> None:
     assert max(of_phases) <= 0.005
 
 
+@pytest.mark.release
 def test_compiled_peaks_of_the_h200_are_estimated() -> None:
     compiled = [run for run in golden() if run.spec and run.spec.compile != "off"]
     assert len(compiled) == 32
