@@ -1,8 +1,10 @@
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from steplab.costs.rates import HostRates
@@ -70,3 +72,16 @@ def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None
         for name, predict in _predictions.items():
             patch.setattr(outlook, name, predict)
         yield
+
+
+@pytest.fixture
+def read_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads traces and snapshots without a process for each file: test_reading_bounded tests those processes."""
+    from steplab.reading import child
+
+    def read(what: str, result: type, paths: Sequence[Path], options: Any = None, *further: object) -> Any:
+        found = child._WORK[what](lambda done, size: None, *paths, **(options or {}))
+        return msgspec.json.decode(msgspec.json.encode(found), type=result)
+
+    for caller in ("memory", "profiling"):
+        monkeypatch.setattr(f"steplab.lab.{caller}.read_bounded", read)

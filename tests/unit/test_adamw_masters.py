@@ -2,30 +2,21 @@ import copy
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.unit.test_adamw import OPTIONS, SHAPES, short_blocks  # noqa: F401
 from torch import Tensor, nn
 
 import steplab
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.ops import triton_places
 from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step, bf16_with_masters
 from steplab.ops.errors import Unsupported, UserError
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SHAPES = [(700,), (512,), (3, 5), (), (2, 600), (1,)]
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(triton_places, "ADAMW_BLOCK", 256)
 
 
 def masters_of() -> list[Tensor]:

@@ -598,7 +598,7 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
 BUSY = {"other_cpus": 7.5, "num_cpus": 8}
 
 
-@pytest.mark.parametrize("busy_for", first(2, ["bf16", "none", "all"]))
+@pytest.mark.parametrize("busy_for", first(1, ["bf16", "none", "all"]))
 def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
     walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy_for: str
 ) -> None:

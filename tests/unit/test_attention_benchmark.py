@@ -251,28 +251,6 @@ def test_a_failure_while_timing_takes_one_out_of_the_turns(bench: Bench) -> None
     assert len(bench.results[1].samples("forward")) == 20
 
 
-def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
-    held: list[Any] = []
-
-    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        scores = q @ k.transpose(-2, -1)
-        held.append(weakref.ref(scores))
-        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-
-    bench.functions = {"plain": function}
-
-    def make(spec: AttentionSpec) -> AttentionFn:
-        if spec.implementation == "sdpa":
-            assert [ref() for ref in held] == [None]
-        return bench.make(spec)
-
-    study = study_of("plain", "sdpa")
-    observer = Observer(on_cell=lambda index, cell: bench.results.__setitem__(index, cell))
-    measure_attention(CellsTask(study=study, groups=[[0, 1]]), observer, make=make)
-    assert held
-    assert bench.results[1].failure is None
-
-
 @pytest.mark.parametrize("failing", [1, 3, 9], ids=["forward", "backward", "while timing"])
 def test_a_failure_holds_no_memory_when_the_device_is_looked_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, failing: int
@@ -501,13 +479,6 @@ def two_shapes() -> AttentionStudy:
     )
 
 
-def test_one_process_measures_all_cells() -> None:
-    children = Children([ends_well])
-    children.measure(two_shapes())
-    assert children.asked == [[[0, 1, 2], [3, 4, 5]]]
-    assert [children.results[index].spec for index in range(6)] == list(two_shapes().cells)
-
-
 def test_the_cell_under_way_is_to_blame_for_a_crash_and_the_rest_goes_on() -> None:
     def dies(request: Request, listener: Listener) -> Failure:
         say(listener, "at", [1])
@@ -550,10 +521,3 @@ def test_a_process_that_asks_for_another_gets_one() -> None:
     children = Children([gives_up, ends_well])
     children.measure(two_shapes())
     assert children.asked[1] == [[1, 2], [3, 4, 5]]
-
-
-@pytest.mark.parametrize("failure", [CRASH, None])
-def test_a_process_without_any_result_is_not_followed_by_another_for_ever(failure: Failure | None) -> None:
-    children = Children([lambda request, listener: failure])
-    children.measure(two_shapes())
-    assert {cell.status for cell in children.results.values()} == {"crashed" if failure else "error"}

@@ -1,8 +1,10 @@
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+from tests.stored_records import stored
 
 import steplab
 from steplab.errors import Unsupported
@@ -10,6 +12,9 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.step_job import measure_here
 from steplab.ops.attention.api import attention, choice_for
 from steplab.ops.attention.choice_rule import Choice, choose
+from steplab.records.attention import AttentionRun
+from steplab.records.run import Run
+from steplab.specs.attention import AttentionSpec
 from steplab.specs.resolve import resolve_step
 
 SERVED = {"dtype": "bfloat16", "head_dim": 64, "num_queries": 512, "num_keys": 512, "causal": True, "hopper": True}
@@ -119,15 +124,6 @@ def test_a_run_says_what_was_chosen() -> None:
     assert "attention auto: sdpa, nothing was measured on cpu for float32" in run.notes
 
 
-def test_a_step_runs_on_the_tiled_reference() -> None:
-    spec = resolve_step(
-        {"model": "tiny", "device": "cpu", "attention": "flash_reference", "context": 80, "batch": 1}
-        | {"model.num_layers": 1, "warmup": 0, "steps": 1}
-    )
-    run = measure_here(spec, Observer())
-    assert run.failure is None
-
-
 def test_transformers_models_take_none_but_torchs() -> None:
     from steplab.model.hf import build_hf
     from steplab.specs.model import ModelSpec
@@ -136,3 +132,45 @@ def test_transformers_models_take_none_but_torchs() -> None:
     assert isinstance(spec.model, ModelSpec)
     with pytest.raises(Unsupported, match=r"'flash_triton' for .*choose one of plain, sdpa"):
         build_hf(spec, torch.device("cpu"))
+
+
+# --- against recorded benchmarks ---------------------------------------------------------------------------
+
+PORTABLE = "9db2e697ab2d"
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, AttentionRun | Run]:
+    names = "attention_h200", "attention_h100", "attention_triton_h200"
+    benchmarks = {run.id: run for name in names for run in stored(name, AttentionRun)}
+    return benchmarks | {run.id: run for name in names for run in stored(name, Run)}
+
+
+def test_autos_rule_is_the_fastest_within_three_per_cent(records: dict[str, AttentionRun | Run]) -> None:
+    taken: dict[tuple[str, AttentionSpec], dict[str, float]] = {}
+    for record in records.values():
+        if isinstance(record, AttentionRun) and record.id != PORTABLE and record.created_utc >= "2026-11-23":
+            for cell in record.cells:
+                samples = cell.samples("both")
+                if samples and cell.spec.dim <= 128 and cell.spec.implementation not in ("plain", "flash_attn_4"):
+                    taken.setdefault((record.id, cell.spec.shape), {})[cell.spec.implementation] = median(samples)
+    checked = [
+        times_s[chosen] / min(times_s.values())
+        for (record_id, spec), times_s in taken.items()
+        if len(times_s) > 1 and (chosen := rule(str(records[record_id].device_name), spec)) in times_s
+    ]
+    assert len(checked) >= 200
+    assert max(checked) < 1.03
+
+
+def rule(device: str, spec: AttentionSpec) -> str:
+    return choose(
+        device=device,
+        dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[spec.dtype],
+        head_dim=spec.dim,
+        num_queries=spec.queries,
+        num_keys=spec.num_keys,
+        causal=spec.causal,
+        grouped=spec.num_kv_heads != spec.heads,
+        hopper=True,
+    ).implementation

@@ -96,7 +96,7 @@ def test_rounding_to_tf32_is_to_the_nearest_and_keeps_what_is_no_number() -> Non
 
 
 @pytest.mark.parametrize("dtype", first(1, [BF16, FP32, FP16]), ids=str)
-@settings(max_examples=5, phases=UNSHRUNK)
+@settings(max_examples=3, phases=UNSHRUNK)
 @given(
     batch=st.integers(1, 2),
     key_heads=st.integers(1, 2),
@@ -137,7 +137,7 @@ def tiles_of(queries: int, keys: int) -> object:
 
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16)], ids=str)
 @pytest.mark.parametrize("causal", first(1, [True, False]))
-@settings(max_examples=4, phases=UNSHRUNK)
+@settings(max_examples=2, phases=UNSHRUNK)
 @given(num_queries=st.integers(1, 70), num_keys=st.integers(1, 70))
 def test_the_size_of_a_tile_does_not_matter(
     tiles: tuple[int, int], causal: bool, num_queries: int, num_keys: int

@@ -132,7 +132,7 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_upwards", [0, 2, 100])
 @pytest.mark.parametrize("in_a_row", [1, 2])
-@pytest.mark.parametrize("lengths", first(3, [(200, 600), (600, 200), (129, 128), (1, 300), (600, 600)]), ids=str)
+@pytest.mark.parametrize("lengths", first(2, [(200, 600), (129, 128), (600, 200), (1, 300), (600, 600)]), ids=str)
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     causal: bool, num_upwards: int, in_a_row: int, lengths: tuple[int, int], columns: int, rows: int
 ) -> None:

@@ -396,31 +396,6 @@ def test_what_is_written_is_what_the_kernels_read(monkeypatch: pytest.MonkeyPatc
     assert read("forward", "NVIDIA H100", (9, 0), True, 16, 128, 2048).gpu == "sm90"
 
 
-def test_rows_of_32_bits_are_written_beside_those_of_16() -> None:
-    shapes = timed_shapes(128, "fp32")
-    narrow, wide = candidates(H200, 128, bits=32, hopper=True, portable=False)[:2]
-    trials = [
-        Trial(tiles, shape, (seconds,))
-        for tiles, of_lengths in ((narrow, (1.0, 3.0)), (wide, (2.0, 2.0)))
-        for shape, seconds in zip(shapes, (of_lengths[0], of_lengths[0], of_lengths[1], of_lengths[1]), strict=True)
-    ]
-    chosen = chosen_of(trials)
-    assert chosen == [dataclasses.replace(narrow, tokens=2048), wide]
-    mine = H200, 32, 128, "forward"
-    others = [row for row in read_table(BEFORE) if (row.gpu, row.bits, row.box, row.kernel) != mine]
-    assert list(read_table(table_with(chosen, BEFORE))) == others + chosen
-
-
-def test_tuning_again_changes_a_row_and_nothing_else() -> None:
-    once = table_with(chosen_of(tuning(TWO_ROWS)), BEFORE)
-    assert table_with(chosen_of(tuning(TWO_ROWS)), once) == once
-    slower: Times = {key: (1.0, 1.0) if key[1] == 3 else (2.0, 2.0) for key in TWO_ROWS}
-    again = table_with(chosen_of(tuning(slower)), once)
-    old, new = ({row for row in read_table(text) if row.gpu == H200} for text in (once, again))
-    assert [row.stages for row in new if (row.kernel, row.bits, row.box) == ("forward", 16, 128)] == [3]
-    assert set(read_table(once)) - old == set(read_table(again)) - new
-
-
 def test_a_table_without_new_rows_is_the_committed_one() -> None:
     assert table_with([], BEFORE) == BEFORE
 

@@ -8,9 +8,6 @@ from tests.first import first
 from tests.stored_records import stored
 from tests.sure import sure
 from torch import Tensor, fx, nn
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
@@ -82,7 +79,7 @@ def assert_near_float64(function: Function, reference: Function, inputs: Sequenc
     assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first(2, DTYPES))
 @pytest.mark.parametrize("shape", [(3, 14), (5, 1, 1030), (40, 2)], ids=str)
 def test_swiglu_is_as_near_to_float64_as_the_format_allows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check_swiglu(shape, dtype)
@@ -94,7 +91,7 @@ def check_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
     assert_near_float64(lambda x: [swiglu(x)], lambda x: [plain_swiglu(x)], [x], like=lambda x: [plain_swiglu(x)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first(2, DTYPES))
 @pytest.mark.parametrize("sizes", [(2, 5, 3, 1, 10), (1, 40, 4, 2, 16), (2, 3, 1, 1, 2)], ids=str)
 def test_heads_are_as_near_to_float64_as_the_format_allows(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype
@@ -115,7 +112,7 @@ def check_heads(sizes: tuple[int, int, int, int, int], dtype: torch.dtype, devic
     assert_near_float64(lambda x: rotary_heads(x, table, heads), plain, [merged], like=plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first(2, DTYPES))
 @pytest.mark.parametrize("stream", ["fp32", "the same"])
 @pytest.mark.parametrize("shape", first(2, [(3, 7), (2, 5, 130), (1, 40)]), ids=str)
 def test_norms_are_as_near_to_float64_as_the_format_allows(
@@ -311,8 +308,8 @@ def check_model(fields: dict[str, object], device: str = "cpu") -> None:
 
 def test_recomputed_and_compiled_blocks_give_the_same_bits() -> None:
     eager = gradients_of(step(precision="bf16"))
-    others = [gradients_of(step(precision="bf16", checkpointing=how)) for how in ("full", "selective")]
-    for other in (*others, gradients_of(step(precision="bf16"), compiled=True)):
+    recomputed = gradients_of(step(precision="bf16", checkpointing="selective"))
+    for other in (recomputed, gradients_of(step(precision="bf16"), compiled=True)):
         assert all(torch.equal(eager[name], other[name]) for name in eager)
 
 
@@ -442,6 +439,10 @@ def test_groups_and_gradients_are_those_of_split(compiled: bool) -> None:
 
 
 def test_inductor_computes_each_group_in_its_place() -> None:
+    from torch._inductor.graph import GraphLowering  # takes seconds, and the other tests do without
+    from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
+    from torch._inductor.virtualized import V
+
     lower_join()
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,11 +9,9 @@ from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effect_bars, effects_table
 from steplab.report.run.first_steps import first_steps_table
-from steplab.report.runs import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
 
@@ -78,17 +76,6 @@ def test_choices_with_one_pair_share_a_table() -> None:
 def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
     rows = effects_table(cells_of(STUDY[::-1])).rows
     assert ["small" in str(row["run"]) for row in rows] == [True, True, False, False] * 2
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_several_runs_are_reported_with_these_tables_in_every_format(format: str) -> None:
-    (document,) = REPORT.documents(STUDY)
-    text = render(document, format)
-    if format in ("table", "md", "latex"):
-        for title in ("Choices by size", "bf16 instead of fp32", "The first steps"):
-            assert title in text
-    else:
-        assert all(run.id in text for run in STUDY)
 
 
 # --- first steps ------------------------------------------------------------------------------------------

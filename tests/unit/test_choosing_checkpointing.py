@@ -74,6 +74,7 @@ def test_a_step_that_never_fits_is_refused_with_both_figures(predictions: dict[s
         choose_checkpointing(resolve_step(STEP), gpu_of(least - 1))
 
 
+@pytest.mark.release
 def test_of_a_transformers_model_every_layer_is_recomputed_or_none(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "vocab_size": 31}

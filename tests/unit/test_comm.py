@@ -275,28 +275,6 @@ def test_a_cell_that_kills_a_rank_fails_and_the_others_go_on_in_new_processes() 
     assert found[2] == cells[2]
 
 
-def test_processes_that_never_begin_fail_all_that_is_left() -> None:
-    died = Failure(kind="timeout", message="the ranks made no progress")
-    found, requests = heard(talk(failure=died))
-    assert requests == [[0, 1, 2]]
-    assert {cell.failure for cell in found.values()} == {died}
-    found, _ = heard(talk())
-    assert [cell.failure.message for cell in found.values() if cell.failure] == ["the processes gave no result"] * 3
-
-
-def test_torchrun_starts_no_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    died = Failure(kind="crashed", message="rank 1 on vm: gone", rank=1)
-    found, requests = heard(talk(("at", [0]), failure=died))
-    assert requests == [[0, 1, 2]]
-    assert found[0].failure == died
-    assert found[2].failure is not None
-    assert found[2].failure.message == (
-        "not measured; the processes failed earlier in all_reduce of 1 MB, gloo, 2 ranks: rank 1 on vm: gone"
-    )
-
-
 def test_a_refusal_passes() -> None:
     def refuse(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         raise SteplabError("no")

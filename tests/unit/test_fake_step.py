@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.first import first
 from tests.sure import sure
 from tests.unit.explaining import op, own, profile, timing
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(params=STEPS)
+@pytest.fixture(params=first(4, ["gpt2", "masters", "recomputed", "micro-steps", "bf16", "fp32", "second products"]))
 def spec(request: pytest.FixtureRequest) -> StepSpec:
     return resolve_step({**SMALL, **STEPS[request.param]})
 

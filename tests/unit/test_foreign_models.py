@@ -162,10 +162,10 @@ def test_compiled_attention_has_no_causal_mask_and_logits_that_the_loss_ignores_
         assert [k.fused for k in kernels if k.operator in zeros] == [False for _ in zeros]
 
 
-def test_attention_that_drops_scores_is_told() -> None:
-    for compiled in ("off", "default"):
-        dropping = of_config(LLAMA | {"attention_dropout": 0.1}, attention="sdpa", precision="bf16", compile=compiled)
-        assert [op.dropout for op in operators_of_fake(dropping) if op.kind == "attention"] == [True] * 4
+@pytest.mark.parametrize("compiled", first(1, ["off", "default"]))
+def test_attention_that_drops_scores_is_told(compiled: str) -> None:
+    dropping = of_config(LLAMA | {"attention_dropout": 0.1}, attention="sdpa", precision="bf16", compile=compiled)
+    assert [op.dropout for op in operators_of_fake(dropping) if op.kind == "attention"] == [True] * 4
 
 
 # --- one question, one answer ---------------------------------------------------------------------------------------
@@ -417,18 +417,11 @@ def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys:
             plan_memory(model=f"hf:{path}", context=64, **wrong)
 
 
-@pytest.mark.parametrize(
-    ("mode", "checkpointing"),
-    [
-        ("block", "full"),
-        ("default", "none"),
-        pytest.param("block", "selective_2", marks=pytest.mark.release),
-        pytest.param("default", "full", marks=pytest.mark.release),
-    ],
-)
-def test_a_compiled_block_keeps_what_torch_keeps_of_it(mode: str, checkpointing: str) -> None:
+@pytest.mark.parametrize("how", first(1, ["block full", "block selective_2", "default none", "default full"]))
+def test_a_compiled_block_keeps_what_torch_keeps_of_it(how: str) -> None:
     """The difference between three blocks and two, so that the head, cast differently on other devices, cancels."""
     config = LLAMA | {"num_key_value_heads": 4}
+    mode, checkpointing = how.split()
     fields: dict[str, object] = {"attention": "sdpa", "checkpointing": checkpointing, "compile": mode}
     few, more = (of_config(config | {"num_hidden_layers": number}, **fields) for number in (2, 3))
     assert kept_in_the_trace(more) - kept_in_the_trace(few) == kept_by_torch(more) - kept_by_torch(few)

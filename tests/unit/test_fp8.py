@@ -53,7 +53,7 @@ def check_casts(x: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
+@pytest.mark.parametrize("largest", [57344.0, 1e-3, 1e30, 0.0])
 def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
     x = every_bf16_number("cpu")
     x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # the interpreter changes subnormals
@@ -203,7 +203,7 @@ def test_what_is_saved_is_fp8(weight_gradient: WeightGradient, bytes_of_x: int) 
 
 
 @pytest.mark.parametrize("sizes", first(1, [(3, 1, 1, 1, 700), (2, 5, 3, 1, 10), (1, 40, 2, 2, 6)]), ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]), ids=str)
 def test_producers_give_the_largest_magnitude_of_what_they_write(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
@@ -288,7 +288,7 @@ def heads_one_by_one(x: Tensor, weight: Tensor, weight_gradient: WeightGradient 
     return torch.cat(rotary_heads(merged, table_of(x, weight), 3), 1)
 
 
-@pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)
+@pytest.mark.parametrize("weight_gradient", first(1, WEIGHT_GRADIENTS))
 def test_layers_that_hand_on_magnitudes_give_the_bits_of_layers_that_find_them(weight_gradient: WeightGradient) -> None:
     check_joined(feed_forward_of("cpu"), heads_of("cpu"), weight_gradient)
 

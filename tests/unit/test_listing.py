@@ -51,12 +51,6 @@ def step_s(run: Run) -> float:
     return median(step.best_s)
 
 
-@pytest.mark.parametrize("asked", [{"sort": "\\input{x}"}, {"sort": '"'}])
-def test_what_is_no_field_is_refused(path: Path, asked: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="--sort takes"):
-        ids(path, **asked)
-
-
 # --- which records ----------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.first import first
+from tests.unit.test_graphed_step import Squares
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported
@@ -31,15 +32,6 @@ PEAK = PeakFigure(flops_per_s=1e12, source="a data sheet")
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 # --- accumulation -----------------------------------------------------------------------------------------
-
-
-class Squares(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
-
-    def forward(self, x_BC: Tensor, y_B: Tensor) -> Tensor:
-        return (x_BC @ self.weight - y_B).square().mean()
 
 
 def gradient(x_BC: Tensor, y_B: Tensor, micro_steps: int) -> Tensor:

@@ -1,5 +1,4 @@
 import ast
-import copy
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from examples.my_model import build
 from torch import Tensor, nn
 
 from steplab.errors import UserError
@@ -229,23 +227,3 @@ def test_the_loop_calls_a_model_as_its_batches_ask_and_finds_its_loss(
         optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
     assert not torch.allclose(expected.head.weight, Small().head.weight)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_loop_trains_the_example_of_a_model_of_ones_own(accumulation: int) -> None:
-    spec = resolve_step(
-        {"model": "examples.my_model:build", "optimizer": "sgd", "accumulation": accumulation, "precision": "fp32"}
-    )
-    torch.manual_seed(0)
-    built: Any = build(batch=4, context=8, device=torch.device("cpu"))
-    model, make_batch = built
-    batches, expected = [make_batch() for _ in range(3)], copy.deepcopy(model)
-    names = {"model": model, "batches": batches, "device": torch.device("cpu"), "lr": 0.5}
-    exec("\n".join(own_loop(spec, "cpu")), names)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    for tokens, targets in batches:
-        optimizer.zero_grad()
-        _, loss = expected(tokens, targets)
-        loss.backward()
-        optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))

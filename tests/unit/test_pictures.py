@@ -37,9 +37,9 @@ def ids(store: str) -> list[str]:
 
 def test_a_folder_gets_a_text_whose_pictures_exist_and_stand_alone(store: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    for chosen, name in (("md", "report.md"), ("latex", "report.tex")):
+    for chosen, name, shown in (("md", "report.md", ids(store)), ("latex", "report.tex", ids(store)[:1])):
         words = ["--title", "Three", "--format", chosen, "--store", store, "--output", f"{folder}/"]
-        assert main(["report", *ids(store), *words]) == 0
+        assert main(["report", *shown, *words]) == 0
         assert "Three" in (folder / name).read_text()
     text = (folder / "report.md").read_text()
     named = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
@@ -50,7 +50,7 @@ def test_a_folder_gets_a_text_whose_pictures_exist_and_stand_alone(store: str, t
         assert "var(" not in picture
         assert ElementTree.fromstring(picture).attrib.keys() >= {"width", "height"}
     drawn = re.findall(r"\\drawn\{\w+\}\{([^}]*)\}", (folder / "report.tex").read_text())
-    assert len(drawn) == len(named)
+    assert 1 < len(drawn) < len(named)
     assert all((folder / name).read_bytes().startswith(b"%PDF") for name in drawn)
     again = ["report", ids(store)[-1], "--format", "md", "--store", store, "--output", f"{folder}/"]
     assert main(again) == 0  # an earlier one is replaced

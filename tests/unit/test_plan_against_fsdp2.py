@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from tests.first import first
 from tests.unit.test_foreign_models import LLAMA, QWEN2, adapters_on, of_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,20 +166,12 @@ def step_of(name: str, **fields: object) -> StepSpec:
     return of_config(MODELS[name], attention="sdpa", **fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("experts", "bf16_pure"),
-        ("adapted", "bf16"),
-        ("own", "bf16"),
-        pytest.param("untied", "bf16", marks=pytest.mark.release),
-        pytest.param("tied", "bf16_pure", marks=pytest.mark.release),
-    ],
-)
-def test_every_moment_of_fsdp_is_that_of_fully_shard(
-    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = step_of(name, precision=precision)
+PURE = ("experts", "tied", "mixtral", "olmo2", "qwen3")
+
+
+@pytest.mark.parametrize("name", first(2, ["experts", "own", "adapted", "untied", "tied"]))
+def test_every_moment_of_fsdp_is_that_of_fully_shard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = step_of(name, precision="bf16_pure" if name in PURE else "bf16")
     real, plan = seen(spec, monkeypatch), planned(spec)
     assert set(plan) == {key for key in real if key != ("backward", "")}
     for moment, size in plan.items():
@@ -186,21 +179,12 @@ def test_every_moment_of_fsdp_is_that_of_fully_shard(
         assert size == pytest.approx(real[moment], rel=0.06 if at_first_block else 0.03), moment
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        ("mixtral", "bf16_pure"),
-        ("phi3", "bf16"),
-        ("olmo2", "bf16_pure"),
-        pytest.param("llama", "bf16", marks=pytest.mark.release),
-        pytest.param("qwen3", "bf16_pure", marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.parametrize("kind", first(3, ["mixtral", "phi3", "olmo2", "llama", "qwen3"]))
 def test_the_peak_of_tp_is_that_of_the_dtensors_of_transformers(
-    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch, tp_mesh: DeviceMesh
+    kind: str, monkeypatch: pytest.MonkeyPatch, tp_mesh: DeviceMesh
 ) -> None:
     """Without the optimizer, whose kernels take no mixture of plain tensors and DTensors."""
     config = EXPERTS | {"model_type": kind, "num_key_value_heads": RANKS, "pad_token_id": None}
     fields: dict[str, object] = {"batch": 4, "context": 128, "layout": f"tp={RANKS}", "pass": "forward_backward"}
-    spec = of_config(config, attention="sdpa", precision=precision, **fields)
+    spec = of_config(config, attention="sdpa", precision="bf16_pure" if kind in PURE else "bf16", **fields)
     assert max(planned(spec).values()) == pytest.approx(max(seen(spec, monkeypatch, tp_mesh).values()), rel=1e-3)

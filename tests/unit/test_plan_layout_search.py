@@ -18,7 +18,6 @@ from steplab.lab.layout_planning import plan_layout, plan_layouts
 from steplab.plan.layout.search import layouts_of
 from steplab.plan.memory import predict_memory
 from steplab.records.layout_plan import LayoutPlan
-from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import render
 from steplab.report.plan.compared_layouts import compared_layouts_document
 from steplab.report.plan.layouts import layout_rows, layouts_document
@@ -223,12 +222,12 @@ def test_models_that_are_not_known_are_refused() -> None:
 
 def test_a_configuration_is_spread_along_every_axis_as_what_it_is() -> None:
     model = f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"
-    plan = planned(spec=JOB | {"compile": "off", "checkpointing": "none", "model": model}, gpus=16, global_batch=16)
+    plan = planned(spec=JOB | {"compile": "off", "checkpointing": "none", "model": model}, gpus=8, global_batch=8)
     assert plan.spec.model.label == "hf:llama-tiny"
     reasons = {each.layout: each.reason for each in plan.candidates if not each.time}
     found = {each.layout for each in plan.candidates if each.time}
-    assert found >= {"dp=16", "dp=8,fsdp=2", "dp=4,fsdp=4", "dp=2,fsdp=8", "fsdp=16", "dp=8,pp=2", "dp=8,tp=2"}
-    assert "tp=16 does not divide" in reasons["tp=16"]
+    assert found >= {"dp=8", "dp=4,fsdp=2", "fsdp=8", "dp=4,pp=2", "dp=4,tp=2"}
+    assert "tp=8 does not divide" in reasons["tp=8"]
     assert any("with all tokens on every rank and all-reduces" in note for note in plan.notes)
     assert any("pipelines of this model are planned, not run" in note for note in plan.notes)
     assert any("within a node a GPU is assumed to send" in note for note in plan.notes)
@@ -338,17 +337,10 @@ def test_the_answer_has_the_utilization_of_the_fastest() -> None:
     assert 1e3 * float(told) == pytest.approx(64 * 2048 / time.seconds / 16, rel=5e-3)
 
 
-def test_every_format_tells_of_it() -> None:
+def test_rows_are_the_candidates_and_times_between_nodes_are_said_to_be_assumed() -> None:
+    """16 GPUs are two nodes, of whose network there is no measurement."""
     plan = planned()
-    document = layouts_document(plan)
-    for chosen in ("table", "csv", "md", "latex"):
-        text = render(document, chosen)
-        assert "fsdp=16" in text, chosen
-        # 16 GPUs are two nodes, of whose network there is no measurement.
-        assert ("between_nodes" if chosen == "csv" else "Times between nodes are assumed") in text, chosen
-    page = to_html(document)
-    assert "exposed communication" in page
-    assert "room to be sure" in page
+    assert "Times between nodes are assumed" in render(layouts_document(plan), "md")
     rows = layout_rows(plan)
     assert [row["layout"] for row in rows] == [each.layout for each in plan.candidates]
     assert len({tuple(row) for row in rows}) == 1

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -41,7 +40,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.plan.document import plan_document
-from steplab.specs.model import MODEL_SIZES, TransformerShape
+from steplab.specs.model import TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, StepSpec
 from steplab.specs.step_choices import FP8
@@ -104,6 +103,7 @@ def is_accepted(spec: StepSpec) -> bool:
     return whole and (size[0] == "2.7b" or size in {("small", 512), ("large", 512), ("xl", 512)})
 
 
+@pytest.mark.release
 def test_eager_peaks_of_the_h200_are_predicted() -> None:
     eager = [run for run in golden() if run.spec and run.spec.compile == "off" and is_accepted(run.spec)]
     assert len(eager) == (4 + 3) * 2 * 2
@@ -116,6 +116,7 @@ def test_eager_peaks_of_the_h200_are_predicted() -> None:
     chapter_says("memory_formulas", told)
 
 
+@pytest.mark.release
 def test_every_phase_is_predicted() -> None:
     eager = [run for run in golden() if run.spec and run.spec.compile == "off" and run.spec.model.name == "small"]
     assert len(eager) == 4 * 2 * 3
@@ -124,6 +125,7 @@ def test_every_phase_is_predicted() -> None:
     assert max(of_phases) <= 0.005
 
 
+@pytest.mark.release
 def test_compiled_peaks_of_the_h200_are_estimated() -> None:
     compiled = [run for run in golden() if run.spec and run.spec.compile != "off"]
     assert len(compiled) == 32
@@ -350,14 +352,6 @@ def test_grouped_heads_keep_fewer_keys_by_hand() -> None:
     all_heads, grouped = (predict(**fused, **{"model.num_kv_heads": heads}) for heads in (4, 1))
     fewer = L * 2 * 2 * (STREAM - STREAM // 4)  # keys and values, two bytes each
     assert all_heads.at_peak["activations"] - grouped.at_peak["activations"] == fewer
-
-
-@pytest.mark.parametrize("model", [name for name, shape in MODEL_SIZES.items() if shape.num_heads])
-def test_the_parameters_are_those_of_the_size(model: str) -> None:
-    spec = resolve_step({"model": model, "batch": 1, "context": 2, "pass": "forward"})
-    shape = sure(spec.model.shape)
-    found = predict_memory(spec)
-    assert found.at_peak["parameters"] == 4 * num_parameters(shape) + 4 * 2 * shape.d_model // shape.num_heads
 
 
 def test_a_size_for_planning_only_has_the_least_it_can_have() -> None:
@@ -588,6 +582,7 @@ def test_a_step_that_no_kernel_serves_is_refused(fields: dict[str, Any]) -> None
     assert found.peak_bytes > 0
 
 
+@settings(max_examples=20)
 @given(SERVED, st.sampled_from(["batch", "context", "model.num_layers"]))
 def test_the_summands_sum_to_the_peak_and_twice_as_much_of_a_size_never_takes_less(
     fields: dict[str, Any], size: str
@@ -724,23 +719,6 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
     cards = [(row["what"], row["total_bytes"], row["verdict"]) for row in rows if row["row"] == "card"]
     assert cards == [(card.gpu, str(card.usable_bytes), card.verdict) for card in record.cards]
     assert [row["what"] for row in rows if row["row"] == "note"] == list(record.notes)
-
-
-@pytest.mark.parametrize(
-    ("format", "word"),
-    [
-        ("csv", "row,category,what,formula"),
-        ("md", "| 4 d f |"),
-        ("md", "| H200 SXM | 140 GiB | fits |"),
-        ("latex", "toprule"),
-        ("latex", "H200 SXM & 140 GiB & fits"),
-        ("csv", "card,,H200 SXM,read from one such GPU,,,"),
-    ],
-)
-def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
-    target = tmp_path / "plan.txt"
-    assert main(["plan", "memory", "--model", "tiny", "--format", format, "--output", str(target)]) == 0
-    assert word in target.read_text()
 
 
 @pytest.mark.parametrize(("width", "gone"), [(60, "category, bytes each"), (72, "bytes each"), (100, None)])

@@ -31,7 +31,6 @@ from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predic
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import waits_for_host
-from steplab.report.kit.rendering import render
 from steplab.report.plan.time import time_document
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import catalogue
@@ -86,29 +85,29 @@ def test_steps_held_out_of_the_fit_are_predicted() -> None:
     assert median((p.high_s - p.low_s) / 2 / p.central_s for p, _ in found) <= 0.15
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> None:
+def test_a_compiled_step_has_the_kernels_that_the_compiler_made() -> None:
     """Forward to the kernel; backward in the sum over records, since kernels of a norm's weight gradient vary with
     sizes.
     """
-    predicted_and_made = []
+    predicted_and_made: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     for run in recorded("profile_h200"):
         assert run.spec is not None
         if run.profile is None or run.spec.compile != "default" or run.spec.model.name == "small":
             continue
-        made = [op for op in run.profile.ops if op.name.startswith("triton_") and op.phase == phase]
-        calls = sum(op.calls for op in made) / run.profile.num_steps
-        moved = sum(op.moved_bytes or 0 for op in made) / run.profile.num_steps
-        fused = [kernel for kernel in kernels_of_step(run.spec) if kernel.fused and kernel.operator.phase == phase]
-        predicted_and_made.append((len(fused), calls))
-        # A trace names what a kernel overwrites once, though it is read and written.
-        row_by_row = sum(kernel.moved_bytes for kernel in fused if not kernel.sums_rows)
-        assert row_by_row == pytest.approx(moved, rel=0.35)
-    assert len(predicted_and_made) >= 5
-    each, made_of_each = zip(*predicted_and_made, strict=True)
-    if phase == "forward":
-        assert each == made_of_each
-    assert sum(each) == pytest.approx(sum(made_of_each), rel=0.15)
+        kernels = kernels_of_step(run.spec)
+        for phase, counts in predicted_and_made.items():
+            made = [op for op in run.profile.ops if op.name.startswith("triton_") and op.phase == phase]
+            calls = sum(op.calls for op in made) / run.profile.num_steps
+            moved = sum(op.moved_bytes or 0 for op in made) / run.profile.num_steps
+            fused = [kernel for kernel in kernels if kernel.fused and kernel.operator.phase == phase]
+            counts.append((len(fused), calls))
+            # A trace names what a kernel overwrites once, though it is read and written.
+            row_by_row = sum(kernel.moved_bytes for kernel in fused if not kernel.sums_rows)
+            assert row_by_row == pytest.approx(moved, rel=0.35)
+    assert len(predicted_and_made["forward"]) >= 5
+    assert all(predicted == made for predicted, made in predicted_and_made["forward"])
+    backward, made_of_each = zip(*predicted_and_made["backward"], strict=True)
+    assert sum(backward) == pytest.approx(sum(made_of_each), rel=0.15)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -207,6 +206,7 @@ def test_the_step_is_the_sum_of_its_parts(fields: dict[str, Any], gpu: Gpu) -> N
     assert sum(part.seconds for part in found.parts) == pytest.approx(step.device_s)
 
 
+@settings(max_examples=20)
 @given(STEPS, GPUS, st.floats(1.0, 4.0))
 def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any], gpu: Gpu, times: float) -> None:
     wider = dataclasses.replace(gpu, bandwidth_bytes_per_s=times * gpu.bandwidth_bytes_per_s)
@@ -216,7 +216,7 @@ def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any],
         assert sum(part.seconds for part in parts_of(resolve_step(fields), better)) <= usual * (1 + 1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(STEPS, st.integers(5, 9), st.integers(1, 6))
 def test_what_is_added_for_blocks_and_micro_steps_is_what_would_be_run(
     fields: dict[str, Any], num_layers: int, accumulation: int
@@ -424,15 +424,6 @@ def test_the_table_of_rates_says_what_it_was_fitted_to() -> None:
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [60, 100, 160])
-def test_the_text_fits_every_width(width: int) -> None:
-    spec = resolve_step({"model": "small", "context": 256})
-    told = render(time_document(spec, predict_step_time(spec, H200)), width=width)
-    assert max(map(len, told.splitlines())) <= width
-    assert "A step takes about" in told
-    assert "tokens/s on one GPU" in " ".join(told.split())
 
 
 def test_the_command_names_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:

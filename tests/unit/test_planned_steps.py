@@ -6,11 +6,10 @@ import pytest
 from tests.rendering import render_page
 from tests.runs import grid, make_run, recorder_run
 
-from steplab.errors import UserError
 from steplab.lab.layout_planning import plan_layout
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES
-from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.kit.rendering import render
 from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document, planned_table
 from steplab.report.plan.time import time_document
@@ -119,16 +118,6 @@ def test_a_time_says_that_the_step_does_not_fit_the_gpu() -> None:
     assert (needed, there) == pytest.approx(((peak + OUTSIDE_BYTES) / GIB, LEAST_USABLE * 24), abs=0.05)
     fitting = dataclasses.replace(spec, batch=1)
     assert not time_document(fitting, plan_time(fitting, gpu="RTX 4090")).verdict.cautions
-
-
-def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match="Nonesuch"):
-        plan_steps(CELLS[:1], gpu="Nonesuch")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_table_has_every_format(format: str) -> None:
-    assert "64" in render(planned_document(plan_steps(CELLS)), format)
 
 
 def test_a_page_sets_the_plan_beside_the_measurement() -> None:

@@ -109,7 +109,7 @@ def truth(fields: dict[str, object]) -> Truth:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("model", ["toy", "tiny"])
-def test_types_and_values_are_those_that_torchs_hooks_see(model: str, precision: str) -> None:
+def test_types_values_and_products_are_those_that_torchs_hooks_and_dispatcher_see(model: str, precision: str) -> None:
     fields = (TINY if model == "tiny" else {}) | {"model": model, "precision": precision, "batch": 2, "context": 5}
     found, seen = audit(**fields), truth(fields)
     assert found.loss == float(seen.loss)
@@ -127,18 +127,12 @@ def test_types_and_values_are_those_that_torchs_hooks_see(model: str, precision:
         own = [g for name, g in seen.gradients.items() if name.rpartition(".")[0] == m.module]
         assert m.gradients == tuple(dict.fromkeys(dtype_name(g.dtype) for g in own))
         assert (m.gradient_elements.num_elements if m.gradient_elements else 0) == sum(g.numel() for g in own)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("model", ["toy", "tiny"])
-def test_backward_products_are_those_the_dispatcher_sees(model: str, precision: str) -> None:
-    fields = (TINY if model == "tiny" else {}) | {"model": model, "precision": precision, "batch": 2, "context": 5}
-    found: Counter[tuple[str, ...]] = Counter()
-    for matmul in audit(**fields).matmuls:
+    products: Counter[tuple[str, ...]] = Counter()
+    for matmul in found.matmuls:
         if matmul.phase == "backward":
-            found[(matmul.op, *matmul.inputs, *matmul.outputs)] += matmul.calls
-    assert found == truth(fields).backward
-    assert {types[1:] for types in found} == {(dtype_name(DTYPES[precision]),) * 3}
+            products[(matmul.op, *matmul.inputs, *matmul.outputs)] += matmul.calls
+    assert products == seen.backward
+    assert {types[1:] for types in products} == {(dtype_name(DTYPES[precision]),) * 3}
 
 
 def test_backward_products_belong_to_the_modules_they_differentiate() -> None:

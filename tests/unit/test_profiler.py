@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,10 @@ import torch
 from tests.raw_trace import read_events, top_ranges
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
+from tests.unit.test_session import Failing, allocate, batch, explode, lack
 from torch import Tensor, nn
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import SteplabError
 from steplab.lab.keeping import load
 from steplab.lab.profiling import is_recorded_elsewhere, profile
 from steplab.measurement import step_job as session
@@ -35,7 +35,6 @@ TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": 2, "model.d_model": 16, "model.d_ff": 24, "model.num_heads": 2,
     "model.vocab_size": 31, "batch": 2, "context": 5, "warmup": 1, "steps": 2, "device": "cpu",
 }  # fmt: skip
-HUGE_BYTES = 2**62 + 3
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
@@ -207,44 +206,19 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
     return made[-1], lambda: torch.ones(4, 3)
 
 
-class Failing(nn.Module):
-    def __init__(self, at: int, fail: Callable[[], object]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.at, self.calls, self.fail = at, 0, fail
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > self.at:
-            self.fail()
-        return self.layer(x).sum()
-
-
-def explode() -> None:
-    raise ZeroDivisionError("the model's own mistake")
-
-
-def allocate() -> None:
-    torch.empty(HUGE_BYTES, dtype=torch.uint8)
-
-
-def refuse() -> None:
-    raise Unsupported("this step", "it was enough", "stop")
-
-
 BEFORE_PROFILING = 1 + 2 + 1
 
 
 def exploding_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING + 2, explode), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING + 2, explode), batch
 
 
 def allocating_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING, allocate), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING, allocate), batch
 
 
 def refusing_when_profiled() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return Failing(BEFORE_PROFILING, refuse), lambda: torch.ones(4, 3)
+    return Failing(BEFORE_PROFILING, lack), batch
 
 
 def own_step() -> Callable[[], object]:
@@ -258,20 +232,6 @@ def test_a_model_of_ones_own_is_marked_by_its_modules_names(tmp_path: Path) -> N
     assert steps
     for step in steps:
         assert step.ranges() == {"forward": inside, "backward": {}, "optimizer": {}}
-
-
-def test_the_example_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    sys.modules.pop("examples.my_model", None)
-    profiled_example = resolve_step({"model": "examples.my_model:build", "device": "cpu", "warmup": 0, "steps": 1})
-    trace = tmp_path / "trace.json"
-    measure_here(profiled_example, Observer(), partial(StepProfiler, num_steps=1, trace=trace))
-    (step,) = top_ranges(trace, "step")
-    forward = step.ranges()["forward"]
-    assert list(forward) == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
-    assert list(forward["blocks.1"]) == [
-        f"blocks.1.{part}" for part in ("norm_1", "query_key_value", "output", "norm_2", "feed_forward")
-    ]
 
 
 def test_a_whole_step_of_ones_own_is_one_range(tmp_path: Path) -> None:
@@ -316,7 +276,7 @@ def test_what_was_measured_is_told_before_profiling_begins(tmp_path: Path) -> No
     [
         (exploding_when_profiled, "ZeroDivisionError: the model's own mistake"),
         (allocating_when_profiled, "4.00 EiB more were requested"),
-        (refusing_when_profiled, "this step is not supported"),
+        (refusing_when_profiled, "this is not supported"),
     ],
 )
 def test_a_failure_under_the_profiler_is_a_note_beside_the_timing(

@@ -49,6 +49,7 @@ def errors(checks: Iterable[RowCheck]) -> list[float]:
 # --- published steps ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_peak() -> None:
     own = [check for check in checked() if check.row.group == "mosaicml"]
     constant = [abs(check.constant_error) for check in own if check.constant_error is not None]
@@ -75,6 +76,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.release
 def test_the_chapter_tells_the_errors_of_today() -> None:
     groups = {name: summary(group) for name, group in groups_of(checked()).items()}
     for name, group in SOURCES.items():
@@ -114,12 +116,14 @@ def test_the_chapter_tells_how_far_off_published_sharded_steps_are_as_layouts() 
     chapter_says("plan_layout", f"no factor, {min(off):.0f} to {max(off):.0f} % too long (median {median(off):.0f} %)")
 
 
+@pytest.mark.release
 def test_more_gpus_of_one_job_take_longer_as_measured() -> None:
     own = [check for check in checked() if check.row.group == "internevo"]
     assert median(errors(own)) < 0.05
     assert percentile(errors(own), 90) < percentile([abs(c.constant_error or 0.0) for c in own], 90)
 
 
+@pytest.mark.release
 def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
     assert len(checked()) == sum(map(counts, published())) == 218
     for check in checked():

@@ -15,7 +15,7 @@ import pytest
 from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.profiles import profiled_run
-from tests.runs import make_run, out_of_memory, recorder_run
+from tests.runs import make_run, recorder_run
 from tests.stored_lines import fill
 
 import steplab
@@ -271,8 +271,3 @@ def test_the_style_of_a_notebook_concerns_steplabs_element_alone() -> None:
         assert depth > 0 or number < len(".steplab ") or number == len(style) - 1
     assert not re.search(r"^(html|body|:root)\b", style, re.MULTILINE)
     assert "<nav" not in text
-
-
-def test_a_failed_run_has_its_failure_in_a_notebook() -> None:
-    steplab.Record  # noqa: B018
-    assert "out of memory" in out_of_memory()._repr_html_().lower()

@@ -191,6 +191,7 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record], ans
     assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
 
 
+@pytest.mark.release
 def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp_path: Path) -> None:
     records = [record for record in recorded if record.name not in ("identical", "dims")]
     fill(tmp_path / "store.db", *records)
@@ -322,6 +323,7 @@ def test_a_store_is_reported_by_questions_in_each_format(
     assert "choose one of assignment" in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_latex_is_a_document_that_pdflatex_sets_with_its_pictures(answered: Document, tmp_path: Path) -> None:
     beside = Beside("answers_tex", "pdf")
     text = render(answered, "latex", beside=beside)

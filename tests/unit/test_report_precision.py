@@ -8,7 +8,7 @@ from tests.precision_records import AUDIT, FAILED, RUNS, SOME, SUM, layer, recor
 from tests.rendering import render_page
 from tests.sure import sure
 
-from steplab.errors import SteplabError, Unsupported, UserError
+from steplab.errors import Unsupported, UserError
 from steplab.lab import precision as lab
 from steplab.lab.choosing import records_to_report
 from steplab.measurement.progress import OnProgress
@@ -215,9 +215,3 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
     with pytest.raises(UserError, match=said):
         lab.precision(store=tmp_path / "s.db", **fields, **options)  # type: ignore[arg-type]
     assert asked == []
-
-
-def test_a_store_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "s.db").write_text("no store")
-    with pytest.raises(SteplabError, match="steplab"):
-        lab.precision(store=tmp_path / "s.db")

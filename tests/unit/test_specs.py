@@ -523,12 +523,6 @@ def test_a_field_says_the_same_on_the_command_line_in_a_study_and_in_a_record(fi
         assert load_study(str(study), {}).cells == (spec,)
 
 
-@each_field
-def test_every_spec_is_a_key(field: StepField) -> None:
-    one, other = specs(field)
-    assert len({one, other, dataclasses.replace(one)}) == 2
-
-
 def test_a_field_with_its_default_leaves_a_key_as_it_is() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Longer(StepSpec):

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable
@@ -56,19 +55,7 @@ def test_no_samples_are_refused() -> None:
         summarize([])
 
 
-def test_a_summary_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        summarize([1.0]).median = 2.0  # type: ignore[misc]
-
-
 # --- interval of the median -------------------------------------------------------------------------------
-
-
-@given(SAMPLES, st.integers(-20, 20))
-def test_the_interval_scales_with_the_unit_of_the_samples(samples: list[float], exponent: int) -> None:
-    interval = median_interval(samples)
-    scaled = median_interval([math.ldexp(sample, exponent) for sample in samples])
-    assert scaled == (interval and tuple(math.ldexp(end, exponent) for end in interval))
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.9, 0.95, 0.99])
@@ -93,7 +80,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.nda
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 10, 15, 30])
+@pytest.mark.parametrize("n", [2, 5, 6, 10, 30])
 def test_what_is_called_an_interval_holds_the_true_median_in_95_of_100_cases(n: int, name: str) -> None:
     """Hit counts less likely than one in a million at this coverage fail."""
     trials = 400
@@ -105,14 +92,6 @@ def test_what_is_called_an_interval_holds_the_true_median_in_95_of_100_cases(n: 
         assert binomial_at_most(hits, trials, 0.95) > 1e-6
     else:  # the range, whose coverage of 1 - 2^(1 - n) is not called an interval
         assert 1e-6 < binomial_at_most(hits, trials, 1 - 2.0 ** (1 - n)) < 1 - 1e-6
-
-
-def test_more_confidence_gives_a_wider_interval() -> None:
-    samples = np.random.default_rng(3).lognormal(size=31).tolist()
-    inner, outer = median_interval(samples, 0.5), median_interval(samples, 0.99)
-    assert inner
-    assert outer
-    assert outer[0] < inner[0] < inner[1] < outer[1]
 
 
 # --- where the steps become steady ------------------------------------------------------------------------
@@ -141,26 +120,20 @@ def test_one_late_hiccup_is_no_warm_up(late: int) -> None:
     assert steady_from(curve) == 1
 
 
-def test_a_second_slow_step_beside_the_first_is_not_forgiven() -> None:
-    assert steady_from([9.0, *[1.0] * 9, 5.0, 5.0, *[1.0] * 3]) is None
-
-
 @pytest.mark.parametrize(
     "curve",
-    [[1.0, 2.0] * 6, [1.1**i for i in range(12)], [1.1**-i for i in range(12)], [5.0] * 7 + [1.0] * 5],
-    ids=["alternating", "growing", "shrinking", "changes late"],
+    [
+        *([1.0, 2.0] * 6, [1.1**i for i in range(12)], [1.1**-i for i in range(12)], [5.0] * 7 + [1.0] * 5),
+        [9.0, *[1.0] * 9, 5.0, 5.0, *[1.0] * 3],
+    ],
+    ids=["alternating", "growing", "shrinking", "changes late", "two slow steps"],
 )
 def test_steps_that_never_settle_are_not_steady(curve: list[float]) -> None:
     assert steady_from(curve) is None
 
 
-@pytest.mark.parametrize("curve", [[], [1.0], [1.0, 1.0], [1.0, 1.0, 1.0]])
-def test_fewer_than_four_steps_say_nothing(curve: list[float]) -> None:
-    assert steady_from(curve) is None
-
-
-@pytest.mark.parametrize("curve", [[9.0, 9.0, 1.0, 1.0], [5.0] * 5 + [1.0] * 5])
-def test_the_steady_part_must_begin_in_the_first_half(curve: list[float]) -> None:
+@pytest.mark.parametrize("curve", [[], [1.0], [1.0, 1.0, 1.0], [9.0, 9.0, 1.0, 1.0], [5.0] * 5 + [1.0] * 5])
+def test_four_steps_are_needed_and_the_steady_part_begins_in_the_first_half(curve: list[float]) -> None:
     assert steady_from(curve) is None
 
 

@@ -14,6 +14,8 @@ from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.profile.document import profile_document
 
+pytestmark = pytest.mark.usefixtures("read_in_this_process")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn"
 REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -315,7 +315,7 @@ def test_tables_are_in_the_order_of_start_outer_before_inner(spans: list[tuple[i
     assert list(zip(trace.ranges.start_ns.tolist(), trace.ranges.duration_ns.tolist(), strict=True)) == found
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 10, 5000, 100_000])
+@pytest.mark.parametrize("num_rows", [0, 10, 100_000])
 @pytest.mark.parametrize("spread", [1, 50, 10**6])
 def test_long_tables_are_sorted(num_rows: int, spread: int) -> None:
     chance = np.random.default_rng(num_rows + spread)
@@ -493,7 +493,7 @@ def test_unreadable_events_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_gigantic_string_is_read(tmp_path: Path) -> None:
-    path, name = tmp_path / "t.json", '},{"' * 2_000_000
+    path, name = tmp_path / "t.json", '},{"' * 500_000
     path.write_text(json.dumps({"traceEvents": [KERNEL, {**KERNEL, "name": name}, KERNEL]}))
     trace = read_trace(path)
     assert count(trace) == (3, 0, 0, 0)
@@ -513,13 +513,6 @@ def test_memory_is_that_of_the_columns(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(trace.ops.name) == num_events
     assert peak_bytes < num_events * 180
-
-
-def test_a_long_string_is_read(tmp_path: Path) -> None:
-    long = "x,{" * 1_000_000
-    trace = read_trace(write(tmp_path / "t.json", [KERNEL, {**KERNEL, "name": long}, KERNEL]))
-    assert trace.names == ("gemm<float>", long)
-    assert trace.notes == ()
 
 
 @pytest.mark.parametrize(

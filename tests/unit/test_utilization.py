@@ -1,9 +1,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
+from tests.documents import chapter_says
 from tests.runs import ENVIRONMENT, make_run, recorder_run
+from tests.stored_records import stored
+from tests.sure import sure
 
 from steplab.lab.utilization import PeakFigure, peak_figure, utilizations, with_given_flops, with_utilizations
 from steplab.records.ceilings import Ceiling, Ceilings
@@ -180,3 +184,24 @@ def test_a_loop_on_a_device_without_a_peak_says_so(store: Store) -> None:
     run = with_given_flops(replace(recorder_run(), environment=on_the_cpu().environment), 5e12, "bf16", 1, store)
     assert run.mfu is None
     assert run.notes[-1].startswith("MFU: no bf16 peak is known for a CPU; `steplab doctor` measures one")
+
+
+@pytest.mark.parametrize(
+    ("convention", "flops_per_step", "percent"),
+    [
+        ("causal", (6 * (3_406_809_600 - 25_600_000) + 6 * 32 * 2560 * 512) * 2048, "25.2"),
+        ("full", (6 * (3_406_809_600 - 25_600_000) + 12 * 32 * 2560 * 512) * 2048, "25.5"),
+        ("params", 6 * 3_406_809_600 * 2048, "25.1"),
+    ],
+)
+def test_mfu_of_2_7b_agrees_with_the_hand_calculation_in_the_docs(
+    convention: str, flops_per_step: int, percent: str
+) -> None:
+    [run] = [run for run in stored("step_h200", Run) if run.id == "5e7271880f12"]
+    [mfu] = [u for u in run.utilizations if u.kind == "mfu" and u.convention == convention]
+    step = sure(sure(run.timing).phase("step"))
+    by_hand = flops_per_step / median(step.best_s) / 989.5e12
+    assert mfu.flops == flops_per_step
+    assert mfu.value == pytest.approx(by_hand, rel=1e-12)
+    assert f"{100 * by_hand:.1f}" == percent
+    chapter_says("mfu", f"{flops_per_step / 1e12:.3f}e12 / 0.16880 / 989.5e12 = {percent} %")

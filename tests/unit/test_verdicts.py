@@ -10,7 +10,6 @@ from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.stored_records import stored
 
 from steplab.explain.api import explain
-from steplab.records.ddp import DdpRun
 from steplab.records.failure import Failure
 from steplab.records.finding import Findings
 from steplab.records.numerics import Numerics
@@ -242,27 +241,6 @@ def test_one_variant_alone_has_no_shortest_step() -> None:
     only = replace(run, cells=tuple(cell for cell in run.cells if cell.contender.kind == "none"))
     (sentence,) = ddp_verdict(only).sentences
     assert sentence.startswith("Only one variant was measured: no communication, ")
-
-
-def test_communication_that_is_not_hidden_is_called_exposed() -> None:
-    hidden = next(run for run in stored("ddp_h200", DdpRun) if run.name == "compiled-2")
-    first, against, second = ddp_verdict(hidden).sentences
-    assert first.startswith(
-        "bucketed 100 MB, peer_copy has the shortest step and adds 5.01 ms (4.92 ms to 5.20 ms) of exposed"
-    )
-    assert "0.30 of the 16.9 ms (16.8 ms to 17.3 ms) that torch DDP adds" in against
-    assert second.startswith("79.0 % of the 23.9 ms")
-    assert "exposed:" not in second
-
-
-def test_a_sharded_optimizer_that_saves_more_than_it_sends_is_said_to_save() -> None:
-    saving = next(run for run in stored("ddp_h200", DdpRun) if run.id == "9a19004587b5")
-    first, second, *_ = ddp_verdict(saving).sentences
-    assert first == (
-        "A step with sharded 100 MB, peer_copy takes 81.1 ms, 3.09 ms less than one without communication, "
-        "because each rank updates only a part of the parameters."
-    )
-    assert second.startswith("bucketed 200 MB, peer_copy adds 4.98 ms (4.85 ms to 5.07 ms) of exposed communication")
 
 
 # --- precision, plan ----------------------------------------------------------------------------------------

@@ -194,18 +194,6 @@ def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice)
     assert words.index("cuda_graph step") > masters
 
 
-def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as building took, and together as long as all of it."""
-    monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
-    advice = walk(
-        tmp_path / "store.db", model="2.7b", eager_s=11e-6, compiled_s=11e-6, budget_s=300.0, noise=0.02, steps=10
-    )
-    ratios = [tried.ratio for tried in advice.tried if tried.ratio]
-    steps = {found.decision: [each.num_b for each in ratios if each.decision == found.decision] for found in ratios}
-    assert min(steps["lower"]) == 6  # a plain difference
-    assert max(each.num_b for each in ratios) > 10  # a difference that the first ten turns did not show
-
-
 def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Chooses the implementation for `auto` without torch: the fastest for a GPU, a dtype and a head dimension.
 
 On H100 and H200 it takes at most 3 % longer than the fastest at each measured shape
-(tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
+(tests/unit/test_attention_choice.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
 """
 
 from dataclasses import dataclass
