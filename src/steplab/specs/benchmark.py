@@ -13,14 +13,13 @@ Options = TypeVar("Options")
 Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
 
 
-Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """How many processes measure together; torchrun has started them already."""
 
-    gpus: Gpus = None
+    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
+        None
+    )
     processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
 
 

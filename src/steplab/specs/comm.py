@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark, Gpus, check_sampling
+from steplab.specs.benchmark import Benchmark, check_sampling
 from steplab.specs.resolve import Grid, products
 from steplab.specs.step_fields import Declared, declared_fields
 from steplab.units import format_message, parse_bytes
@@ -129,7 +129,9 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 class CommOptions:
     """The options of `steplab comm` other than its cells."""
 
-    gpus: Gpus = None
+    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
+        None
+    )
     processes: Annotated[
         Sequence[object] | None,
         Declared(

@@ -142,7 +142,7 @@ def _apart(places: Sequence[float], width: float) -> list[float]:
 
 
 def _line(picture: Drawing, axes: "Axes", points: Sequence[Point], index: int) -> None:
-    drawn = []
+    drawn: dict[float, float] = {}
     for point in sorted(points, key=lambda point: point.x):
         if point.y is None:
             continue
@@ -150,8 +150,8 @@ def _line(picture: Drawing, axes: "Axes", points: Sequence[Point], index: int) -
             axes.plot([point.x, point.x], point.ends, color=series_color(index), linewidth=2)
         hollow: dict[str, Any] = {"markerfacecolor": PAPER, "markeredgewidth": 1.5} if point.doubtful else {}
         picture.tip(kit.put_mark(axes, point.x, point.y, index, **hollow), _tip(point))
-        drawn.append((point.x, point.y))
-    kit.put_line(axes, drawn, index)
+        drawn[point.x] = point.y
+    kit.put_line(axes, list(drawn.items()), index)
 
 
 def _mark_failures(picture: Drawing, axes: "Axes", panel: Panel, *, on_top: bool) -> None:

@@ -157,12 +157,16 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 
 
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
-    """Cells by panel and series over the size that varies; None if no series has two sizes."""
+    """Cells by panel and series over the size that varies; None if no series has two sizes.
+
+    Repeated measurements share a series, unless nothing else distinguishes the cells.
+    """
     rest = varying(cells)
     axis = next((field for field in _QUANTITIES if field in rest), None)
     if axis is None or any(not cell.values[axis] for cell in cells):
         return None
     rest.remove(axis)
+    rest = [field for field in rest if field not in HOW] or rest
     panel_fields: list[str] = []
     while len(rest) > 1 and len(_distinct(cells, rest)) > _MOST_SERIES:
         panel_fields.append(min(rest, key=lambda field: _PANEL_ORDER.get(field, 99)))
