@@ -90,7 +90,7 @@ def _places(profile: Profile) -> str:
 
 
 def _counts(call: HostCallStats) -> bool:
-    """True if calls count. The profiler itself synchronises once, after the steps."""
+    """True if Python waits in the call; the profiler's own synchronisation after the steps does not count."""
     own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
     at_once = not _COPY.search(call.name) and call.total_s < _AT_ONCE_S * call.calls
     return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)

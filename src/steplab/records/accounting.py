@@ -14,7 +14,6 @@ class Notation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
     symbol: Notation
-    """Symbol of the quantity in formulas, such as M_X."""
     formula: Notation | None = None
     in_figures: Notation | None = None
     value: float

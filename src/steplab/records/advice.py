@@ -54,7 +54,6 @@ class Tried:
 
     @property
     def all_words(self) -> tuple[str, ...]:
-        """The change, then the changes in `along`, each as text."""
         return (f"{self.field.removeprefix('model.')} {self.value}", *self.along)
 
 

@@ -49,8 +49,6 @@ class TensorError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCell(Outcome):
-    """Measurement of one implementation on one shape."""
-
     spec: AttentionSpec
     passes: tuple[PhaseSamples, ...] = ()
     """Raw samples of forward, backward and both, one per repeat; empty after a failure."""
@@ -79,7 +77,6 @@ class AttentionCell(Outcome):
         return median(samples) if samples else None
 
     def flops_per_s(self, name: str) -> float | None:
-        """Nominal FLOPs of the named pass over its median time."""
         seconds, flops = self.median_s(name), self.flops.get(name)
         return flops / seconds if seconds and flops else None
 

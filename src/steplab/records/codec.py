@@ -19,7 +19,6 @@ _TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
 
 def new_id() -> str:
-    """Twelve random hexadecimal digits."""
     return secrets.token_hex(6)
 
 

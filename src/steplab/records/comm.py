@@ -133,8 +133,6 @@ class CommFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFacts:
-    """Facts common to all cells, which the ranks report."""
-
     ranks: tuple[RankPlace, ...] = ()
     libraries: dict[str, str] = field(default_factory=dict)
     """Version per transport library, such as {'nccl': '2.28.9'}."""
@@ -218,7 +216,6 @@ COMM_FIGURES: tuple[Figure[CommCell], ...] = (
     Figure(key="checked_elements", find=lambda cell: getattr(cell.check, "num_elements", None)),
     Figure(key="wrong_elements", find=lambda cell: getattr(cell.check, "num_wrong", None)),
 )
-"""Figures of a cell; times are the slowest rank's."""
 
 
 def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:

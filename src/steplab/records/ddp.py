@@ -178,8 +178,6 @@ class DdpCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurvePoint:
-    """Predicted communication for one bucket size."""
-
     bucket_mb: float
     """Size in 1e6 bytes."""
     num_buckets: float
@@ -207,13 +205,10 @@ class OverheadModel:
     """Size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
     least_serial_s: float
     curve: tuple[CurvePoint, ...]
-    """Predictions by bucket size, smallest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpFacts:
-    """Facts common to all variants, reported by the first one."""
-
     backend: str
     """nccl or gloo."""
     places: tuple[RankPlace, ...]
@@ -257,7 +252,6 @@ DDP_ROW: tuple[Figure[DdpRun], ...] = (
     Figure(key="backend", find=lambda run: run.facts.backend if run.facts else None),
     Figure(key="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True),
 )
-"""Figures of a study in lists, shown after the fields of its step."""
 
 
 def _time(

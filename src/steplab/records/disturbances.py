@@ -25,7 +25,6 @@ WAITS, BUSY = "waits for host", "busy machine"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
     word: str
-    """Short name for columns and labels."""
     text: str
 
 

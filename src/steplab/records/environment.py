@@ -13,7 +13,6 @@ class DeviceInfo:
     uuid: str | None = None
     """UUID by which NVML finds the GPU, regardless of CUDA_VISIBLE_DEVICES."""
     compute_capability: str | None = None
-    """Such as '9.0'."""
     sm_clock_hz: float | None = None
     """SM clock during the last warm-up steps, else during measured steps."""
     idle_sm_clock_hz: float | None = None

@@ -99,7 +99,6 @@ class Findings:
     step_s: float | None
     """Median step seconds without a profiler; None: not timed."""
     findings: tuple[Finding, ...]
-    """Findings sorted by `in_order`."""
     not_looked_at: tuple[str, ...] = ()
     """Data that the record lacks, the diagnoses that need it, and how to record it."""
     schema: str = "steplab.findings/1"

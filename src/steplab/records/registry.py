@@ -131,7 +131,6 @@ KINDS: dict[str, Kind] = {
 """Kinds by name, in the order of report pages."""
 
 KINDS_IN_LISTS = (*KINDS_OF_RUNS, *(kind.verb for kind in KINDS.values() if kind.type is not Run))
-"""Values of `kind` in rows."""
 
 
 def kind_of(record: Record) -> Kind:

@@ -72,7 +72,6 @@ def step_key(spec: StepSpec) -> Row:
 
 
 def software(record: Record) -> Row:
-    """Version of torch, and git commit."""
     env = record.environment
     return {"torch": env.torch if env else None, "git_commit": env.git_commit if env else None}
 

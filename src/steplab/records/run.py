@@ -23,13 +23,11 @@ class RankSamples:
     """Times and memory of one rank; sample i of every rank is from the same step."""
 
     rank: int
-    """Global rank, from 0."""
     host: str
     device_name: str
     back_to_back: tuple[PhaseSamples, ...]
     """Samples per phase, including `step`, of steps measured without synchronisation between them."""
     peaks: tuple[PeakMemory, ...] = ()
-    """Peak of each phase; empty if the allocator keeps no counts."""
     host_peak_bytes: int | None = None
     """Largest resident set of the rank's process; None: unknown."""
 
@@ -55,11 +53,9 @@ class ModelFacts:
     num_embedding_parameters: int | None = None
     """Parameters of token embeddings that take part in no matmul (0 if tied to the head); None: unknown."""
     num_layers: int | None = None
-    """Number of attention layers; None: unknown."""
     attention_width: int | None = None
     """Query heads times head dimension; None: unknown."""
     is_causal: bool = True
-    """True if attention is causal."""
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
     counted_flops: float | None = None

@@ -24,18 +24,14 @@ class TimePart:
     """Operator name as in torch's traces, or 'fused' for kernels that a compiler merged."""
     dtype: str
     kernels: int
-    """Number of kernels per step."""
     seconds: float
     """Central prediction of the kernels' total time, with gaps."""
     flops: float
     moved_bytes: float
-    """Least bytes that the kernels move."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTimes:
-    """Predicted time of a phase or of the whole step."""
-
     phase: str
     """forward, backward, optimizer or step."""
     seconds: float
@@ -112,7 +108,6 @@ class PlannedStep:
     memory: MemoryPrediction | None
     time: StepTimePrediction | None
     layout: LayoutPlan | None = None
-    """Predicted time on the GPUs of the step's layout."""
     why_not: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

@@ -90,7 +90,7 @@ class _Segment(Struct, gc=False):
 
 class _Settings(Struct):
     max_split_size: _Number | None = None
-    """Torch writes -1, as an unsigned number, for "no limit"."""
+    """-1: no limit; torch writes its largest unsigned number so."""
     expandable_segments: bool = False
     roundup_power2_divisions: dict[Any, _Number] = {}
 
