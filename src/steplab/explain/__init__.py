@@ -1,1 +1,1 @@
-"""From a Run to findings: one file per diagnosis, each a pure function of the record."""
+"""Diagnoses of a Run, one file each; each is a pure function from the record to a finding."""

@@ -1,8 +1,7 @@
-"""Findings about a Run: the entry point of this package.
+"""Find the reasons for a Run's step time: the entry point of this package.
 
-Each diagnosis uses only the record, and gives no finding if the record lacks its data. Each prediction assumes the
-present step, so gains do not add up; their sum is limited to the step.
-"""
+Each diagnosis uses only the record, and gives no finding if data are missing. Each prediction assumes the present step,
+so gains overlap; their sum is limited to the step."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -59,13 +58,12 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
 _LEFT = 1e-3
 _NOTABLE = 1.005
-"""Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
+"""Ratio of profiled to unprofiled step time from which a finding mentions that its times are scaled."""
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """Most useful first (records.finding.in_order). `ceilings`, from `steplab doctor` on the run's device, replace
-    missing hardware figures.
-    """
+    """Return findings, most useful first (records.finding.in_order). `ceilings` from `steplab doctor` on the same
+    device replace missing hardware figures."""
     if run.failure is not None:
         return []
     case = case_of(run, ceilings)
@@ -104,7 +102,7 @@ def _scaled(case: Case, finding: Finding) -> Finding:
 
 
 def _believable(case: Case, finding: Finding) -> Finding:
-    """Withdraw a predicted gain of a whole step or more: the profiled steps did more work than the timed ones."""
+    """Remove a predicted gain of a whole step or more: the profiled steps did more work than the timed ones."""
     step_s, profile = case.step_s, case.profile
     if profile is None or step_s is None or finding.saves_s is None or finding.saves_s < step_s:
         return finding
@@ -120,7 +118,7 @@ def _believable(case: Case, finding: Finding) -> Finding:
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
-    """A line per gap of the record, and how to record it."""
+    """One line per kind of data that the record lacks, with the command that records it."""
     return tuple(_gaps(case_of(run, ceilings)))
 
 

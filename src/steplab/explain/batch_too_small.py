@@ -10,13 +10,13 @@ from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.20
-"""Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
+"""Least share of the step with costs independent of the batch; doubling the batch then saves a tenth per token."""
 
 FACTORS = (8, 4, 2)
 """Candidate multiples of the batch size; the largest fitting one is proposed."""
 FITS = 0.9
-"""Share of the device's memory that a batch may need if all memory grew with it; weights and states do not, so the real
-peak is lower."""
+"""Share of device memory that a batch may need if all memory grew with it. Weights and states do not, so the real peak
+is lower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +24,9 @@ class _Fixed:
     optimizer_s: float
     casts_s: float
     narrow_s: float
-    """Matrix products that last as long as reading their weights, whatever the number of rows."""
+    """Seconds of matrix products limited by reading weights, so independent of the number of rows."""
     waiting_s: float
-    """Waits for Python, which launches as many kernels for a small batch as for a large one."""
+    """Seconds of waiting for Python, which launches equally many kernels for any batch."""
 
     @property
     def total_s(self) -> float:
@@ -34,7 +34,7 @@ class _Fixed:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """Fires if a considerable share of the step does not grow with the batch and a larger batch fits."""
+    """Finding if a considerable share of the step does not grow with the batch and a larger batch fits."""
     spec, step_s = case.spec, case.step_s
     if spec is None or step_s is None or spec.model.kind == "factory":
         return None
@@ -86,7 +86,7 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Memory-bound products: intensity below peak over bandwidth."""
+    """Seconds of memory-bound products (FLOPs per byte below peak over bandwidth)."""
     gpu, found_s = case.gpu, 0.0
     for op in profile.ops:
         is_linear = op.category == "matmul" and "bmm" not in op.name

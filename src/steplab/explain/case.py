@@ -1,5 +1,7 @@
-"""The run under diagnosis, and shared figures. All times are per step. A profiler slows Python and hardly the device,
-so kernel times come from the profile, and a step's time only from the timing without a profiler."""
+"""The run under diagnosis, and figures for all diagnoses; times are per step.
+
+A profiler slows Python but hardly the device. Kernel times therefore come from the profile, step times from unprofiled
+timing."""
 
 import re
 from collections.abc import Iterable
@@ -18,21 +20,21 @@ _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compil
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
 ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
 WORTH_TELLING = 0.01
-"""Least predicted saving, as a share of a step, for findings without their own threshold: repeated measurements of one
+"""Least predicted saving, as a share of a step, for findings without their own threshold. Repeated measurements of one
 step differ by about as much."""
 _NEVER_WAITED = 0.01
-"""Share of the window below which the GPU did not wait for Python: its queue was never empty."""
+"""Share of waiting below which the GPU never waited for Python: its queue was never empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     run: Run
     gpu: Gpu | None
-    """Rates on the device, from its figures, stated or measured by `steplab doctor`; None: neither is known."""
+    """Peaks and bandwidth of the device, stated or measured by `steplab doctor`; None: neither is known."""
 
     @property
     def spec(self) -> StepSpec | None:
-        """None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
+        """Spec of the step; None if no spec determines it: a trace, a recorded loop, or a factory's own step."""
         spec = self.run.spec
         whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
         return None if whole_step else spec
@@ -49,7 +51,7 @@ class Case:
         return self.run.phase_s(name)
 
     def slowdown(self, profile: Profile) -> float:
-        """Profiled over unprofiled step time on a CPU, which the profiler slows; elsewhere 1."""
+        """Profiled over unprofiled step time on a CPU; 1 on other devices, which the profiler hardly slows."""
         if profile.device != "cpu" or not self.step_s:
             return 1.0
         return max(1.0, profile.window_s / profile.num_steps / self.step_s)
@@ -61,7 +63,7 @@ class Case:
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:
-        """Seconds of a step: unprofiled if it was timed, else as profiled."""
+        """Seconds of a step: unprofiled if timed, else from the profile."""
         return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
 
     def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
@@ -75,22 +77,22 @@ class Case:
 
     @property
     def is_eager(self) -> bool:
-        """True unless the record shows compilation: a user's model may have compiled itself."""
+        """True unless the record shows that the model was compiled; a user's model may compile itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
         return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
 
     @property
     def is_causal(self) -> bool:
-        """True if attention is known to be causal: by the model, or by a triangular mask in the trace."""
+        """True if attention is known to be causal, from the model or from a triangular mask in the trace."""
         if self.spec is None:
             return self.profile is not None and any(_TRIANGLE.match(op.name) for op in self.profile.ops)
         model = self.run.model
         return self.spec.model.kind in ("transformer", "hf") and (model is None or model.is_causal)
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
-        """A warning if Python might not keep up with a step that is shorter by `saves_s`; else ''. Also '' if the
-        GPU hardly waits: with a full queue Python launches only as fast as the GPU works, so its time is no limit."""
+        """Warning if Python may not keep up with a step shorter by `saves_s`, else ''. Also '' if the GPU hardly waits:
+        with a full queue Python's launches wait for the GPU, so their time is no limit."""
         host = [p.host_s for p in profile.phases if p.host_s is not None]
         waited_s = sum(p.host_bound_s for p in profile.phases)
         if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:
@@ -105,7 +107,7 @@ class Case:
 
 
 def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
-    """The device of a run; ceilings that are doubtful, or of another device or number of threads, are ignored."""
+    """Rates of the run's device. Doubtful ceilings are ignored, and those for another device or thread count."""
     name = run.device_name
     hardware = find_hardware(name) if name else None
     if hardware is not None:

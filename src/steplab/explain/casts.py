@@ -1,4 +1,4 @@
-"""Copies between fp32 and low precision among a profile's operators. Autocast copies every weight, each step."""
+"""Casts between fp32 and low precision in a profile. Autocast casts every weight in each step."""
 
 from dataclasses import replace
 
@@ -14,9 +14,8 @@ _LOW = ("bf16", "fp16")
 
 
 def weight_cast_ops(profile: Profile) -> list[OpStats]:
-    """Copies of a matrix between fp32 and low precision: weights have two dimensions where activations have three.
-    Weights are cast down in forward, and their gradients up in backward. Logits, which a loss may flatten to two
-    dimensions, go the other way, so the direction distinguishes them."""
+    """Casts of weights and their gradients: weights have two dimensions, activations three. Weights are cast down in
+    forward, gradients up in backward. Logits flattened to two dimensions are cast the opposite ways."""
     return [op for op in profile.ops if op.category == "copy" and _is_cast(op)]
 
 
@@ -44,14 +43,14 @@ def _is_cast(op: OpStats) -> bool:
 
 
 CONSIDERABLE = 0.03
-"""Least share of the device's time; the change alters the numerics, so it must be worth it."""
+"""Least share of device time; the change alters numerics, so little time is not worth it."""
 
 _WITH_COPIES = ("bf16", "fp16")
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 
 
 def weight_casts(case: Case) -> Finding | None:
-    """Fires if casts of weights, and of their gradients back, take a considerable share of the device's time."""
+    """Finding if casts of weights and their gradients take a considerable share of device time."""
     spec, profile = case.spec, case.profile
     if profile is None or (spec is not None and spec.precision not in _WITH_COPIES):
         return None
@@ -127,9 +126,8 @@ def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weight
 
 
 def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """bf16 weights need no casts, and autocast's fp32 work (softmax, norms, the loss, sums of the residual stream)
-    moves half as many bytes, as does AdamW.
-    """
+    """Seconds saved and their derivation. bf16 weights need no casts; autocast's fp32 work (softmax, norms, loss,
+    residual stream) and AdamW move half the bytes."""
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(profile, wide)

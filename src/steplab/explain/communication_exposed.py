@@ -12,9 +12,9 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
-"""Least share of the step: collectives that cannot overlap (the last bucket of gradients) take a few per cent."""
+"""Least share of the step; collectives that cannot overlap, such as the last gradient bucket, take a few per cent."""
 _FURTHER = 4
-"""Proposed growth of buckets: their number is the cost, so a small factor would change little."""
+"""Factor by which the finding enlarges buckets; their number is the cost, so a small factor changes little."""
 _GATHERS = re.compile(r"all_?gather", re.IGNORECASE)
 _OF_BUCKETS = (
     "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is late "
@@ -33,7 +33,7 @@ _OF_PARTS = (
 
 
 def communication_exposed(case: Case) -> Finding | None:
-    """Fires if collectives take a considerable share of the step with no concurrent computation."""
+    """Finding if collectives without concurrent computation take a considerable share of the step."""
     profile = case.profile
     if profile is None or profile.communication is None:
         return None

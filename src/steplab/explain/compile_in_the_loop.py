@@ -5,19 +5,19 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_time
 
 MANY_TIMES = 5.0
-"""Multiple of the median above which a step may have compiled."""
+"""Multiple of the median step time above which a step may have compiled."""
 LEAST_S = 0.3
-"""Least seconds beyond the median: compiling a graph takes longer, and a disturbance of the machine rarely does."""
+"""Least seconds above the median; compiling takes longer than most disturbances of a machine."""
 LEAST_AGAIN_S = 0.03
-"""Least seconds beyond the median if several steps were long. A small graph in Inductor's cache compiles in about 0.07
-s; disturbances that long and frequent would raise the median itself."""
+"""Least seconds above the median if several steps were long: compiling a small graph from Inductor's cache takes about
+0.07 s."""
 _COMPILING = "dynamo_timed"
-"""Substring of the ranges that mark compilation; `TorchDynamo Cache Lookup`, `Torch-Compiled Region` and
-`CompiledFunction` mark the execution of compiled code."""
+"""Part of the names of ranges that mark compilation. `TorchDynamo Cache Lookup`, `Torch-Compiled Region` and
+`CompiledFunction` mark execution instead."""
 
 
 def compile_in_the_loop(case: Case) -> Finding | None:
-    """Fires if a measured step of a compiled model took as long as a compilation, or if the profiler saw one."""
+    """Finding if a measured step of a compiled model was as long as a compilation, or the profiler recorded one."""
     spec = case.spec
     step = case.run.timing.phase("step") if case.run.timing else None
     late_s: list[float] = []

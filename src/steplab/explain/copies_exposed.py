@@ -4,14 +4,12 @@ from steplab.records.profile import Timeline
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
-"""Least share of the step: a batch takes less."""
+"""Least share of the step; copying a batch takes less."""
 
 
 def copies_exposed(case: Case) -> Finding | None:
-    """Fires on a GPU if copies to or from the CPU take a considerable share of a step with no concurrent kernel.
-
-    Causes: weights or states kept on the CPU, batches copied on the computing stream.
-    """
+    """Finding on a GPU if CPU copies without concurrent kernels take a considerable share of the step. Causes: weights
+    or states on the CPU, or batches copied on the computing stream."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or profile.timeline is None:
         return None

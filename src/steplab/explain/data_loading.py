@@ -6,7 +6,7 @@ CONSIDERABLE = 0.02
 
 
 def data_loading(case: Case) -> Finding | None:
-    """Fires if Python spends a considerable share of the steps in torch's DataLoader while the device waits."""
+    """Finding if Python spends a considerable share of the steps in torch's DataLoader while the device waits."""
     profile = case.profile
     host_s = profile.host_work_s.get("data loading", 0.0) if profile else 0.0
     if profile is None or not host_s:

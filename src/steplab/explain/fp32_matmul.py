@@ -14,11 +14,11 @@ _WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
 _WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
 _FIRST_WITH_TF32 = 8
 _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)
-"""Matches kernels of Ampere and later, for traces without a device name."""
+"""Kernel names on Ampere and later, for traces without a device name."""
 
 
 def fp32_matmul(case: Case) -> Finding | None:
-    """Fires if products in full fp32 take a considerable share of the time of a GPU with TF32."""
+    """Finding if matrix products in full fp32 take a considerable share of time on a GPU with TF32."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or not _has_tf32(case, profile):
         return None

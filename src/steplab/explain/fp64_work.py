@@ -5,12 +5,12 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
-"""Least share of the device's time: a clock or a loss may be summed in fp64 on purpose."""
+"""Least share of device time; a clock or loss may use fp64 on purpose."""
 _DOUBLE = re.compile(r"dgemm|d884|f64f64|(Functor\w*|Ops)<double")
 
 
 def fp64_work(case: Case) -> Finding | None:
-    """Fires if operators on fp64 tensors, or kernels named after doubles, take a considerable share of the time."""
+    """Finding if fp64 operators or kernels take a considerable share of device time."""
     profile = case.profile
     if profile is None:
         return None

@@ -9,17 +9,16 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.03
-"""Least share of the device's time."""
 
 _PRODUCT = re.compile(r"nvjet_sm\d+_[qr]{2}|::_scaled_mm|cutlass.*(e4m3|e5m2)")
-"""Products of fp8 operands: torch's operator and libraries' kernels (nvjet: q is e4m3, r is e5m2)."""
+"""Names of products with fp8 operands: torch's operator and libraries' kernels (nvjet: q is e4m3, r is e5m2)."""
 _CAST = re.compile(r"float8|AbsFunctor|launch_clamp|cast_transpose|^triton_\w+_fused_\w*(_scaled_mm|clamp|abs_)")
-"""torch's casts and largest magnitudes, Transformer Engine's, and Inductor's, whose names list operators."""
+"""Names of casts and largest-magnitude kernels: torch's, Transformer Engine's, and Inductor's, which list operators."""
 _FIX = {"precision": "fp8"}
 
 
 def fp8_casts(case: Case) -> Finding | None:
-    """Fires if another library's casts to fp8 take a considerable share of the device's time."""
+    """Finding if another library's casts to fp8 take a considerable share of device time."""
     spec, profile = case.spec, case.profile
     if profile is None or not _multiplies_in_fp8(profile):
         return None

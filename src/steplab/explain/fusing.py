@@ -1,12 +1,10 @@
-"""Savings from compiling the model of a profiled step.
+"""Predict savings from compiling the model of a profiled step.
 
-Fusing memory-bound operators saves the traffic of every intermediate between them. A profile does not show the
-operators' dependencies; a dry run does, and `steplab profile` stores its shares in the profile. Other profiles use the
-shares of steps that were recorded eager and compiled.
+Fusing memory-bound operators saves the traffic of intermediates between them. A dry run shows which operators can fuse;
+`steplab profile` stores its ratios. Other profiles use ratios from steps recorded eager and compiled.
 
-Two findings: elementwise work that a compiler would fuse; and one operator that launches a large part of a step's
-kernels, each short, as a Python loop over elements or experts.
-"""
+Two findings: elementwise work that a compiler would fuse; and one operator that launches many short kernels, as a
+Python loop over elements or experts."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,24 +19,24 @@ from steplab.units import format_percent, format_time
 
 FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
 MOST_LEFT = CompiledShares(memory_bound=0.41, products=1.0, kernels=0.58, host=0.58)
-"""The largest share that compiling left of any of the twelve steps recorded eager and compiled, on an H200
-(tests/golden; a test computes it). `host` is assumed to be the kernels' share; products were not compared."""
+"""Largest compiled-to-eager ratios among twelve steps recorded on an H200 (tests/golden; a test computes them). `host`
+is assumed equal to `kernels`; products were not compared."""
 
 _LONGEST_GAP_S = 5e-6
-"""Longest gap between queued kernels; a longer one waits for another stream, process or event."""
+"""Longest gap between queued kernels; longer ones are waits for another stream, process or event."""
 _PRODUCTS = ("matmul", "attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusing:
     shares: CompiledShares
-    """Remaining shares: from the dry run if there was one, else the largest of recorded steps."""
+    """Compiled-to-eager ratios from the profile's dry run, else MOST_LEFT."""
     fusable_s: float
     products_s: float
-    """Device time that products save: an odd vocabulary is padded, and the clock may change."""
+    """Device seconds saved in matrix products, from padding the vocabulary and a changed clock."""
     gaps_s: float
-    """Time between a kernel and the next, already launched one: at most a few microseconds a kernel in the profile, and
-    at most the timed step's time outside of kernels."""
+    """Seconds between launched kernels: at most microseconds per kernel, and at most the unprofiled step's time outside
+    kernels."""
     num_kernels: float
 
     @property
@@ -77,15 +75,15 @@ def is_compiled(phase: str) -> bool:
 
 
 CONSIDERABLE = 0.05
-"""Least share of the device's time that fusing must save: compiling takes seconds to minutes at every start, and error
-messages of compiled code are harder to read."""
+"""Least saving as a share of device time: compiling delays every start, and compiled code's errors are harder to read.
+"""
 
 _NUM_NAMED = 3
 
 
 def fusable_elementwise(case: Case) -> Finding | None:
-    """Fires if fusing an eager model's elementwise work would save a considerable share of the device's time. On a CPU
-    the saving is not known, and the work itself must take that share."""
+    """Finding if fusing an eager model's elementwise work would save a considerable share of device time. On a CPU the
+    saving is unknown, so the work itself must take that share."""
     profile = case.profile
     if profile is None or not case.is_eager:
         return None
@@ -130,7 +128,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, str]:
-    """None on a CPU. The number of launches determines a launch-bound step."""
+    """Seconds saved and their derivation; None on a CPU. For a launch-bound step, launches decide."""
     if not case.is_gpu:
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why
@@ -166,18 +164,17 @@ def _most(case: Case, profile: Profile) -> str:
 
 
 MANY = 1000
-"""Least kernels per step of one operator on inputs of one shape: a model of 80 layers calls one some hundred times."""
+"""Least kernels per step of one operator and input shape; a model of 80 layers has a hundred or more."""
 TINY_S = 10e-6
-"""Longest mean kernel: launching one takes as long."""
+"""Longest mean kernel time; a launch takes as long."""
 _EXPERTS = 8
 _SELECTS = ("aten::nonzero", "aten::where", "aten::masked_select", "aten::index")
 _PUTS = ("aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_add_", "aten::index_add")
 
 
 def tiny_kernels(case: Case) -> Finding | None:
-    """Fires on a GPU if one operator launches MANY tiny kernels per step, or if a loop over experts selects tokens and
-    puts them back. Its kernels and the waits for their launches must take a twentieth of the step.
-    """
+    """Finding on a GPU if one operator launches MANY tiny kernels per step, or a loop over experts selects tokens.
+    Kernels and waits for launches must take a twentieth of the step."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or not profile.num_launches:
         return None

@@ -9,19 +9,16 @@ from steplab.units import format_percent, format_time, listed
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
 _COPY = re.compile(r"Memcpy")
 _AT_ONCE_S = 10e-6
-"""Mean time of a synchronisation below which Python did not wait: the call and the profiler's record of it take a few
-microseconds if the device has finished."""
+"""Mean time of a synchronisation below which Python did not wait; the call itself takes a few microseconds."""
 _ASYNCHRONOUS = re.compile(r"Pinned")
-"""Matches copies with page-locked memory; Python does not wait for them."""
+"""Names of copies with page-locked memory, for which Python does not wait."""
 _OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
 _READS_BACK = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
 _NUM_NAMED = 3
 
 
 def host_copies_and_syncs(case: Case) -> Finding | None:
-    """Fires if Python synchronises with the GPU, or copies to or from it, at least once per step, and the GPU then
-    idles.
-    """
+    """Finding if Python synchronises with the GPU or copies at least once per step, and the GPU then idles."""
     profile = case.profile
     if profile is None or profile.device != "cuda":
         return None
@@ -93,15 +90,14 @@ def _places(profile: Profile) -> str:
 
 
 def _counts(call: HostCallStats) -> bool:
-    """A profiler synchronises once when it ends, after the step."""
+    """True if Python waits in the call; the profiler's own synchronisation after the steps does not count."""
     own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
     at_once = not _COPY.search(call.name) and call.total_s < _AT_ONCE_S * call.calls
     return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)
 
 
 def _idle_after_s(case: Case, profile: Profile, of: set[str]) -> float:
-    """Idle time of phases with such calls and of the phases after them (cyclic); at most the unprofiled step's idle
-    time."""
+    """Idle seconds in the phases of such calls and in their next phases; at most the unprofiled step's idle time."""
     phases = [phase.phase for phase in profile.phases]
     after = {phases[(number + 1) % len(phases)] for number, name in enumerate(phases) if name in of}
     if of - set(phases):  # nothing ran on the device in that phase, so the next step idles

@@ -15,8 +15,8 @@ from steplab.units import format_percent, format_time
 
 
 def launch_bound(case: Case) -> Finding | None:
-    """Fires if Python keeps the device idle for a considerable share of forward and backward. The profiler slows
-    Python, so the unprofiled time, if any, must confirm the wait."""
+    """Finding if the device waits for Python in a considerable share of forward and backward. The profiler slows
+    Python, so unprofiled times must confirm it if present."""
     profile = case.profile
     if profile is None or not waits_for_host(case, profile):
         return None
@@ -67,8 +67,8 @@ _SLOW_HOST: tuple[str, str, dict[str, str]] = (
 
 
 def _change(case: Case) -> tuple[str, str, dict[str, str]]:
-    """The change, its note and its fields: CUDA graphs, which launch all kernels of a phase at once. Compiling without
-    them would leave a launch for each unfused kernel."""
+    """The change, its note and its fields. CUDA graphs launch all kernels of a phase at once; compiling alone leaves
+    one launch per unfused kernel."""
     own = 'model = torch.compile(model, mode="reduce-overhead")'
     shapes = "one launch replays all kernels of a pass; inputs must keep their shapes, and the graphs hold their memory"
     if case.spec is None:

@@ -10,23 +10,22 @@ from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_time
 
 FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused", "adamw_foreach"))
-"""Bytes AdamW moves for a parameter in fp32, in one kernel and operator by operator."""
+"""Bytes that AdamW moves per fp32 parameter: fused in one kernel, and operator by operator."""
 _FUSED_KERNEL = "_fused_adamw_"
 MANY_KERNELS = 50
-"""With this many kernels a third-party trace's optimizer counts as not fused. Fused AdamW needs one kernel for thirty
-to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor.
-"""
+"""Kernels from which the optimizer of an imported trace counts as not fused. Fused AdamW needs one per thirty to a
+hundred tensors, foreach about eight per group, a loop about eight per tensor."""
 CONSIDERABLE = 0.01
-"""Least share of the step that must be saved; it is small because the change is one word."""
+"""Least saving as a share of the step; small, because the change is one word."""
 
 _FUSED_ON = ("cuda", "cpu")
-"""Devices with fused optimizers in torch; a CPU's operators count as kernels."""
+"""Devices with fused optimizers in torch. A CPU is excluded: its operators count as kernels."""
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")
 _FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
 _ADAM = re.compile(r"addcdiv")
-"""Last operation of Adam's step, parameter += first moment / root of the second; absent in SGD."""
+"""Name of Adam's last operation, parameter += first moment / root of the second; SGD has none."""
 
 
 _FOUND = partial(
@@ -42,14 +41,14 @@ _FOUND = partial(
 
 
 def optimizer_not_fused(case: Case) -> Finding | None:
-    """Fires for AdamW as a loop or as foreach, and for a third-party trace with many small kernels in Adam's step."""
+    """Finding for AdamW as a loop or foreach, and for imported traces with many small Adam kernels."""
     if case.spec is not None:
         return _from_spec(case)
     return _from_kernels(case, case.profile) if case.profile is not None else None
 
 
 def _from_spec(case: Case) -> Finding | None:
-    """From the timed optimizer step and the bytes that AdamW must move, without a profile."""
+    """Finding without a profile, from the measured optimizer time and the bytes that AdamW must move."""
     spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
     gpu = case.gpu
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:

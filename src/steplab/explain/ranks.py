@@ -1,5 +1,6 @@
-"""Causes of waits between the ranks of a run: a late rank, uneven work, a late message, a slow group. Each needs the
-traces of all ranks (`steplab import-trace FOLDER`)."""
+"""Causes of waits between ranks: a late rank, uneven work, a late message, a slow group.
+
+Each needs the traces of all ranks (`steplab import-trace FOLDER`)."""
 
 from statistics import median
 
@@ -9,14 +10,14 @@ from steplab.records.profile import TracedRank, TracedRanks
 from steplab.units import format_percent, format_rate, format_time
 
 CONSIDERABLE = 0.03
-"""Least share of the step: ranks of one machine differ by one or two per cent."""
+"""Least share of the step; ranks of one machine differ by one or two per cent."""
 _LARGE_BYTES = 1e6
-"""Least bandwidth-bound message."""
+"""Least message size limited by bandwidth rather than latency."""
 _SLOW = 0.5
 
 
 def straggler(case: Case) -> Finding | None:
-    """Fires if one rank comes last to most collectives, and the others wait for it."""
+    """Finding if one rank joins most collectives last, and others wait for it."""
     seen = case.run.traced_ranks
     if seen is None or len(seen.ranks) < 2:
         return None
@@ -49,7 +50,7 @@ def straggler(case: Case) -> Finding | None:
 
 
 def imbalance(case: Case) -> Finding | None:
-    """Fires if ranks compute for different times: the step lasts as long as the longest."""
+    """Finding if compute times of ranks differ; the longest determines the step."""
     seen = case.run.traced_ranks
     if seen is None or len(seen.ranks) < 2:
         return None
@@ -79,7 +80,7 @@ def _beyond_mean_s(seen: TracedRanks, rank: TracedRank) -> float:
 
 
 def late_message(case: Case) -> Finding | None:
-    """Fires if one collective of a step is transferred with no concurrent computation after all ranks arrived."""
+    """Finding if one collective transfers without concurrent computation after all ranks have joined."""
     seen = case.run.traced_ranks
     found = max(seen.meetings, key=lambda meeting: meeting.exposed_s, default=None) if seen else None
     if seen is None or found is None:
@@ -104,7 +105,7 @@ def late_message(case: Case) -> Finding | None:
 
 
 def slow_group(case: Case) -> Finding | None:
-    """Fires if large messages of one process group travel at less than half the bus bandwidth of another group's."""
+    """Finding if one process group's large messages have less than half another group's bus bandwidth."""
     seen = case.run.traced_ranks
     known = [m for m in seen.meetings if m.bus_bytes_per_s and m.size_bytes >= _LARGE_BYTES] if seen else []
     if seen is None or not known:

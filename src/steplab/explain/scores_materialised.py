@@ -12,8 +12,8 @@ from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_count, format_percent, format_time, listed
 
 CONSIDERABLE = 0.05
-"""Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
-fused kernel saves only part of them."""
+"""Least share of device time in scores, softmax and values. At short contexts they take a few per cent, and a fused
+kernel saves only part."""
 
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, {})"
 _SMALLEST_CONTEXT = 16
@@ -27,8 +27,8 @@ class _Seen:
 
 
 def scores_materialised(case: Case) -> Finding | None:
-    """Fires if scores, softmax and value product, each through memory, take a considerable share of the device's time.
-    They are found by the ranges of plain attention, or else by square inputs of a softmax."""
+    """Finding if attention scores go through memory and take a considerable share of device time. Ranges of plain
+    attention identify them, else square inputs of a softmax."""
     profile = case.profile
     if profile is None:
         return None
@@ -88,7 +88,7 @@ def _by_range(profile: Profile) -> _Seen | None:
 
 
 def _by_shape(profile: Profile) -> _Seen | None:
-    """Operators over [heads, S, S], if a softmax runs over it: activations have fewer rows."""
+    """Operators on [heads, S, S], if a softmax runs on that shape; activations have fewer rows."""
     square = next((s for s in softmax_inputs(profile) if _is_square(s)), None)
     if square is None:
         return None
@@ -141,6 +141,6 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
 
 
 def _scores(products: Sequence[OpStats]) -> Product | None:
-    """The sizes of the product of queries and keys: the forward product with a square result."""
+    """Sizes of the product of queries and keys: the forward product with a square result."""
     found = (product_of(op) for op in sorted(products, key=lambda op: op.phase == "backward"))
     return next((product for product in found if product and product.m == product.n), None)

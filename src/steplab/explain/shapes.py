@@ -1,6 +1,6 @@
-"""Reads tensors in a record's notation: 'bf16[2048, 768] bf16[768, 3072]'. One finding is a head
-dimension that kernels must pad.
-"""
+"""Parse tensor shapes as in records: 'bf16[2048, 768] bf16[768, 3072]'.
+
+One diagnosis: head dimensions that kernels must pad."""
 
 import math
 import re
@@ -42,8 +42,8 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
 
 
 def product_of(op: OpStats) -> Product | None:
-    """Sizes of a matrix product by its two factors, [..., m, k] and [..., k, n]; None for other operators, or if the
-    record lacks them."""
+    """Sizes of a matrix product from its factors [..., m, k] and [..., k, n]; None for other operators or missing
+    sizes."""
     first = _FIRST_FACTOR.get(op.name.removeprefix("aten::"))
     factors = [] if first is None else [shape.sizes for shape in shapes_of(op)][first : first + 2]
     if len(factors) < 2 or min(map(len, factors)) < 2:
@@ -53,7 +53,7 @@ def product_of(op: OpStats) -> Product | None:
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Place of the first factor among an operator's inputs; compiled code adds its output as the last."""
+"""Index of the first factor among an operator's inputs; compiled code puts the output last."""
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:
@@ -61,14 +61,13 @@ def softmax_inputs(profile: Profile) -> list[Shape]:
 
 
 ALIGNED = 8
-"""Elements of bf16 in 16 bytes, the load of the fastest tensor-core kernels (NVIDIA, "Matrix Multiplication Background
-User's Guide").
-"""
+"""Number of bf16 elements in 16 bytes, which the fastest tensor-core kernels load at once (NVIDIA, "Matrix
+Multiplication Background User's Guide")."""
 
 
 def head_dimension(case: Case) -> Finding | None:
-    """Fires for head dimensions that fused attention pads; without fused attention, for those that are no
-    multiple of 8, which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
+    """Finding for head dimensions that fused attention pads. Without fused attention: for no multiple of 8, which
+    tensor-core kernels cannot load whole."""
     spec, profile = case.spec, case.profile
     width = _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores
@@ -142,8 +141,7 @@ def _from_spec(case: Case) -> int | None:
 
 
 def _from_ops(profile: Profile | None) -> int | None:
-    """Last size of the queries of a fused attention operator: [batch, heads, tokens, width], or with heads and tokens
-    exchanged."""
+    """Last size of the queries in fused attention, [batch, heads, tokens, width] or with heads and tokens exchanged."""
     for op in profile.ops if profile else ():
         shapes = shapes_of(op)
         if op.category == "attention" and op.name.startswith("aten::") and shapes and len(shapes[0].sizes) == 4:

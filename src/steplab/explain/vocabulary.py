@@ -1,6 +1,6 @@
-"""The vocabulary's part of the model: the output head's products, and the loss. They may take a large part of the step,
-and the vocabulary's size may not suit the tensor cores.
-"""
+"""The output head's matrix products and the loss.
+
+They may take a large part of the step, and the vocabulary's size may not suit tensor cores."""
 
 import math
 import re
@@ -16,11 +16,11 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_rate, format_time
 
 _HEAD = re.compile(r"(^|\.)(head|lm_head|output_head|loss)$")
-"""Ranges of the output head and of the loss, in the built-in model, in transformers and in most others."""
+"""Names of ranges of output head and loss, in the built-in model, transformers and most others."""
 _LOG_SOFTMAX = re.compile(r"_log_softmax$")
 _LEAST_ENTRIES = 1000
-"""Least number of entries of a vocabulary; a log-softmax over fewer counts as a classifier's. Vocabularies of bytes or
-letters are smaller, and cost almost nothing."""
+"""Least vocabulary size; a log-softmax over fewer entries counts as a classifier's. Smaller vocabularies, of bytes or
+letters, cost almost nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,7 @@ class VocabularyPart:
 
 
 def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
-    """Entries of the vocabulary from the spec or, for a third-party trace, from the loss's log-softmax over [tokens, V]
-    with V at least _LEAST_ENTRIES."""
+    """Number of entries, from the spec or from the loss's log-softmax over [tokens, V] in an imported trace."""
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
@@ -48,8 +47,8 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
 
 
 def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
-    """The work on the vocabulary, found by the ranges of head and loss, else by tensors of [.., V]; None without both.
-    It excludes the embedding's look-up and the optimizer's update of its weights."""
+    """Costs of output head and loss, found by ranges or by tensors [.., V]; None if neither exists. Excludes the
+    embedding's look-up and the optimizer's update of the head's weights."""
     size = vocabulary_size(case, profile)
     if size is None:
         return None
@@ -68,14 +67,14 @@ def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
 
 
 def _is_ambiguous(case: Case, size: int) -> bool:
-    """True if another size of the model equals the vocabulary's, so that shapes are ambiguous."""
+    """True if another model size equals the vocabulary's, so shapes do not identify it."""
     spec = case.spec
     shape = spec.model.shape if spec else None
     return bool(spec and shape and size in (shape.d_model, shape.d_ff, spec.context, spec.tokens))
 
 
 def _is_one_thing(op: OpStats, profile: Profile) -> bool:
-    """True for an operator of torch or one generated kernel. A compiled function, or any other container, receives the
+    """True for a torch operator or a single generated kernel. Compiled functions and other containers receive the
     logits among other tensors."""
     return op.name.startswith("aten::") or (profile.device == "cuda" and op.name.startswith("triton_"))
 
@@ -87,14 +86,13 @@ def _has(op: OpStats, size: int) -> bool:
 
 
 SUITS = 64
-"""Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
+"""Multiple of a size that matmul kernels process without padding. Entries added to reach one are never used."""
 _HALF = {"bf16", "fp16"}
 
 
 def vocabulary_padding(case: Case) -> Finding | None:
-    """Fires on a GPU if the vocabulary is no multiple of 64 and its products are slower than others; without a profile,
-    for no multiple of 8.
-    """
+    """Finding on a GPU if the vocabulary is no multiple of 64 and its products are slower than others. Without a
+    profile: for no multiple of 8."""
     size = vocabulary_size(case, case.profile)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
@@ -148,8 +146,8 @@ def vocabulary_padding(case: Case) -> Finding | None:
 
 
 def padding_saves_s(case: Case, profile: Profile) -> float:
-    """Device time per step that the vocabulary's products save if a compiler pads them, as Inductor does in half
-    precision for unaligned rows. 0 in other cases, and if the rates are not known."""
+    """Device seconds per step saved if a compiler pads the vocabulary, as Inductor does in half precision for unaligned
+    rows. 0 in other cases, and for unknown rates."""
     part = vocabulary_part(case, profile)
     if part is None or not case.is_gpu or part.size % ALIGNED == 0 or not {op.dtype for op in part.matmuls} <= _HALF:
         return 0.0
@@ -184,16 +182,16 @@ def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None
 
 
 CONSIDERABLE = 0.15
-"""Least share of the device's time: one matmul among many and a reduction should take a few per cent."""
+"""Least share of device time; one matmul and a reduction should take a few per cent."""
 
 PASSES = 2
-"""Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
+"""Passes of a fused loss over the logits: one to read, one to write their gradient."""
 _LIKE = "fused reduction"
-"""A fused loss is assumed to reach this compiled kernel's rate."""
+"""Compiled kernel with the rate assumed for a fused loss."""
 
 
 def loss_share(case: Case) -> Finding | None:
-    """Fires if vocabulary matmuls and loss take a considerable share of the device's time."""
+    """Finding if the head's matmuls and the loss take a considerable share of device time."""
     profile, built_in = case.profile, _built_in(case)
     part = vocabulary_part(case, profile) if profile else None
     if profile is None or part is None or (built_in is not None and built_in.loss != "plain"):
@@ -255,7 +253,7 @@ def _change(case: Case) -> tuple[str, str]:
 
 
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
-    """Seconds saved per step and their derivation: the products stay, the rest shrinks to PASSES over the logits."""
+    """Seconds saved per step, and their derivation: products remain, all else shrinks to PASSES over the logits."""
     logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
     if logits_bytes is None or case.gpu is None:
         return None, "The size of the logits or the bandwidth of the device is not known."

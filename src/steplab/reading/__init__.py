@@ -1,4 +1,3 @@
-"""Files of others (traces, memory snapshots), read in a process with bounded memory and time.
-
-Call `bounded`; `child` is the process. Nothing here imports torch.
+"""Read trace and snapshot files in a process with bounded memory and time. Call `bounded`; `child` is the process.
+Nothing here imports torch.
 """

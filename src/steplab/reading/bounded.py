@@ -1,11 +1,9 @@
-"""Reads anyone's trace or memory snapshot in a separate process.
+"""Read any trace or memory snapshot in a separate, bounded process.
 
-A file can demand unlimited memory or time: by size, nesting, colliding keys, or an endless query. The operating system
-stops all of these, counters in a reader do not: it caps memory at `limits.READER_BYTES` and ends the process after
-`limits.READER_S`. Ctrl-C works even in C code. The answer is JSON of the expected type, so none of the process's
-code runs here.
-
-Requests to the reading process, and its answers: JSON, one per line.
+A file can demand unlimited memory or time: by size, nesting, colliding keys, or an endless query. Counters in a reader
+do not stop all of these. So the operating system caps memory at `limits.READER_BYTES` and ends the process after
+`limits.READER_S`. Ctrl-C works even in C code. Requests and answers are JSON, one per line; an answer has the expected
+type, so no code of the process runs here.
 """
 
 import signal
@@ -24,7 +22,7 @@ from steplab.units import format_bytes
 from steplab.unpacking import OnProgress, unwatched
 
 NO_MEMORY = 77
-"""Exit code of a process that was refused memory; an answer might need some."""
+"""Exit code of a process without enough memory; writing an answer might need some."""
 
 
 class Request(Struct):
@@ -46,7 +44,7 @@ class Read(Struct, tag=True):
 class NotRead(Struct, tag=True):
     message: str
     exit_code: int
-    """Exit code of the SteplabError; 2: choose another file."""
+    """Exit code of the command; 2: choose another file."""
 
 
 class Broken(Struct, tag=True):
@@ -66,9 +64,11 @@ def read_bounded(
     options: dict[str, str | int | None] | None = None,
     on_progress: OnProgress = unwatched,
 ) -> _Result:
-    """`what` is a function of `child` that takes the paths and `options`; errors name the first file. `on_progress`
-    gets bytes read and the file's size. Raises UserError for a file that cannot be read, is of another kind or exceeds
-    a limit, and SteplabError as the function does.
+    """Read files in a bounded process and return the decoded result.
+
+    `what` names a function of `child`, called with the paths and `options`; errors name the first file. `on_progress`
+    gets bytes read and the file's size. Raises UserError if the file is unreadable, of another kind or exceeds a limit,
+    and SteplabError as the function does.
     """
     if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):
         fix = "save it to a file first (.gz and .xz are fine)"

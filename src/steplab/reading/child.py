@@ -1,4 +1,4 @@
-"""The process that reads one file within bounds, and ends."""
+"""Entry point of the process that reads one file within limits, then ends."""
 
 import fcntl
 import gc
@@ -27,7 +27,7 @@ def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_ra
 
 
 def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole: int) -> object:
-    """The RankTrace of a trace; `whole` adds its Profile."""
+    """Reduce one rank's trace to a RankTrace; `whole` adds its Profile."""
     from dataclasses import replace
 
     from steplab.reading.traces.digest import digest
@@ -63,7 +63,7 @@ _WORK: dict[str, Callable[..., object]] = {work.__name__: work for work in (prof
 
 
 def main() -> None:
-    """Answer the request in the arguments. The end of stdin ends this process: its caller is gone."""
+    """Answer the request in the arguments. The process ends when stdin does, because its parent has ended."""
     request, *paths = sys.argv[1:]
     asked = msgspec.json.decode(request, type=Request)
     _bound(asked)
@@ -88,7 +88,7 @@ def _answered(asked: Request, paths: Iterable[Path]) -> Answer:
 
 
 def _bound(request: Request) -> None:
-    """Let the operating system bound memory and processor time, and end this process with its caller."""
+    """Set operating-system limits on memory and processor time, and end with the parent process."""
     bounds = {
         resource.RLIMIT_DATA: request.memory_bytes,
         resource.RLIMIT_CPU: request.processor_s,

@@ -14,7 +14,6 @@ class Notation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
     symbol: Notation
-    """Symbol, such as M_X."""
     formula: Notation | None = None
     in_figures: Notation | None = None
     value: float
@@ -25,12 +24,12 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """A technique that lowers the batch per device needed."""
+    """Technique that lowers the smallest efficient batch per device."""
 
     what: str
     how: str
     tokens_per_device: float
-    """Smallest batch for a compute-bound forward pass with it."""
+    """Smallest batch in tokens per device for a compute-bound forward pass with the technique."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ class Question:
     source: str
     remarks: tuple[str, ...] = ()
     means: tuple[Means, ...] = ()
-    """Techniques that help; empty if the question asks for none."""
+    """Techniques that lower the batch per device; empty if the question needs none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,39 +13,39 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """One change, alternated with the fastest step so far."""
+    """Measured trial of one change to the step, alternated with the fastest step so far."""
 
     field: str
-    """Changed field, by its name in study files."""
+    """Name of the changed field, as in study files."""
     value: str
     along: tuple[str, ...] = ()
-    """Words of changes made with it: its requirements, and others of the recipe `fast`."""
+    """Further changes made in the same trial: requirements of the change, or parts of the recipe `fast`."""
     code: tuple[str, ...]
-    """Lines that it adds to your own model and training loop."""
+    """Lines that make the change in your own model and training loop."""
     numerics: str = ""
-    """Effect on numbers beyond the order of additions; empty: none."""
+    """Effect on the results beyond the order of additions; empty: none."""
     predicted_share: float | None = None
-    """Predicted saving as a share of the step before; None: no prediction."""
+    """Predicted saving as a share of the step time without the change; None: no prediction."""
     predicted_by: str = ""
-    """Source of the prediction: plan time, plan layout, or the kind of a finding."""
+    """Source of `predicted_share`: plan time, plan layout, or the kind of a finding."""
     ratio: Ratio | None = None
-    """Step time with the change over without; None: not compared."""
+    """Step time with the change over step time without it; None: not measured."""
     waits_for_host: bool | None = None
     kept: bool = False
-    """True if later changes built on it."""
+    """True if the change became part of the fastest step."""
     failure: str | None = None
     peak_bytes: int | None = None
-    """Peak memory with the change: the device's, or on a CPU the process's; None: unknown."""
+    """Peak device memory with the change, or process memory on a CPU; None: unknown."""
     before_bytes: int | None = None
-    """The same without the change."""
+    """`peak_bytes` of the step without the change."""
     run_id: str | None = None
-    """Id of the record with the change; None: it could not be built."""
+    """Id of the record with the change; None: the step could not be built."""
     base_id: str | None = None
-    """Id of the record without it."""
+    """Id of the record without the change."""
     step_s: float | None = None
-    """Median seconds with the change, if the step without it failed; None: see `ratio`."""
+    """Median seconds of the step with the change if the step without it failed; else None (see `ratio`)."""
     took_s: float | None = None
-    """Seconds from building the step to the decision; None: unknown."""
+    """Seconds that the trial took, including building the step; None: unknown."""
 
     @property
     def words(self) -> str:
@@ -54,38 +54,37 @@ class Tried:
 
     @property
     def all_words(self) -> tuple[str, ...]:
-        """The change and those made with it."""
         return (f"{self.field.removeprefix('model.')} {self.value}", *self.along)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Advice(StepRecord):
-    """Result of `steplab advise`; `spec` is the first step."""
+    """Result of `steplab advise`; the inherited `spec` is the step before any change."""
 
     best: StepSpec | None = None
     start_id: str | None = None
     best_id: str | None = None
     start_s: float | None = None
-    """Median seconds of the first step, from the turns of `overall`; None if it failed."""
+    """Median seconds of `spec`, as measured for `overall`; None if it failed."""
     best_s: float | None = None
     overall: Ratio | None = None
-    """Time of the fastest step over the first: alternating, or out of time (see notes) the product of the kept ratios.
-    None if either fails.
+    """Time of the fastest step over the time of `spec`, measured alternating. If time ran out (see notes), the product
+    of the kept trials' ratios. None if either step failed.
     """
     tried: tuple[Tried, ...] = ()
     untried: tuple[str, ...] = ()
-    """Applicable changes not tried, in order, for lack of time or after an interruption."""
+    """Applicable changes left untried after a timeout or an interruption, in planned order."""
     untried_shares: tuple[float | None, ...] = ()
-    """Predicted saving of each untried change as a share of the fastest step; None: no prediction."""
+    """Predicted saving per change in `untried`, as a share of the fastest step; None: no prediction."""
     untried_fits: tuple[bool, ...] = ()
-    """False if a step is predicted not to fit the GPU."""
+    """One value per change in `untried`: False if the step with it is predicted not to fit in GPU memory."""
     untried_s: float | None = None
-    """Seconds for trying all of them, estimated from earlier trials; None: unknown."""
+    """Estimated seconds for trying all of `untried`, from the trials so far; None: unknown."""
     interrupted: bool = False
     by_hand: tuple[Finding, ...] = ()
-    """Findings with a change outside the step's fields."""
+    """Findings that need a change outside the spec's fields, so you apply them."""
     doubts: tuple[str, ...] = ()
-    """Reasons to doubt the first and fastest times: a sentence each, with step and record."""
+    """Reasons to doubt the times of the first and the fastest step, as sentences."""
     alternating: str | None = None
     schema: str = "steplab.advice/1"
 

@@ -1,4 +1,4 @@
-"""The record of an attention benchmark: raw samples, memory and errors by cell."""
+"""The record of an attention benchmark: raw samples, memory and numerical errors per cell."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,62 +13,60 @@ from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
 from steplab.specs.step_fields import Scalar
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
-"""The tensors whose errors are measured, and their names in tables."""
+"""Tensors with measured errors, and their names in tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMemory:
-    """Bytes beyond the inputs: queries, keys, values and the output's gradient."""
+    """Memory beyond the inputs (queries, keys, values and the output's gradient)."""
 
     saved_bytes: int | None = None
-    """Memory saved for backward, including the output, excluding inputs."""
+    """Bytes saved for backward, including the output but not the inputs."""
     forward_peak_bytes: int | None = None
-    """Peak of a forward pass without gradients; None: the allocator keeps no high-water mark."""
+    """Peak bytes of a forward pass without gradients; None: the allocator counts no peak."""
     both_peak_bytes: int | None = None
-    """Peak of forward and backward with gradients; None as above."""
+    """Peak bytes of forward and backward with gradients; None: the allocator counts no peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorError:
-    """Error of a result against float64, with plain attention's error in the same format."""
+    """Errors of one result tensor against float64, for this implementation and for plain attention."""
 
     tensor: str
-    """output; or queries, keys or values for their gradients."""
+    """output, or the input of a gradient: queries, keys or values."""
     max_abs: float | None
     relative: float | None
-    """Frobenius norm of the difference over the norm of float64's result; None: not finite."""
+    """Frobenius norm of the error over the norm of the float64 result; None: not finite."""
     plain_max_abs: float | None = None
     plain_relative: float | None = None
-    """Relative error of plain attention; None: it did not fit."""
+    """`relative` of plain attention in the same format; None: it ran out of memory."""
 
     @property
     def ratio(self) -> float | None:
-        """Relative error over plain attention's; None if one is missing, or plain's is zero."""
+        """`relative` over `plain_relative`; None if one is missing, or the latter is zero."""
         return self.relative / self.plain_relative if self.relative is not None and self.plain_relative else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCell(Outcome):
-    """One implementation on one shape."""
-
     spec: AttentionSpec
     passes: tuple[PhaseSamples, ...] = ()
     """Raw samples of forward, backward and both, one per repeat; empty after a failure."""
     first_call_s: float | None = None
-    """Synchronised host seconds of the first forward and backward, including compilation."""
+    """Host seconds of the first, synchronised forward and backward, including compilation."""
     memory: AttentionMemory | None = None
     errors: tuple[TensorError, ...] = ()
-    """Errors against float64; empty: float64 results were not computed."""
+    """Errors against float64; empty: no float64 reference was computed."""
     checked_heads: int | None = None
-    """Heads compared with float64, over all sequences."""
+    """Number of heads compared with float64, summed over sequences."""
     flops: dict[str, float] = field(default_factory=dict)
-    """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half if causal, backward 2.5 times as much. Extra executed FLOPs do
-    not count.
+    """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half if causal; backward 2.5 times as much. Recomputation does not
+    count.
     """
     interleaved: tuple[str, ...] = ()
-    """Implementations alternated repeat by repeat; empty: timed alone."""
+    """Implementations measured in alternation, one repeat each; empty: measured alone."""
     notes: tuple[str, ...] = ()
-    """Gaps and their reasons, the choice of `auto`, and overhead that times may include."""
+    """Missing data with reasons, the implementation chosen for `auto`, and overhead within the times."""
 
     def samples(self, name: str) -> tuple[float, ...]:
         found = find_phase(self.passes, name)
@@ -79,7 +77,6 @@ class AttentionCell(Outcome):
         return median(samples) if samples else None
 
     def flops_per_s(self, name: str) -> float | None:
-        """Nominal FLOPs of a pass over its median time."""
         seconds, flops = self.median_s(name), self.flops.get(name)
         return flops / seconds if seconds and flops else None
 
@@ -107,13 +104,13 @@ class AttentionRun(Benchmark[AttentionCell]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTerm:
     what: str
-    """Meaning of the tensor, such as 'scores, scaled'."""
+    """Description of the tensor, such as 'scores, scaled'."""
     formula: str
-    """Size in bytes in symbols of the shape, such as 'B H S K e'."""
+    """Formula of its bytes in symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
     element_bytes: int
     kept: bool = False
-    """True if saved for backward."""
+    """True if autograd saves it for backward."""
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +119,7 @@ class TensorTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionAccount:
-    """Tensors of plain attention at its memory peak, against the device's memory."""
+    """Tensors of plain attention at its memory peak, compared with the device's memory."""
 
     spec: AttentionSpec
     moment: str
@@ -130,13 +127,13 @@ class AttentionAccount:
     terms: tuple[TensorTerm, ...]
     memory_bytes: int
     memory_source: str
-    """The device, and the source of its memory size."""
+    """Name of the device, and the source of its memory size."""
     asked: AttentionSpec | None = None
-    """The requested cell if it fits: `spec` doubles its sequence until it no longer does. None: `spec` was
+    """The requested spec if it fits; `spec` then has the sequence doubled until it does not. None: `spec` was
     requested.
     """
     previous: AttentionSpec | None = None
-    """Largest smaller cell, which fits; None: none was examined."""
+    """Spec with the largest shorter sequence, which fits; None: none was examined."""
     previous_bytes: int | None = None
     measured: Failure | None = None
 
@@ -195,7 +192,7 @@ MEMORY: tuple[Figure[AttentionCell], ...] = (
 def _errors(
     end: str, read: Callable[[TensorError], Scalar], words: str | None = None, rank: int = 0, unit: str = "error"
 ) -> Iterator[Figure[AttentionCell]]:
-    """One figure of the errors of each tensor; `words` None: no table shows it."""
+    """Yield one figure per tensor, read from its errors. `words` completes the header; None: no table shows it."""
 
     def find(tensor: str) -> Callable[[AttentionCell], Scalar]:
         return lambda cell: next((read(error) for error in cell.errors if error.tensor == tensor), None)

@@ -27,12 +27,12 @@ class Ceiling:
 
     @property
     def best_per_s(self) -> float:
-        """The rate of the fastest, least disturbed repeat."""
+        """FLOPs or bytes per second of the fastest repeat, which other work disturbed least."""
         return self.work / min(self.seconds)
 
     @property
     def scatters(self) -> bool:
-        """True if half of the repeats took at least 1.5 times as long as the fastest."""
+        """True if the median repeat took more than 1.5 times as long as the fastest."""
         return median(self.seconds) > _SCATTERED * min(self.seconds)
 
     def problems(self) -> Iterator[Problem]:
@@ -58,7 +58,7 @@ class Ceilings(MachineRecord):
 
     @property
     def doubt(self) -> str | None:
-        """Reason that the peaks may be too low, which excludes them from MFU; None: none found."""
+        """Reason why the peaks may be too low; MFU then ignores them. None: no reason found."""
         if busy := busy_machine(self.environment):
             return busy.text
         wide = [c.dtype or c.name for c in self.ceilings if c.scatters]

@@ -1,4 +1,4 @@
-"""JSON of records, including records of other versions.
+"""Encode and decode records as JSON, including other versions' records.
 
 Unknown fields are ignored, so an older steplab reads newer records of the same major format. A newer major format is
 refused, because its fields may have other meanings.
@@ -19,12 +19,11 @@ _TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
 
 def new_id() -> str:
-    """Twelve random hexadecimal digits."""
     return secrets.token_hex(6)
 
 
 def now_utc() -> str:
-    """The time in the format of records: 2026-11-21T07:30:00Z."""
+    """Current time in records' format: 2026-11-21T07:30:00Z."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -43,8 +42,8 @@ def encode(record: object) -> bytes:
 
 
 def encode_with_summary(record: Record) -> bytes:
-    """JSON with the row of figures (registry.summary_row) under `summary`, for jq and other programs. Readers ignore
-    it.
+    """JSON of a record, with its row of figures (registry.summary_row) under `summary`, for jq and other programs.
+    Readers ignore `summary`.
     """
     return encode(record)[:-1] + b',"summary":' + encode(summary_row(record)) + b"}"
 
@@ -58,9 +57,8 @@ class _Head(msgspec.Struct):
 
 
 def decode(text: bytes | str) -> Record:
-    """The record in a line of JSON.
-
-    Raises SteplabError for anything else, UnknownFormat for a newer major format.
+    """Decode a record from a line of JSON. Raises UnknownFormat for a newer major format, SteplabError for anything
+    else.
     """
     try:
         schema = msgspec.json.decode(text, type=_Head).schema

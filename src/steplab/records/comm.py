@@ -1,4 +1,4 @@
-"""The record of a collectives benchmark: samples of every rank, and the communication profile."""
+"""The record of a collectives benchmark: samples of every rank, and a fitted cost model per collective."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -14,25 +14,27 @@ from steplab.stats import drift, medians_of_thirds, percentile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """One rank's samples of a cell, one per repeat, in order."""
+    """Times of one rank in one cell, one sample per repeat."""
 
     rank: int
     device_s: tuple[float, ...] | None = None
-    """Seconds per call, back to back, between device events; None: no events."""
+    """Seconds per call between device events, calls back to back; None: the device has no events."""
     calls_per_sample: int = 1
-    """Consecutive calls averaged into one sample of `device_s`."""
+    """Number of consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` where the device may have waited for the host: some calls started after the sample before
-    had ended. None: unknown.
+    """Samples of `device_s` that may include waits for the host: it launched some calls after the sample before ended.
+    None: unknown.
     """
     held_s: float | None = None
-    """Longest hold of the device in seconds before a row of calls, a head start for Python; None: unknown, or a CPU."""
+    """Longest seconds that the device was held before calls, so that Python could launch ahead; None: unknown, or a
+    CPU.
+    """
     alone_s: tuple[float, ...] = ()
-    """Host seconds of single calls, each after a barrier, synchronised before and after."""
+    """Host seconds of single calls, each after a barrier and synchronised on both sides."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """Reported samples: `device_s`, else `alone_s`."""
+        """`device_s` if present, else `alone_s`."""
         return self.device_s or self.alone_s
 
     @property
@@ -46,7 +48,7 @@ class RankTimes:
 
     @property
     def drift(self) -> float:
-        """Median over the smallest of `thirds_s`; a disturbance that began or ended raises it."""
+        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed during the measurement."""
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:
@@ -58,11 +60,11 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
-    """Results of one call against the closed form, over all ranks."""
+    """Comparison of one call's results on all ranks with the exact values."""
 
     num_elements: int
     num_wrong: int
-    """Wrong elements; data are small integers, so sums are exact in every type."""
+    """Number of wrong elements. Inputs are small integers, so every dtype sums them exactly."""
     first_wrong: str = ""
     """First wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty: all are right."""
 
@@ -71,15 +73,15 @@ class CommCheck:
 class CommCell(Outcome):
     spec: CommSpec
     message_bytes: int
-    """Size sent in bytes, S of nccl-tests."""
+    """S of nccl-tests: the message size."""
     wire_bytes: float | None = None
-    """Least bytes that each rank sends: S times the bus bandwidth's factor; None while measuring."""
+    """Least bytes that each rank must send: S times the bus bandwidth's factor. None while measuring."""
     ranks: tuple[RankTimes, ...] = ()
     check: CommCheck | None = None
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the longest median: its times count. None after a failure."""
+        """The rank with the largest median; figures of the cell use its times. None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
     @property
@@ -88,12 +90,12 @@ class CommCell(Outcome):
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes per second that each rank has to send at least (nccl-tests); None for a failure."""
+        """`wire_bytes` over the slowest rank's median seconds, as in nccl-tests; None after a failure."""
         return self.wire_bytes / self.slowest.median_s if self.slowest and self.wire_bytes is not None else None
 
     @property
     def rank_spread(self) -> float | None:
-        """Relative difference of the slowest rank's median from the fastest's; None for a failure."""
+        """Slowest rank's median over the fastest's, minus 1; None after a failure."""
         medians = [times.median_s for times in self.ranks]
         return max(medians) / min(medians) - 1 if medians else None
 
@@ -105,25 +107,25 @@ class CommCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFit:
-    """Line through a collective's times: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
+    """Fitted cost of one collective: time = alpha + beta · bytes sent (+ gamma · ranks)."""
 
     collective: str
     way: str
     dtype: str
     world_size: int | None
-    """Number of ranks; None: all, with the gamma term."""
+    """Number of ranks; None: one fit over all world sizes, with gamma."""
     alpha_s: float
     beta_s_per_byte: float
-    """Seconds per byte on the wire; the inverse of long messages' bus bandwidth."""
+    """Seconds per byte sent: the inverse of the bus bandwidth of long messages."""
     gamma_s_per_rank: float | None = None
-    """Seconds per rank; None: world sizes were not fitted together."""
+    """Seconds per rank; None: the fit is of one world size."""
     num_points: int
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, minimised by the fit. None: too few points to differ from the
-    line (old records).
+    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as coefficients
+    (old records).
     """
     worst_relative: float | None
-    """Largest (fitted - measured) / measured by magnitude, with its sign; None as above."""
+    """Largest (fitted - measured) / measured by magnitude, signed; None as for `rms_relative`."""
 
     def problems(self) -> Iterator[Problem]:
         yield from known(".collective", self.collective, COLLECTIVES)
@@ -131,11 +133,9 @@ class CommFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFacts:
-    """Facts common to all cells, reported by the ranks."""
-
     ranks: tuple[RankPlace, ...] = ()
     libraries: dict[str, str] = field(default_factory=dict)
-    """Versions of transport libraries: {'nccl': '2.28.9'}."""
+    """Version per transport library, such as {'nccl': '2.28.9'}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -216,7 +216,6 @@ COMM_FIGURES: tuple[Figure[CommCell], ...] = (
     Figure(key="checked_elements", find=lambda cell: getattr(cell.check, "num_elements", None)),
     Figure(key="wrong_elements", find=lambda cell: getattr(cell.check, "num_wrong", None)),
 )
-"""The figures of a cell; times are of its slowest rank."""
 
 
 def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:

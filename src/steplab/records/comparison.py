@@ -1,4 +1,4 @@
-"""Differences between two sets of samples, between two sets of records, and of similar runs over time."""
+"""Comparisons: of two sets of samples, of two sets of records, and of one step over time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,8 @@ from steplab.specs.step_fields import Scalar
 from steplab.units import counted
 
 Decision = Literal["higher", "lower", "same", "not higher", "undecided"]
-"""higher, lower: B differs from A by more than the threshold. same: by less. not higher: lower or the same. undecided:
-the samples cannot decide if B is higher.
+"""Judgement of B against A. higher, lower: the difference exceeds the threshold. same: it does not. not higher: lower
+or same. undecided: the samples do not show if B is higher.
 """
 
 
@@ -22,25 +22,25 @@ class Ratio:
     num_a: int
     num_b: int
     ratio: float
-    """b / a; for alternating runs, after removing slowdowns common to both."""
+    """b / a; if the runs alternated, corrected for slowdowns common to both."""
     low: float | None
     """Lower end of the 95 % bootstrap interval; None: too few samples."""
     high: float | None
     p: float | None
-    """Mann-Whitney probability of ranks this far apart if A equals B; None: too few samples."""
+    """p-value of the Mann-Whitney test that A and B have equal distributions; None: too few samples."""
     threshold: float
-    """Smallest difference that matters, as a share: 0.01 for 1 %."""
+    """Smallest relative difference that matters: 0.01 for 1 %."""
     decision: Decision
     more: int | None = None
-    """If undecided: further samples or turns per side that would decide. None: too many, or the ratio is near the
-    threshold, so no number decides.
+    """Further samples or turns per side that would settle an undecided comparison. None: too many, or the ratio is too
+    near the threshold.
     """
     why: str = ""
-    """Reason for a weaker decision than the interval suggests; empty: none."""
+    """Reason why `decision` is weaker than the interval suggests; empty: it is not."""
 
     @property
     def exceeds(self) -> bool | None:
-        """True if B exceeds A by more than the threshold; None: undecided."""
+        """True if B exceeds A by more than the threshold; None if undecided."""
         return None if self.decision == "undecided" else self.decision == "higher"
 
 
@@ -52,7 +52,7 @@ class Unlike:
 
     @property
     def values(self) -> str:
-        """'25 in A, 50 in B', or '25 in A only' where B has none."""
+        """Both values as text: '25 in A, 50 in B', or '25 in A only'."""
         sides = [(value, side) for value, side in ((self.a, "A"), (self.b, "B")) if value is not None]
         told = [f"{value:g} in {side}" if isinstance(value, float) else f"{value} in {side}" for value, side in sides]
         return ", ".join(told) + (" only" if len(told) == 1 else "")
@@ -61,7 +61,7 @@ class Unlike:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedFigure:
     cell: str
-    """Cell of a study or benchmark; empty: each side has one."""
+    """Label of the compared cell; empty: each side has only one."""
     name: str
     group: Group
     unit: str
@@ -69,7 +69,7 @@ class ComparedFigure:
     a: float
     b: float
     ratio: Ratio | None
-    """b / a with its uncertainty; None: single values, without an interval."""
+    """b / a with its uncertainty; None: each side has one value, hence no interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,16 +83,16 @@ class KernelCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelChange:
-    """Device time of one part of the model in one phase, per profiled step."""
+    """Kernels of one model part and phase in A and in B, per profiled step."""
 
     cell: str
     phase: str
     """forward, backward, optimizer, or outside."""
     range: str
-    """Part of the model; empty: unknown."""
+    """Model part that launched the kernels; empty: unknown."""
     category: str = ""
     a: tuple[KernelCount, ...]
-    """Kernels of A, longest first."""
+    """Kernels of A, longest time first."""
     b: tuple[KernelCount, ...]
 
     @property
@@ -112,15 +112,15 @@ class TensorBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryChange:
-    """Tensors of one shape and part of the model with different bytes at the peaks of A and B."""
+    """Change in the bytes held at the peak by tensors of one shape and model part."""
 
     cell: str
     category: str
-    """Memory category, as in records.memory_profile."""
+    """One of records.memory_profile.MEMORY_CATEGORIES."""
     module: str
-    """Module that made them, without layer numbers; empty: none or unknown."""
+    """Module that allocated the tensors, without layer numbers; empty: none or unknown."""
     op: str
-    """Operator that made them in B, else in A; empty: unknown."""
+    """Operator that allocated the tensors in B, or in A if B has none; empty: unknown."""
     shape: tuple[int, ...] | None
     a: tuple[TensorBytes, ...]
     b: tuple[TensorBytes, ...]
@@ -133,21 +133,21 @@ class MemoryChange:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
     told: str
-    """The request: an id, name, tag, study, file or revision."""
+    """The side as requested: an id, name, tag, study, file or revision."""
     ids: tuple[str, ...]
     commits: tuple[str, ...] = ()
-    """Commits of their working directories; empty: unknown."""
+    """Git commits of the records; empty: unknown."""
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Comparison:
-    """Two records or sets of records, compared cell by cell."""
+    """Comparison of two records or sets of records, cell by cell."""
 
     a: Side
     b: Side
     figures: tuple[ComparedFigure, ...]
-    """Figures of both sides, in the order of A's cells."""
+    """Figures that both sides have, in the order of A's cells."""
     kernels: tuple[KernelChange, ...] = ()
     """Changes of device time, largest first."""
     memory: tuple[MemoryChange, ...] = ()
@@ -155,11 +155,12 @@ class Comparison:
     allowed: tuple[Unlike, ...] = ()
     failed: tuple[str, ...] = ()
     in_turns: bool = False
-    """True if the runs alternated; their step times then pair up turn by turn."""
+    """True if the runs alternated; samples of step time are then paired turn by turn."""
     can_run_again: bool = True
-    """False for recorded loops and benchmarks, which `steplab ab` cannot measure again."""
+    """False if `steplab ab` cannot measure the sides again, such as recorded loops."""
     doubts: tuple[str, ...] = ()
-    """Reasons to doubt the times, as sentences; intervals are widened to the spread of starts on such machines."""
+    """Reasons to doubt the times, as sentences. Intervals then include the spread between processes on such machines.
+    """
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ class Comparison:
 
     @property
     def regressions(self) -> tuple[ComparedFigure, ...]:
-        """Largest ratio first."""
+        """Deciding figures that exceed the threshold, largest ratio first."""
         found = [figure for figure in self.deciding if figure.ratio and figure.ratio.exceeds]
         return tuple(sorted(found, key=lambda figure: -(figure.ratio.ratio if figure.ratio else 0)))
 
@@ -184,7 +185,7 @@ class Comparison:
 
     @property
     def outcome(self) -> Literal["regression", "undecided", "fine"]:
-        """regression: a figure exceeds the threshold, or a cell fails. undecided: one may, or nothing decides."""
+        """regression: a figure exceeds the threshold, or a cell failed. undecided: one might, or none has a ratio."""
         if self.regressions or self.failed:
             return "regression"
         return "undecided" if self.undecided or not self.deciding else "fine"
@@ -192,7 +193,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """The runs of a commit; without a commit, one run."""
+    """Runs of one commit; a run without a commit has its own point."""
 
     created_utc: str
     commit: str | None
@@ -203,11 +204,11 @@ class Point:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePoint:
     index: int
-    """Index of the first point of the new level."""
+    """Index in `points` of the first point after the change."""
     before: float
     after: float
     p: float
-    """Probability of a change this clear if the order meant nothing."""
+    """Probability of a change at least this clear in a random order of the points."""
 
     @property
     def ratio(self) -> float:
@@ -216,11 +217,11 @@ class ChangePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Series:
-    """The history of one step on one device."""
+    """History of one step's figure on one device."""
 
     label: str
     metric: str
-    """Name in rows; it ends in the unit."""
+    """Key of the figure in rows, such as step_time_s."""
     points: tuple[Point, ...]
     changes: tuple[ChangePoint, ...]
 

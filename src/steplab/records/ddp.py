@@ -17,28 +17,28 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
 MOMENTS = ("initialised", "before_step", "after_step")
-"""Moments of memory readings: after building model and optimizer, and around the optimizer's first step, which
-allocates its state.
+"""Moments of memory readings: after building model and optimizer, then before and after the first optimizer step. That
+step allocates the optimizer state.
 """
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
 _ROUNDING_BYTES = 16 * MIB
-"""Largest difference between two counts of the same tensors that rounding explains."""
+"""Largest difference between two counts of the same tensors that the allocator's rounding explains."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
-"""Streams in the timeline of a traced step."""
+"""Stream numbers in TracedSteps.timeline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMemory:
-    """Memory of one rank at one moment, by owner."""
+    """Memory of one rank at one moment, by kind of tensor."""
 
     moment: str
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     allocated_bytes: int | None = None
-    """All tensors of this variant on the device, including memory that peer copies share outside the allocator. None:
-    the allocator keeps no count.
+    """Bytes of all tensors of this variant, including memory shared for peer copies, which the allocator does not
+    manage. None: the allocator keeps no count.
     """
 
     @property
@@ -47,17 +47,17 @@ class StateMemory:
 
     @property
     def other_bytes(self) -> int | None:
-        """Everything else: buffers, batches, messages, live tensors of the step. None: the allocator keeps no count."""
+        """Remaining allocated bytes: buffers, batches, messages, activations. None: the allocator keeps no count."""
         return None if self.allocated_bytes is None else max(self.allocated_bytes - self.known_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """Consecutive collectives of one kind in a rank's step."""
+    """Consecutive collectives of one kind in one step of a rank."""
 
     collective: str
     sizes_bytes: tuple[int, ...]
-    """Bytes per message in order: the output for all-gather, the input for reduce-scatter."""
+    """Bytes of each call, in order: of the output for all-gather, of the input for reduce-scatter."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,20 +72,20 @@ class Messages:
 class DdpRank:
     rank: int
     phases: tuple[PhaseSamples, ...] = ()
-    """Samples of forward, backward, optimizer and step; of gradient sync if the variant calls it."""
+    """Samples of forward, backward, optimizer and step; also of gradient sync if the variant has that phase."""
     baseline: tuple[PhaseSamples, ...] = ()
-    """Samples of the step without communication, alternated with the variant; empty for the baseline itself."""
+    """Samples of the step without communication, which alternated with the variant; empty for the baseline."""
     held_s: float | None = None
-    """Longest hold of the device in seconds before a step of `phases`, a head start for Python; None: unknown, or a
+    """Longest seconds that the device was held before a step, so that Python could launch ahead; None: unknown, or a
     CPU.
     """
     alone_s: tuple[float, ...] = ()
-    """Seconds of one step's communication alone, one sample per repeat."""
+    """Seconds of one step's collectives without computation, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
     peak: PeakMemory | None = None
-    """Peak of the warm-up steps, including the baseline's memory; None: the allocator keeps no count."""
+    """Peak during warm-up, including the baseline's memory; None: the allocator keeps no count."""
     beside_bytes: int | None = None
-    """Bytes outside the variant while it was measured, such as the baseline's model."""
+    """Bytes allocated outside the variant during its measurement, such as the baseline's model."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
         found = find_phase(self.baseline if baseline else self.phases, phase)
@@ -95,15 +95,15 @@ class DdpRank:
     def baseline_freed(self) -> bool:
         """True if memory of the baseline or an earlier variant was freed during this measurement.
 
-        Counted bytes are then below known bytes, and other memory is unknown.
+        The counted bytes are then too low, so other memory is unknown.
         """
         counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
 
     def moment(self, name: str) -> StateMemory | None:
-        """Memory at one of MOMENTS; `allocated_bytes` is None if unknown.
+        """Memory at one of MOMENTS; its `allocated_bytes` is None if `baseline_freed`.
 
-        Early records hold one reading per part of an update; the last ends the step.
+        Early records have several readings at after_step; the last counts.
         """
         looks = [memory for memory in self.memory if memory.moment == name]
         if not looks:
@@ -120,20 +120,20 @@ class DdpRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedSteps:
-    """Overlap of communication and computation on rank 0, by unions of intervals; means per step.
+    """Overlap of communication and computation on rank 0, means per profiled step.
 
     A profiler slows the host, so these are never step times.
     """
 
     num_steps: int
     step_s: float
-    """Seconds from a step's first work to its last; on a CPU, where steps follow at once, the mean."""
+    """Seconds from a step's first device work to its last. On a CPU, total time over the number of steps."""
     communication_s: float
-    """Seconds with at least one message in flight."""
+    """Seconds with at least one collective running."""
     overlapped_s: float
-    """Seconds of `communication_s` with computation."""
+    """Seconds of `communication_s` that overlap computation."""
     timeline: Timeline
-    """The last step on COMPUTE_ROW and COMMUNICATION_ROW. Close pieces of one category are merged and take its name."""
+    """The last step, on streams COMPUTE_ROW and COMMUNICATION_ROW; adjacent kernels of one category are merged."""
 
     @property
     def exposed_s(self) -> float:
@@ -145,24 +145,24 @@ class DdpCell(Outcome):
     contender: Variant
     ranks: tuple[DdpRank, ...] = ()
     messages: tuple[Messages, ...] = ()
-    """Messages of a rank's step; empty: none, or unknown."""
+    """Collectives of one rank's step, in order; empty: none, or unknown."""
     wire_bytes: int | None = None
-    """Least bytes sent by the busiest rank per step: message sizes times nccl-tests' factors (costs.communication).
-    None: unknown, or an old record.
+    """Least bytes that the busiest rank must send per step: message sizes times nccl-tests' factors
+    (costs.communication). None: unknown, or an old record.
     """
     turns: str = ""
-    """interleaved: alternated with the baseline in memory. before_and_after: memory was too small for both, so the
+    """interleaved: steps alternated with the baseline's. before_and_after: memory did not hold both models, so the
     baseline ran before and after.
     """
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
     deviation: float | None = None
-    """Greatest distance of a parameter tensor from one process's on the batches of all ranks, after two steps, over its
-    change in them. None: not checked, or an old record.
+    """Largest relative deviation of a parameter tensor from training in one process on all batches, after two steps.
+    Relative to the tensor's change in them. None: not checked, or an old record.
     """
     traced: TracedSteps | None = None
     expected: tuple[StateMemory, ...] = ()
-    """Memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""
+    """Predicted memory at MOMENTS by ZeRO's formulas (costs.data_parallel)."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -178,42 +178,37 @@ class DdpCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurvePoint:
-    """Predictions for one bucket size."""
-
     bucket_mb: float
-    """Bucket size in 1e6 bytes."""
+    """Size in 1e6 bytes."""
     num_buckets: float
     exposed_s: float
-    """Exposed seconds if all calls overlap backward: the last bucket, or the link's delay."""
+    """Seconds of exposed communication if calls overlap backward fully: the last bucket, or the link's backlog."""
     serial_s: float
-    """Exposed seconds if every call's overhead and the last transfer are exposed."""
+    """Seconds of exposed communication if the overhead of every call and the last transfer are exposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadModel:
-    """Fitted model of the time that communication adds (costs.data_parallel)."""
+    """Fitted model of the time that communication adds to a step (costs.data_parallel)."""
 
     gradient_bytes: float
-    """Bytes of all gradients; s in the formulas."""
+    """Bytes of all gradients, s in the formulas."""
     bytes_per_s: float
-    """w in the formulas: bandwidth of the link."""
+    """Bandwidth of the link, w in the formulas."""
     call_s: float
-    """o in the formulas: seconds per call."""
+    """Overhead per call, o in the formulas."""
     backward_s: float
     """Median seconds of the baseline's backward pass."""
     num_fitted: int
     worst_fit: float
     best_bucket_mb: float
-    """Bucket size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
+    """Size in 1e6 bytes with the smallest `serial_s`: sqrt(s w o)."""
     least_serial_s: float
     curve: tuple[CurvePoint, ...]
-    """Predictions by bucket size, smallest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpFacts:
-    """Facts common to all variants, reported by the first."""
-
     backend: str
     """nccl or gloo."""
     places: tuple[RankPlace, ...]
@@ -221,7 +216,7 @@ class DdpFacts:
     num_tensors: int
     gradient_bytes: int
     knows_tokens: bool = True
-    """False if batches may not have the study's batch and context, so tokens per step are unknown."""
+    """False if batches may differ from the study's batch and context; tokens per step are then unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -257,13 +252,12 @@ DDP_ROW: tuple[Figure[DdpRun], ...] = (
     Figure(key="backend", find=lambda run: run.facts.backend if run.facts else None),
     Figure(key="variants", find=_families, shared="variants: {}", rank=1, wraps_from=20, folds=True),
 )
-"""Figures of a study in lists, after the fields of its step."""
 
 
 def _time(
     name: str, group: Group, read: Callable[[DdpRank], tuple[float, ...]], *, decides: bool = False
 ) -> Figure[DdpCell]:
-    """A time on the rank with the longest median step; None for one of its samples that is zero."""
+    """Return the figure of a time on the rank with the slowest median step. Its value is None if a sample is zero."""
 
     def samples(cell: DdpCell) -> tuple[float, ...]:
         timed = [rank for rank in cell.ranks if rank.samples("step")]

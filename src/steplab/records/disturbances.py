@@ -10,31 +10,30 @@ from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
-"""Least share of processors for other processes to matter."""
+"""Least share of the processors in use by other processes that counts as a disturbance."""
 _CROWDED = 1.5
-"""Runnable processes per processor that mean overload, if nothing better is known."""
+"""Load average per processor above which the machine counts as busy, if `other_cpus` is unknown."""
 _SUSPENDED_S = 0.1
-"""Least seconds of a suspension; readings of two clocks have shorter gaps."""
+"""Shortest suspension in seconds that counts; clock readings may differ by less."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
-"""Clock limits from failing cooling or power; the power limit belongs to the GPU."""
+"""NVML's reasons for a lower clock that mean poor cooling or power supply, unlike the normal power limit."""
 
 WAITS, BUSY = "waits for host", "busy machine"
-"""Word for a step in which the device waits for the host; a quiet machine would not help."""
+"""WAITS: the device waits for the host, which a quiet machine would not change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
     word: str
-    """Short name, for a column or a label."""
     text: str
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
-    """Reasons to doubt a run's step time; empty for a quiet run, and without a timing.
+    """Reasons to doubt a run's step time; empty if there are none, or no timing.
 
-    Rules: a quarter of the steps take more than twice the median, or the time does not settle within 5 %. The device
-    waits for the host. Other processes use the processors or the GPU. Heat or power supply lower the clock. The machine
-    is suspended.
+    Unstable times: a quarter of the steps take over twice the median, or times do not settle within 5 %. Launch-bound:
+    the device waits for the host. Machine: other processes use CPU or GPU, heat or power lowers the clock, or it was
+    suspended.
     """
     return tuple(_found(run))
 

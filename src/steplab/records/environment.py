@@ -8,22 +8,21 @@ class DeviceInfo:
     kind: str
     """cuda, mps or cpu."""
     name: str
-    """Name by torch or, for a CPU, by the operating system."""
+    """Name from torch, or from the operating system for a CPU."""
     memory_bytes: int | None = None
     uuid: str | None = None
-    """UUID for NVML, which finds the GPU regardless of CUDA_VISIBLE_DEVICES."""
+    """UUID by which NVML finds the GPU, regardless of CUDA_VISIBLE_DEVICES."""
     compute_capability: str | None = None
-    """Such as '9.0'."""
     sm_clock_hz: float | None = None
-    """SM clock in Hz during the last warm-up steps, else during measured steps."""
+    """SM clock during the last warm-up steps, else during measured steps."""
     idle_sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None
     power_limit_w: float | None = None
     temperature_c: float | None = None
     clock_limits: tuple[str, ...] | None = None
-    """Reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
+    """NVML's reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
     other_processes: int | None = None
-    """Other processes with the GPU open, read with `sm_clock_hz`; None: unknown."""
+    """Number of other processes that had the GPU open, read with `sm_clock_hz`; None: unknown."""
     threads: int | None = None
 
 
@@ -36,23 +35,23 @@ class Environment:
     python: str
     torch: str
     cuda: str | None = None
-    """CUDA version of torch's build; None: without CUDA."""
+    """CUDA version that torch was built with; None: none."""
     cudnn: str | None = None
     triton: str | None = None
     driver: str | None = None
     flash_triton: str | None = None
-    """Kernels of attention flash_triton in 16 bits: hopper or portable; None: unknown, or none."""
+    """Kernels that attention flash_triton uses in 16-bit formats: hopper or portable; None: unknown, or none."""
     git_commit: str | None = None
-    """Commit of the working directory, with '+' if files differ; None outside a checkout."""
+    """Git commit of the working directory, with '+' for uncommitted changes; None outside a checkout."""
     load_average: float | None = None
-    """Mean runnable processes in the minute before, from the operating system."""
+    """The operating system's load average over the minute before measuring."""
     other_cpus: float | None = None
-    """Logical processors kept busy by other processes during warm-up and measured steps, on average. None: unknown,
+    """Mean number of logical processors that other processes kept busy during warm-up and measurement. None: unknown,
     several processes, or too short.
     """
     suspended_s: float | None = None
-    """Seconds of suspension during warm-up and measured steps; None: unknown."""
+    """Seconds that the machine was suspended during warm-up and measurement; None: unknown."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Allowed environment variables that were set; others are never stored."""
+    """Environment variables from an allowed list; no others are stored."""
     gaps: tuple[str, ...] = ()
     """Facts that could not be determined, with reasons."""

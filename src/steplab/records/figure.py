@@ -1,6 +1,6 @@
-"""A figure of a record, declared once: rows, columns of tables and comparisons follow from it.
+"""Declares each figure of a record once; rows, table columns and comparisons derive from it.
 
-A comparison is of cells of samples; records.registry names the function that makes a kind's cells.
+Comparisons match cells of samples; records.registry names the function that builds them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ Cell = TypeVar("Cell", bound=Outcome)
 
 
 Group = Literal["time", "phase", "speed", "memory", "category", "kernels", "communication"]
-"""time, memory: headlines. phase: parts of a step. speed: rates from a time. category: memory at the peak by owner.
-kernels, communication: times in a profile.
+"""time, memory: main results. phase: parts of a step. speed: rates. category: memory at the peak by category. kernels,
+communication: times from a profile.
 """
 
 
@@ -28,17 +28,17 @@ class MeasuredFigure:
     unit: str
     """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]
-    """Raw samples in order of time, or one value."""
+    """Raw samples in order of time, or a single value."""
     decides: bool = False
-    """True if it decides comparisons: headline time or peak memory; more is worse."""
+    """True if a comparison's outcome depends on it; larger is worse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
     key: dict[str, Scalar]
-    """Identity, field by field; cells with equal keys match."""
+    """Field values that identify the cell; comparisons match cells with equal keys."""
     label: str
-    """The cell in words; empty: the only one."""
+    """Cell name for tables; empty: the record has one cell."""
     figures: tuple[MeasuredFigure, ...] = ()
     failure: str | None = None
 
@@ -57,29 +57,29 @@ def of_phase(phase: PhaseSamples) -> MeasuredFigure:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure(Generic[Item]):
     key: str
-    """Name in rows, JSON and CSV; ends in the unit, from which tables format it."""
+    """Name in rows, JSON and CSV. Its ending is the unit, which selects the format in tables."""
     find: Callable[[Item], Scalar]
     header: str | None = None
-    """Heading of its column; None: tables leave it out."""
+    """Column heading; None: not shown in tables."""
     unit: str = ""
-    """Name of the unit of tables (report.kit.quantities.UNITS), where `key` does not end in it."""
+    """Unit's name in report.kit.quantities.UNITS, if `key` does not end in it."""
     is_words: bool = False
     wraps_from: int | None = None
-    """Least width to which a terminal may wrap its words; None: 12."""
+    """Narrowest column to which a terminal may wrap its text; None: 12 characters."""
     folds: bool = False
-    """True: a terminal without room puts its values below their rows, in the words of `shared`."""
+    """True if a narrow terminal may show values below their rows, formatted by `shared`."""
     rank: int = 0
-    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
+    """Columns with higher rank are dropped first on a narrow terminal; 0 is never dropped."""
     shared: str = ""
-    """Words of a caption for a value that all rows share, with {} for the value; empty: it remains a column."""
+    """Caption, with {} for the value, that replaces the column if all rows have one value; empty: never replaced."""
     note: str = ""
-    """Explanation below a table with the column, in whole sentences."""
+    """Explanation below tables with this column, in sentences."""
     group: Group | None = None
-    """Group among the figures of a comparison; None: it is not compared."""
+    """Group in comparisons; None: not compared."""
     name: str = ""
-    """Name in comparisons; empty: the header."""
+    """Name in comparisons; empty: `header`."""
     samples: Callable[[Item], Sequence[float]] | None = None
-    """Raw samples for comparisons, in seconds; None: the single value."""
+    """Function that returns the raw samples, in seconds, for comparisons; None: `find`'s value is compared."""
     decides: bool = False
 
     def measured(self, item: Item) -> MeasuredFigure | None:

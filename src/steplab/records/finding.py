@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     what: str
-    """Meaning, such as 'idle while the host launches, forward'."""
+    """Description of the number, such as 'idle while the host launches, forward'."""
     value: float
     unit: str
     """s, B, FLOP, %, or '' for a count."""
@@ -16,60 +16,63 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Measured effect of a change, or the reason for its absence."""
+    """Measured effect of a finding's change, or the failure of its measurement."""
 
     before_s: float
-    """Median seconds without the change, alternated with it."""
+    """Median step seconds without the change; both steps alternated."""
     after_s: float | None
-    """`before_s` times the ratio, without slowdowns common to both (comparison.samples); None: the step failed."""
+    """`before_s` times the measured ratio, corrected for common slowdowns (comparison.samples); None: the step failed.
+    """
     least_saved_s: float | None = None
     """Lower end of the 95 % interval of `saved_s`; None: no interval."""
     most_saved_s: float | None = None
     run_ids: tuple[str, ...]
-    """Ids of the records without and, if measured, with the change."""
+    """Ids of the records: without the change, then with it if measured."""
     tokens_ratio: float = 1.0
-    """Tokens per step with the change over without; differs from 1 if the batch changes."""
+    """Tokens per step with the change over without; not 1 if the batch changes."""
     failure: str | None = None
     alternating: str | None = None
-    """Reason for a process per turn (records.timing); None: processes stayed alive."""
+    """Reason why each turn had a process of its own (records.timing); None: it had not."""
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds saved on the tokens of a step without the change; negative: slower, None: failed."""
+        """Seconds saved on the tokens of one step without the change; negative if slower, None if failed."""
         return None if self.after_s is None else self.before_s - self.after_s / self.tokens_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     kind: str
-    """Name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
+    """Name of the diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
     saw: str
     why: str
     change: str
-    """The change as you would type or write it."""
+    """Change to make, as a command line or code."""
     evidence: tuple[Evidence, ...]
-    """The numbers in `saw`; times and counts are per step."""
+    """Numbers that `saw` mentions; times and counts are per step."""
     note: str = ""
     saves_s: float | None = None
-    """Predicted seconds saved per step (for a larger batch: per tokens of a present step); None: no prediction."""
+    """Predicted seconds saved per step, on the tokens of the present step; None: no prediction."""
     limited_from_s: float | None = None
-    """Predicted seconds saved by the change alone, if earlier changes leave less; None: `saves_s`."""
+    """Predicted seconds saved if no other change is made, where other findings' changes reduce `saves_s`. None: they do
+    not.
+    """
     tokens_ratio: float = 1.0
-    """Tokens per step with the change over without; above 1 the step gets longer, and `saves_s` refers to its
+    """Tokens per step with the change over without. Above 1 the step gets longer; `saves_s` refers to the present
     tokens.
     """
     at_most: bool = False
     prediction: str = ""
     fields: dict[str, str] = field(default_factory=dict)
-    """Spec fields that make the change, by their names in study files, such as {'compile': 'default'}."""
+    """Spec fields that make the change, named as in study files, such as {'compile': 'default'}."""
     after: str = ""
-    """Kind of the finding to apply first; empty: none."""
+    """Kind of the finding whose change should come first; empty: none."""
     trial: Trial | None = None
 
     @property
     def alone_s(self) -> float | None:
-        """Predicted seconds saved by the change alone, comparable with a trial; None: no prediction."""
+        """Predicted seconds saved if no other change is made, as a trial measures it; None: no prediction."""
         return self.saves_s if self.limited_from_s is None else self.limited_from_s
 
     @property
@@ -78,7 +81,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Largest gain first, unknown gains last; prerequisites come before their change."""
+    """Sort by gain, largest first and unknown last; a finding named by `after` precedes its dependent."""
     found = sorted(findings, key=lambda one: -math.inf if one.gain_s is None else one.gain_s, reverse=True)
     for finding in list(found):
         first = next((one for one in found if finding.after == one.kind), None)
@@ -96,9 +99,8 @@ class Findings:
     step_s: float | None
     """Median step seconds without a profiler; None: not timed."""
     findings: tuple[Finding, ...]
-    """Findings in order (`in_order`)."""
     not_looked_at: tuple[str, ...] = ()
-    """Missing data, diagnoses that need it, and how to record it."""
+    """Data that the record lacks, the diagnoses that need it, and how to record it."""
     schema: str = "steplab.findings/1"
 
     def __repr__(self) -> str:

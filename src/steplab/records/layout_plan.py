@@ -11,7 +11,7 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTraffic:
-    """Messages of one axis and collective in a step of the slowest rank."""
+    """Messages of one collective on one mesh axis, per step of the slowest rank."""
 
     axis: str
     """dp, fsdp, tp or pp."""
@@ -19,71 +19,73 @@ class AxisTraffic:
     """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str = ""
     phase: str
-    """Phase of sending: forward, backward, after backward, or optimizer."""
+    """Phase in which they are sent: forward, backward, after backward, or optimizer."""
     ranks: int
     link: str
-    """Slowest link crossed, such as 'NVLink 4'."""
+    """Slowest link that they cross, such as 'NVLink 4'."""
     messages: int
     total_bytes: int
     wire_bytes: float
-    """Least bytes that a rank sends."""
+    """Least bytes that a rank must send."""
     alone_s: float
-    """Seconds with no computation."""
+    """Communication seconds without concurrent computation."""
     exposed_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutTime:
-    """Predicted time of a step on a layout, for the slowest ranks."""
+    """Predicted step time of a layout, on its slowest ranks."""
 
     seconds: float
     low_s: float
     """Lower end of the 90 % interval."""
     high_s: float
     compute_spread: float
-    """Half of the interval as a share of time without communication."""
+    """Half width of the interval's computation part, as a share of the time without communication."""
     communication_spread: float
-    """Half of the interval as a share of `exposed_s`."""
+    """Half width of the interval's communication part, as a share of `exposed_s`."""
     compute_s: float
-    """Seconds of forward and backward kernels, without communication."""
+    """Kernel seconds of forward and backward, without communication."""
     waiting_s: float
-    """Device seconds of waiting for launches in these passes."""
+    """Seconds of forward and backward in which the device waits for launches."""
     optimizer_s: float
     copies_s: float
-    """Seconds of copies into and out of message buffers."""
+    """Seconds of copying into and out of message buffers."""
     exposed_s: float
     bubble_s: float
-    """Seconds of filling and draining a pipeline."""
+    """Idle seconds while the pipeline fills and drains."""
     ranks: str
     traffic: tuple[AxisTraffic, ...]
-    """Messages of those ranks in a step; their `exposed_s` sums to `exposed_s`."""
+    """Messages of `ranks` per step; the sum of their `exposed_s` is this `exposed_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCandidate:
     layout: str
     options: str
-    """Options for `steplab run` that depend on the layout."""
+    """Options of `steplab run` that select this layout."""
     spec: StepSpec | None = None
     verdict: FitVerdict | Literal["not possible"] = "not possible"
-    """Fit in GPU memory; not possible: the model or batch cannot be split so."""
+    """Fit in GPU memory. not possible: the model or batch cannot be split this way."""
     reason: str = ""
     peak_bytes: int | None = None
-    """Peak allocated bytes on the ranks that need most; None: not possible."""
+    """Peak allocated bytes on the ranks with the highest peak; None: not possible."""
     reserved_bytes: int | None = None
     device_bytes: int | None = None
-    """Device memory that surely suffices."""
+    """Device memory that is certainly enough."""
     worst_rank: str = ""
     time: LayoutTime | None = None
-    """Predicted time; None: a link is unknown, or it does not fit. A layout that you gave has a time all the same."""
+    """Predicted time; None: a link's speed is unknown, or the layout does not fit. A requested layout is timed even if
+    it does not fit.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LayoutPlan:
-    """All layouts of a job on some GPUs: fitting ones first, fastest first."""
+    """All layouts of a job on some GPUs: those that fit first, by time."""
 
     spec: StepSpec
-    """The step without a layout; with checkpointing auto, each layout's spec has its own."""
+    """Spec without a layout. With checkpointing auto, the spec of each layout sets its own."""
     gpu: str
     gpus: int
     gpus_per_node: int
@@ -92,16 +94,16 @@ class LayoutPlan:
     usable_bytes: int
     candidates: tuple[LayoutCandidate, ...]
     num_as_fast: int
-    """First layouts too close to the fastest: their intervals contain its prediction."""
+    """Number of first layouts as fast as the fastest, within the errors of prediction."""
     network: str = ""
     """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None
-    """Assumed bytes/s per GPU and direction over it; None: unknown."""
+    """Assumed network bandwidth per GPU and direction; None: unknown."""
     network_stated_bytes_per_s: float | None = None
-    """Stated bandwidth behind that assumption; None: a measured one was given, or none."""
+    """Vendor's bandwidth from which `network_bytes_per_s` follows; None: you gave a measured one, or none."""
     tokens: float | None = None
     utilizations: tuple[Utilization, ...] = ()
-    """MFU of the fastest at its central time, by convention."""
+    """MFU of the fastest layout, by convention."""
     model: ModelFacts | None = None
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ class LayoutPlan:
 
     @property
     def between_nodes(self) -> bool:
-        """True if messages cross nodes, where times are assumed, not measured."""
+        """True if messages cross nodes; their times are then assumed, not measured."""
         return self.gpus > self.gpus_per_node
 
     @property

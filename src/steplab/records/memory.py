@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakMemory:
-    """High-water marks of one phase, including memory allocated before it."""
+    """Peak memory of one phase, including memory allocated before it."""
 
     phase: str
     peak_allocated_bytes: int
@@ -23,7 +23,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorState:
-    """The allocator's counts at one moment."""
+    """Counts of torch's caching allocator at one moment."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -33,14 +33,12 @@ class AllocatorState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     peaks: tuple[PeakMemory, ...] = ()
-    """Peak of each phase; empty without allocator counts, as on a CPU."""
+    """Peak of each phase; empty if the allocator keeps no counts, as on a CPU."""
     during_warmup: tuple[AllocatorState, ...] = ()
-    """Allocator before the first warm-up step and after each, once the host had started it; empty without allocator
-    counts.
-    """
+    """Allocator state before the first warm-up step, then after launching each. Empty if it keeps no counts."""
     total_bytes: int | None = None
     host_peak_bytes: int | None = None
-    """Largest resident set of the measuring process in bytes, with Python and libraries."""
+    """Largest resident set of the measuring process, including Python and libraries."""
 
     def peak(self, phase: str) -> PeakMemory | None:
         return next((peak for peak in self.peaks if peak.phase == phase), None)

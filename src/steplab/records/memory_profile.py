@@ -1,6 +1,6 @@
-"""Memory of one step: the peak by category, memory over time, and the allocating code.
+"""Memory of one step: the peak by category, memory over time, and the code that allocated.
 
-The step is watched after all timing. Sizes are of the allocator's blocks.
+The step is recorded after all timing. Sizes are those of the allocator's blocks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,11 +35,11 @@ MEMORY_CATEGORIES = (
 """
 
 MEASURED_CATEGORIES = tuple(name for name in MEMORY_CATEGORIES if name != "communication")
-"""Categories of a measured step, which cannot distinguish messages."""
+"""Categories of a measured step; its message buffers cannot be distinguished."""
 
 UNNAMED_CATEGORIES = ("before", "during", "rounding")
-"""Categories of a snapshot without marks. before: allocated before the history. during: allocated since. rounding: as
-above.
+"""Categories of a snapshot without marks. before, during: allocated before or in the recorded history. rounding: as in
+MEMORY_CATEGORIES.
 """
 
 _DTYPE_BYTES = {
@@ -60,13 +60,13 @@ def tensor_bytes(shape: Iterable[int], dtype: str | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTimeline:
-    """Allocated bytes by category over time, thinned to the peaks that a chart shows."""
+    """Allocated bytes by category over time, thinned for a chart; peaks remain."""
 
     time_s: tuple[float, ...]
-    """Ascending seconds since the recording began; event numbers if events lack times."""
+    """Ascending seconds since recording began, or event numbers if events lack times."""
     categories: tuple[str, ...]
     allocated_bytes: tuple[tuple[int, ...], ...]
-    """Bytes per category, from each time to the next."""
+    """Per category, the bytes allocated from each time to the next."""
     by_event: bool = False
 
     def problems(self) -> Iterator[Problem]:
@@ -91,38 +91,38 @@ class MemoryPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A group of equal allocations."""
+    """A group of similar allocations; `count` names the common properties."""
 
     requested_bytes: int
     block_bytes: int
-    """Bytes of the allocator's block; a mean in groups."""
+    """Block size in the allocator; the group's mean."""
     category: str
     """One of MEMORY_CATEGORIES or UNNAMED_CATEGORIES."""
     phase: str | None = None
     module: str | None = None
-    """Dotted module of the allocation, such as blocks.3.attention; None: none or unknown."""
+    """Dotted name of the allocating module, such as blocks.3.attention; None: none or unknown."""
     op: str | None = None
     source: str | None = None
-    """Python line, such as `model.py:81 in forward`; None: no Python frame (autograd's engine)."""
+    """Python line that allocated, such as `model.py:81 in forward`; None: no Python frame, as in autograd's engine."""
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     at_peak: bool = False
     count: int = 1
-    """Equal allocations: same size, category, phase, source, and module apart from layer numbers."""
+    """Number of allocations with this size, category, phase, source and module, regardless of layer numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensors:
-    """A group of equal tensors saved by autograd for backward."""
+    """A group of similar tensors saved by autograd for backward."""
 
     module: str
-    """Module that saved them in forward, without layer numbers, such as blocks.*.attention; '': outside modules."""
+    """Module whose forward saved them, without layer numbers, such as blocks.*.attention; '': outside modules."""
     op: str
     shape: tuple[int, ...]
     dtype: str
     count: int
     stored_bytes: int
-    """Bytes not held by an earlier group: a tensor saved twice counts once, a parameter never."""
+    """Bytes that earlier groups do not include: a tensor saved twice counts once, a parameter never."""
     category: str = "activations"
     """activations, parameters, autocast_copies or inputs."""
 
@@ -131,11 +131,11 @@ class SavedTensors:
 class BlockMemory:
     module: str
     saved_bytes: int
-    """Activation bytes saved for its backward pass."""
+    """Bytes of activations that the block saves for backward."""
     gradient_bytes: int | None = None
-    """Bytes of its gradients after its backward pass; None without one."""
+    """Bytes of the block's gradients after its backward pass; None: no backward pass."""
     input_bytes: int | None = None
-    """Bytes of its input, one residual-stream tensor; None: unknown."""
+    """Bytes of the block's input, one residual-stream tensor; None: unknown."""
     input_shape: tuple[int, ...] | None = None
     input_dtype: str | None = None
 
@@ -149,45 +149,44 @@ class LeftOut:
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryProfile:
     source: str
-    """cuda allocator: its history. cpu allocator: its reports to torch's profiler, as it keeps no history. snapshot: an
-    imported memory snapshot.
+    """cuda allocator: its history. cpu allocator: allocations reported by torch's profiler, since it keeps no history.
+    snapshot: an imported memory snapshot.
     """
     peak_bytes: int
-    """Peak of allocated bytes, the sum of `at_peak`."""
     at_peak: dict[str, int]
-    """Bytes by category at the peak, including rounding."""
+    """Bytes by category at the peak; they sum to `peak_bytes`."""
     peak_s: float
-    """Time of the peak, on the timeline's axis."""
+    """Seconds of the peak, as in `timeline.time_s`."""
     peak_phase: str | None = None
     peak_module: str | None = None
-    """Module that ran forward or recomputed at the peak; None: none or unknown."""
+    """Module in its forward or recomputation at the peak; None: none or unknown."""
     peak_op: str | None = None
     peak_source: str | None = None
     counted_peak_bytes: int | None = None
-    """The allocator's high-water mark of the same step; None: it keeps none."""
+    """High-water mark of the recorded step by the allocator; None: it keeps none."""
     unwatched_peak_bytes: int | None = None
-    """High-water mark of the unwatched, timed steps; None: unknown."""
+    """High-water mark of the timed steps, which were not recorded; None: unknown."""
     reserved_bytes: int | None = None
-    """Most bytes reserved on the device; the excess over the peak was cached or fragmented."""
+    """Most bytes that the allocator reserved; the excess over the peak was cached or fragmented."""
     outside_bytes: int | None = None
-    """Device bytes outside the allocator: context, libraries, NCCL, other processes."""
+    """Device bytes outside the allocator: CUDA context, libraries, NCCL, other processes."""
     timeline: MemoryTimeline
     phases: tuple[MemoryPhase, ...] = ()
     largest: tuple[Allocation, ...] = ()
-    """Largest groups alive at the peak, then other large groups, each largest first."""
+    """Groups alive at the peak, then other large groups, each by total bytes."""
     saved: tuple[SavedTensors, ...] = ()
-    """Tensors saved by autograd, most bytes first; empty: none, or unreadable."""
+    """Tensors saved by autograd, most bytes first; empty: none, or not readable."""
     saved_left_out: LeftOut | None = None
     blocks: tuple[BlockMemory, ...] = ()
-    """The first Transformer block, and each kind that differs from it."""
+    """The first Transformer block, then the first of each kind with different memory."""
     blocks_left_out: LeftOut | None = None
-    """Kinds omitted from `blocks`, with the saved bytes of one block each; None: none."""
+    """Number of further kinds of blocks, and their saved bytes, one block each; None: none."""
     num_events: int = 0
     device: str | None = None
-    """Device of the history, such as 'cuda:0'; None: there is only one."""
+    """Device of the history, such as 'cuda:0'; None: it covers only one."""
     device_name: str | None = None
     file: str | None = None
-    """Name of the imported file; None: measured here."""
+    """Name of the imported file; None: measured by steplab."""
     notes: tuple[str, ...] = field(default=())
 
     def __repr__(self) -> str:
@@ -195,7 +194,7 @@ class MemoryProfile:
 
     @property
     def phase_peaks(self) -> dict[str, int]:
-        """Peak bytes by phase, in order; the highest if a phase repeats."""
+        """Peak bytes by phase, in order; for a repeated phase the highest."""
         found: dict[str, int] = {}
         for phase in self.phases:
             found[phase.name] = max(found.get(phase.name, 0), phase.peak_bytes)

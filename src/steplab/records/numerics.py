@@ -1,7 +1,7 @@
-"""The record of a precision audit: data types of a step, and the values they lose.
+"""The record of a precision audit: data types in a step, and values lost to low precision.
 
-An audit runs the step on the same weights and batch in fp32 and in the requested precision. Losses are counted element
-by element between the two, so zeros from a ReLU are no underflow. Data types have torch's names: float32, bfloat16.
+An audit runs the step on the same weights and batch in fp32 and in the requested precision. It compares both element by
+element, so zeros from a ReLU are no underflow. Data types have torch's names: float32, bfloat16.
 """
 
 from collections.abc import Iterator
@@ -12,30 +12,30 @@ from typing import Literal
 from steplab.records.record import Problem, StepRecord, known
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
-"""Autocast's treatment of an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to their
-widest type. parts: differs by inner operation. none: keeps the inputs' type. cast: the model requests the type. off: no
+"""Autocast's rule for an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest
+input type. parts: inner operations have different rules. none: no cast. cast: the model requests the type. off: no
 autocast.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """Counts of tensor elements, in the tensors' own type."""
+    """Numbers of special elements in tensors of one audit run, in their data type."""
 
     num_elements: int
     num_inf: int
     num_nan: int
     num_zero: int
-    """Zeros, also those that are zero in fp32."""
+    """Number of zeros, including elements that are zero in fp32 too."""
     num_subnormal: int
-    """Subnormal elements, which have fewer significant digits."""
+    """Number of subnormal elements, which have fewer significant digits."""
     num_overflowed: int | None
-    """Infinite or NaN here, finite in fp32; None: no fp32 run."""
+    """Number of infinite or NaN elements that are finite in fp32; None: no fp32 run."""
     num_underflowed: int | None
-    """Zero here, neither zero nor NaN in fp32; None: no fp32 run."""
+    """Number of zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Underflowed elements with an fp32 value that rounds to zero in this type. Others were lost in their inputs, as
-    differences of numbers that round to the same value. None: no fp32 run.
+    """Number of `num_underflowed` with an fp32 value that rounds to zero in this type. The others vanished in earlier
+    operations, such as a difference of rounded numbers. None: no fp32 run.
     """
     largest: float | None
     smallest: float | None
@@ -49,27 +49,27 @@ class Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleAudit:
-    """Data types and losses of one module. Tuples hold each type once, by first appearance."""
+    """Data types and losses in one module; each tuple lists distinct types by first appearance."""
 
     module: str
-    """Dotted name, such as blocks.0.attention; '' is the model."""
+    """Dotted name, such as blocks.0.attention; '' for the whole model."""
     kind: str
     leaf: bool
     parameters: tuple[str, ...] = ()
-    """Types of its parameters, without submodules'."""
+    """Types of its own parameters, without submodules'."""
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     output_gradients: tuple[str, ...] = ()
     output_elements: Elements | None = None
-    """Counts over floating-point outputs of all calls; None: without them."""
+    """Counts over all floating-point outputs of all calls; None: there are none."""
     gradient_elements: Elements | None = None
     output_gradient_elements: Elements | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationAudit:
-    """Equal calls of an operation in the forward pass, as the model made them."""
+    """Equal calls of one operation in the forward pass, before autocast splits or casts them."""
 
     op: str
     rule: Rule
@@ -77,26 +77,25 @@ class OperationAudit:
     outputs: tuple[str, ...]
     calls: int
     parts: tuple[str, ...] = ()
-    """Inner operations under the rule; empty: the rule applies to the operation itself."""
+    """Inner operations that follow `rule`; empty: the operation itself does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Losses:
-    """Losses of products of operands in fp8, the largest of their calls."""
+    """Numerical losses of a matrix product with fp8 operands; the largest over its calls."""
 
     error: float
-    """Norm of the difference from the float64 product of the operands before their casts, over that product's norm; of
-    the result's first 256 rows."""
+    """Relative error (by norms) against the float64 product of the operands before casting, in the first 256 rows."""
     flushed: float
-    """Share of an operand's elements that were not zero and became zero."""
+    """Share of an operand's elements that the cast turned from nonzero to zero."""
     saturated: float
-    """Share of an operand's elements that were clamped at the format's largest number."""
+    """Share of an operand's elements that the cast clamped at the format's largest number."""
     amaxes: tuple[tuple[float, float], ...] = ()
     """Largest magnitudes of both operands in each of the first training steps; empty: not recorded."""
 
     @property
     def largest_change(self) -> float | None:
-        """Largest ratio of an operand's magnitudes in two successive steps; None: fewer than two steps."""
+        """Largest ratio between an operand's magnitudes in successive steps; None: fewer than two steps."""
         pairs = [pair for operand in zip(*self.amaxes, strict=True) for pair in pairwise(operand)]
         ratios = [max(pair) / min(pair) for pair in pairs if min(pair) > 0]
         return max(ratios, default=None)
@@ -104,19 +103,19 @@ class Fp8Losses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulAudit:
-    """Equal calls of a matrix product, as executed after every cast."""
+    """Equal calls of one matrix product, as executed after all casts."""
 
     module: str
-    """Calling module, in backward the module being differentiated; '' is the model."""
+    """Module that calls it, or in backward the module whose gradient it computes; '' for the model."""
     phase: str
     op: str
     node: str | None
-    """Calling node of autograd's graph, such as MmBackward0; None in the forward pass."""
+    """Autograd node that calls it, such as MmBackward0; None in forward."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     calls: int
     fp8: Fp8Losses | None = None
-    """Losses of a product of operands in fp8; None: other types, or another library's casts."""
+    """Losses if the operands are fp8; None: other types, or another library casts."""
 
     def problems(self) -> Iterator[Problem]:
         yield from known(".phase", self.phase, ("forward", "backward"))
@@ -124,14 +123,14 @@ class MatmulAudit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
-    """Effect of a loss scale on gradients of parameters and of leaf modules' outputs."""
+    """Effect of a loss scale on the gradients of parameters and of leaf modules' outputs."""
 
     largest_gradient: float
     suggested_scale: float
-    """Power of two that brings the largest gradient to an eighth of the type's range, without overflow in the step."""
+    """Power of two that scales the largest gradient to an eighth of the type's range, without overflow in the step."""
     unscaled: Elements
     scaled: Elements
-    """Counts over gradients with the suggested scale, before dividing by it."""
+    """Counts over gradients under the suggested scale, not yet divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,12 +138,12 @@ class Audit:
     loss_dtype: str | None
     loss: float | None
     reference_loss: float | None
-    """The loss in fp32; None as for `loss`, or without an fp32 run."""
+    """Loss in fp32; None: not finite, or no fp32 run."""
     modules: tuple[ModuleAudit, ...]
     operations: tuple[OperationAudit, ...]
     matmuls: tuple[MatmulAudit, ...]
     gradient_exponents: tuple[tuple[int, int], ...] = ()
-    """Histogram of fp32 gradients as in LossScaling: pairs (e, count with magnitude in [2^e, 2^(e+1)))."""
+    """Histogram of fp32 gradient magnitudes: pairs (e, number of magnitudes in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
     kept_on_cuda: tuple[str, ...] = ()
     """Operations that autocast runs in fp32 on CUDA but not on this device."""
@@ -157,30 +156,30 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binade:
-    """Additions while the sum lay between two powers of two, where its type has constant spacing."""
+    """Additions during which the sum was in one interval [2^e, 2^(e+1)), where floats are equally spaced."""
 
     start: float
-    """Lower bound of the sum, a power of two; 0 for the first addition."""
+    """Lower bound of the interval; 0 for the first addition."""
     spacing: float
-    """Spacing of the accumulator's type there; 0 for the first addition."""
+    """Spacing of floats in the interval; 0 for the first addition."""
     num_additions: int
     added: float
-    """Increase per addition, except the last, which may cross the upper bound."""
+    """Increase per addition, except the last, which may leave the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """One number, added many times."""
+    """Repeated addition of one number to a sum."""
 
     accumulator: str
     addend: str
     cast: bool
-    """True if cast to the sum's type before each addition."""
+    """True if each addend is cast to the sum's type first."""
     number: float
     addend_value: float
     num_additions: int
     num_rounded: int
-    """Additions with an exact sum that the accumulator's type had to round."""
+    """Number of additions whose exact sum is not representable in the accumulator's type."""
     result: float
     binades: tuple[Binade, ...]
 

@@ -1,7 +1,7 @@
-"""Profile of a few steps: device time by phase, kernel and operator; and the ranks of one run side by side.
+"""Profile of a few steps, by phase, kernel and operator; and a comparison of the ranks of one run.
 
-A profiler slows Python, so these times give shares, kernels and gaps, never step times. A profile's totals cover all
-profiled steps; ranks' times are per step, on clocks aligned by the common ends of collectives.
+A profiler slows Python, so use these times for shares, kernels and gaps, never as step times. A Profile sums all
+profiled steps. Times of ranks are per step; collectives end on all ranks at once, which aligns their clocks.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from steplab.records.record import Problem, as_long, known
 from steplab.units import counted, format_time
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
-"""Phases in order; gradient sync waits for gradients averaged over data-parallel ranks."""
+"""Phases in order; gradient sync waits for the data-parallel average of gradients."""
 OUTSIDE = "outside"
 ATTENTION_PARTS = ("scores", "softmax", "values")
-"""Endings of the ranges of plain attention's parts."""
+"""Last part of the range names in plain attention."""
 
 CATEGORIES = (
     "matmul",
@@ -30,25 +30,25 @@ CATEGORIES = (
     "other",
     "uncategorised",
 )
-"""Kernel categories. other: known kernels of no category (random numbers, sorting, indices). uncategorised: no rule
-matches.
+"""Categories of kernels. other: known kernels outside the categories (random numbers, sorting, indices). uncategorised:
+no rule matches the name.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelStats:
-    """One kernel in one phase and range, on one stream. On a CPU, an operator without the time of its callees."""
+    """Calls of one kernel in one phase, range and stream. On a CPU, of one operator, without time in its callees."""
 
     name: str
     category: str
     phase: str
-    """Phase of the launching host call: one of PHASES, or outside."""
+    """Phase of the host call that launched it: one of PHASES, or outside."""
     range: str
-    """Part of the model without layer numbers, such as 'blocks.*.attention.scores'; backward kernels have their forward
-    operator's range. '': unknown.
+    """Annotated part of the model without layer numbers, such as 'blocks.*.attention.scores'; '': unknown. Backward
+    kernels have the range of their forward operator.
     """
     stream: int
-    """Device stream; on a CPU, the thread."""
+    """CUDA stream, or thread on a CPU."""
     calls: int
     total_s: float
     median_s: float
@@ -57,56 +57,56 @@ class KernelStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStats:
-    """One operator with one input shape, in one phase and range."""
+    """Calls of one operator with one input shape, in one phase and range."""
 
     name: str
     category: str
     phase: str
     range: str
     inputs: str
-    """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': the trace lacks them."""
+    """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': not in the trace."""
     dtype: str
-    """Number format of the computation: fp32, bf16, fp16; '': unknown."""
+    """Data type of the computation: fp32, bf16, fp16; '': unknown."""
     calls: int
     kernels: int
-    """Kernels launched by the operator itself, in all calls."""
+    """Kernels that the operator launched itself, summed over calls."""
     device_s: float
     flops: float | None = None
-    """FLOPs of all calls, two per multiply-add; None: steplab cannot count this operator."""
+    """FLOPs summed over calls, two per multiply-add; None: steplab has no formula for this operator."""
     moved_bytes: float | None = None
-    """Least bytes moved by all calls, each tensor read or written once; None: steplab cannot count this operator."""
+    """Least bytes moved, summed over calls; each tensor is read or written once. None: no formula for this operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTime:
-    """One phase on the device's timeline, over all profiled steps.
+    """Device time of one phase, summed over profiled steps.
 
-    It lasts from the previous phase's end to its own last kernel's end, as CUDA events would measure, so phases tile
-    the window.
+    A phase lasts from the previous phase's end to the end of its own last kernel, as CUDA events would measure. Phases
+    therefore leave no gaps.
     """
 
     phase: str
     window_s: float
-    """Device seconds: the sum of busy_s, host_bound_s and idle_s."""
+    """Seconds of the phase on the device: busy_s + host_bound_s + idle_s."""
     busy_s: float
     host_bound_s: float
-    """Idle seconds before the host launched the next kernel."""
+    """Idle seconds in which the host had not yet launched the next kernel."""
     idle_s: float
-    """Idle seconds between the next kernel's launch and its start."""
+    """Idle seconds in which the next kernel had been launched but not started."""
     categories: dict[str, float]
-    """Seconds by category, split equally between overlapping kernels; they sum to busy_s."""
+    """Busy seconds by category; overlapping kernels share their common time equally."""
     host_s: float | None = None
-    """Host seconds; None: the trace marks no phases."""
+    """Seconds of the phase on the host; None: the trace marks no phases."""
     num_kernels: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Overlap of collectives and computation, by exact unions of intervals."""
+    """Times of collectives, and their overlap with computation, from exact unions of intervals."""
 
     total_s: float
     overlapped_s: float
-    """Seconds of `total_s` with a kernel that is no collective; copies and fills do not count."""
+    """Seconds of `total_s` during which a kernel computes; copies and fills do not count."""
 
     @property
     def exposed_s(self) -> float:
@@ -115,10 +115,10 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCallStats:
-    """Equal host calls that wait for the device, copy to or from it, or allocate on it."""
+    """Host calls of one name that wait for the device, copy to or from it, or allocate on it."""
 
     name: str
-    """Such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
+    """Call, such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
     phase: str
     range: str
     calls: int
@@ -127,20 +127,20 @@ class HostCallStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Kernels of one step as parallel lists, for the timeline chart and export."""
+    """Kernels of one step as parallel columns, for the timeline chart and export."""
 
     names: tuple[str, ...]
     categories: tuple[str, ...]
     kernel: tuple[int, ...]
-    """Index into `names` per kernel, by start."""
+    """Index into `names` of each kernel, in order of start."""
     stream: tuple[int, ...]
     start_ns: tuple[int, ...]
-    """Start of each kernel, in ns from the step's window."""
+    """Start of each kernel in ns after the step's start."""
     duration_ns: tuple[int, ...]
     phases: tuple[tuple[str, int, int], ...]
     """Name, start and end of each phase on the device, in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
-    """Name, start, end and depth of each range; start and end, in ns, are its kernels'."""
+    """Name, start, end and depth of each range; it spans its kernels, in ns."""
 
     def problems(self) -> Iterator[Problem]:
         yield from as_long(".categories", self.categories, len(self.names), ".names")
@@ -157,49 +157,49 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledShares:
-    """Shares of an eager step that `torch.compile` leaves, from a dry run of its operators."""
+    """Ratios of a step's compiled to its eager costs, predicted by a dry run of the operators."""
 
     memory_bound: float
-    """Share of time in memory-bound kernels of the model, without the gaps."""
+    """Ratio of time in the model's memory-bound kernels, without gaps between kernels."""
     products: float
-    """Share of time in matrix products; above 1 if a busier GPU lowers its clock."""
+    """Ratio of time in matrix products; above 1 if the busier GPU lowers its clock."""
     kernels: float
     host: float
     reads_at: tuple[str, ...] = ()
-    """Code that reads tensor values on the host, as `.item()` does, such as model.py:12."""
+    """Code lines that read tensor values on the host, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
-    """Code that makes tensors without a device, so the host makes and copies them."""
+    """Code lines that make tensors without a device argument, so on the CPU, and then copy them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
     source: str
-    """torch.profiler (steplab's own run), or kineto or nsys (an imported file)."""
+    """torch.profiler for steplab's own runs; kineto or nsys for imported files."""
     device: str
     num_steps: int
-    """Steps in the window; 1 if the trace marks none."""
+    """Steps in the profile; 1 if the trace marks none."""
     window_s: float
-    """Seconds from the first step's first kernel to the last step's last."""
+    """Seconds from the first step's first kernel to the end of the last step's last kernel."""
     phases: tuple[PhaseTime, ...]
-    """Phases in order; `outside` is last, if present."""
+    """Phases in order, then `outside` if present."""
     kernels: tuple[KernelStats, ...]
     ops: tuple[OpStats, ...]
-    """Operators that launched kernels, largest device time first."""
+    """Operators that launched kernels, by device time."""
     host_calls: tuple[HostCallStats, ...] = ()
-    """Host calls that wait, copy or allocate, longest total first."""
+    """Host calls that wait, copy or allocate, by total time."""
     host_work_s: dict[str, float] = field(default_factory=dict)
-    """Host seconds in ranges without kernels: `data loading`, `compilation`. Empty: absent in the trace."""
+    """Host seconds of work without kernels: `data loading`, `compilation`. Empty: not in the trace."""
     communication: Communication | None = None
     timeline: Timeline | None = None
     num_launches: int = 0
     compiled: CompiledShares | None = None
-    """Predicted effect of compiling; None: not an eager CUDA step, or no dry run possible (see notes)."""
+    """Predicted effect of compiling; None: no eager CUDA step, or no dry run (see notes)."""
     file: str | None = None
     device_name: str | None = None
     notes: tuple[str, ...] = ()
-    """Gaps of the trace and of attribution, with their effect."""
+    """Missing parts of the trace or the attribution, with their effect."""
     doubts: tuple[str, ...] = ()
-    """Notes that put the whole profile in doubt: a damaged or cut file, or another device's work."""
+    """Reasons to doubt the whole profile: a damaged file, or another device's work."""
 
     def __repr__(self) -> str:
         return (
@@ -241,56 +241,58 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRank:
-    """One rank; compute, exposed and idle sum to the step, except for copies alone (HTA's temporal breakdown)."""
+    """Times of one rank per step; computing, exposed and idle add up to the step, except for copies (HTA's temporal
+    breakdown).
+    """
 
     rank: int
     step_s: float
-    """Seconds from the steps' first work to their last, divided by their number."""
+    """Seconds from the first step's first device work to the last step's last, over the number of steps."""
     compute_s: float
-    """Seconds with a kernel other than a collective; copies do not count."""
+    """Seconds with at least one kernel other than a collective; copies do not count."""
     hidden_s: float
-    """Seconds of communication during a kernel."""
+    """Seconds of collectives that overlap computation."""
     exposed_s: float
-    """Seconds of communication without one."""
+    """Seconds of collectives that do not overlap computation."""
     idle_s: float
     num_last: int = 0
-    """Collectives, in all steps, that it reached last."""
+    """Number of collectives, over all steps, that this rank joined last."""
     late_s: float = 0.0
-    """Seconds that the middle ranks wait for it, with nothing to compute."""
+    """Seconds that the median rank waits idle for this rank."""
     timeline: Timeline | None = None
-    """Its last step: computation on row 0, communication on row 1."""
+    """The rank's last step: computation on stream 0, communication on stream 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """A collective of the step, the same in every step."""
+    """One collective of a step, matched across ranks and steps."""
 
     collective: str
     group: str
-    """Ranks or name of its process group; '': unknown."""
+    """Process group, as ranks or a name; '': unknown."""
     number: int
-    """Place among its kind and group in a step, from 0."""
+    """Index among the step's collectives of this kind and group, from 0."""
     num_steps: int
-    """Steps with it on two or more ranks."""
+    """Number of steps that have it on at least two ranks."""
     last_rank: int
     late_s: float
-    """Median seconds of this rank after the middle of the others."""
+    """Median seconds from the middle rank's arrival to that of `last_rank`."""
     transfer_s: float
-    """Median seconds from the last arrival to the end."""
+    """Median seconds from the last rank's arrival to the end."""
     exposed_s: float
-    """Median seconds without computation, on the rank that waits least."""
+    """Median seconds without concurrent computation, on the rank that waits least."""
     size_bytes: int
     bus_bytes_per_s: float | None
-    """Bus bandwidth from the last arrival on (costs.communication); None: unknown size."""
+    """Bus bandwidth after the last rank's arrival (costs.communication); None: unknown size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathPart:
-    """A stretch of the last step's critical path."""
+    """Segment of the last step's critical path."""
 
     rank: int
     what: str
-    """work, up to the arrival at a collective; or the collective."""
+    """'work' before a collective, or the collective's name."""
     time_s: float
 
 
@@ -301,10 +303,12 @@ class TracedRanks:
     meetings: tuple[Meeting, ...]
     path: tuple[PathPart, ...]
     clock_error_s: float | None
-    """Median difference in seconds between a collective's ends on aligned clocks; None: none found in two ranks."""
+    """Median difference in seconds between ranks' ends of one collective, after aligning clocks; None: no common
+    collective.
+    """
 
     @property
     def imbalance(self) -> float:
-        """Longest compute time over the mean, minus 1."""
+        """Longest compute time of a rank over the mean, minus 1."""
         mean_s = sum(rank.compute_s for rank in self.ranks) / len(self.ranks)
         return max(rank.compute_s for rank in self.ranks) / mean_s - 1 if mean_s else 0.0

@@ -1,6 +1,6 @@
-"""Fields common to all stored records, and to all benchmarks.
+"""Fields common to all stored records and to all benchmarks.
 
-A class with values that must agree yields violations in a method `problems`, which `validation` calls.
+A class whose values must agree has a method `problems` that yields violations; `validation` calls it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from steplab.specs.step import StepSpec, describe
 from steplab.units import counted_results
 
 Problem = tuple[str, str]
-"""Path within the checked value, such as '.device_s[3]', and the fault."""
+"""Path of a field within the checked value, such as '.device_s[3]', and its fault."""
 
 
 def known(path: str, value: str, names: Sequence[str] | set[str]) -> Iterator[Problem]:
@@ -27,7 +27,7 @@ def as_long(path: str, column: Sequence[object], length: int, other: str) -> Ite
 
 
 def numbered(path: str, numbers: Sequence[int], expected: int | None = None) -> Iterator[Problem]:
-    """Yield a problem for rank numbers that are incomplete or out of order."""
+    """Yield a problem if ranks are missing or out of order."""
     if list(numbers) != list(range(len(numbers))):
         yield path, f"must be ranks 0 to {len(numbers) - 1} in order, not {', '.join(map(str, numbers[:8]))}"
     elif numbers and expected is not None and len(numbers) != expected:
@@ -39,7 +39,7 @@ class RankPlace:
     rank: int
     host: str
     device: str
-    """Name of its device, such as 'cuda:1 NVIDIA H200'."""
+    """Device name, such as 'cuda:1 NVIDIA H200'."""
 
 
 Cell = TypeVar("Cell", bound=Outcome)
@@ -47,7 +47,7 @@ Cell = TypeVar("Cell", bound=Outcome)
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Record(Outcome):
-    """Head of a stored record; records.registry lists the kinds."""
+    """Base of stored records; records.registry lists its subclasses."""
 
     id: str
     """Twelve hexadecimal digits."""
@@ -55,21 +55,21 @@ class Record(Outcome):
     """End of the measurement: ISO 8601, UTC."""
     steplab_version: str
     name: str = ""
-    """Your name for it; in a sweep, the study's."""
+    """Name that you chose, or the study's name in a sweep."""
     tags: tuple[str, ...] = ()
     comment: str = ""
     environment: Environment | None = None
-    """Hardware and software; None: the process died before reporting."""
+    """Hardware and software; None: the process died before it could report them."""
     notes: tuple[str, ...] = ()
-    """Gaps with their reasons, and choices that the request left open."""
+    """Missing data with reasons, and choices that steplab made."""
     schema: str
-    """Format of this record: steplab.<kind>/<major>."""
+    """Format: steplab.<kind>/<major>."""
 
     _repr_html_: ClassVar[Callable[["Record"], str]]
-    """Representation in notebooks; the package sets it, since records know no presentation."""
+    """HTML for notebooks. The package assigns it, because records import no report code."""
 
     def __repr__(self) -> str:
-        """One line: kind, id, content, device and day."""
+        """One line: kind, id, contents, device and day."""
         outcome = self.failure and f"{self.failure.kind.replace('_', ' ')}: {self.failure.message}"
         told = (self.name, *self.in_short(), outcome, self.device_name, self.created_utc[:10])
         return f"<{type(self).__name__} {self.id}: {' · '.join(part for part in told if part)}>"
@@ -87,7 +87,7 @@ class Record(Outcome):
 
     @property
     def cell(self) -> StepSpec | None:
-        """The step that the record measures within its sweep."""
+        """Spec of the step that the record measures in its sweep."""
         return None
 
     def within(self, study_id: str) -> Self:
@@ -98,7 +98,7 @@ class Record(Outcome):
 class StepRecord(Record):
     study: str | None = None
     spec: StepSpec | None = None
-    """The requested step; None for your own loop, or sums without a step."""
+    """Requested step; None for your own loop, or for sums without a step."""
 
     @property
     def sweep_id(self) -> str | None:
@@ -130,10 +130,10 @@ class MachineRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Benchmark(MachineRecord, Generic[Cell]):
-    """A record of cells measured together, each with raw samples or a failure."""
+    """Record of several cells measured together; each has raw samples or a failure."""
 
     cells: tuple[Cell, ...] = ()
-    """Cells in the study's order; an interruption leaves the later ones out."""
+    """Measured cells in the study's order; an interruption omits the later ones."""
 
     @property
     def num_requested(self) -> int:

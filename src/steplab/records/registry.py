@@ -1,7 +1,7 @@
-"""Kinds of stored records: name, type, format and row of each.
+"""Kinds of stored records, with name, type, format and row function of each.
 
-Code for several kinds (codec, store, `list`, `show`, `report`, `export`, `import`) uses this registry, never a record's
-type. A new kind is one entry here, and its report in `report.report`.
+Code for several kinds (codec, store, `list`, `show`, `report`, `export`, `import`) looks them up here instead of
+testing a record's type. A new kind needs one entry here, and a report in `report.report`.
 """
 
 from collections.abc import Callable
@@ -25,22 +25,22 @@ from steplab.records.run import Run
 class Kind:
     type: type[Record]
     title: str
-    """Heading of a report of only this kind."""
+    """Heading of a report that has only this kind."""
     noun: str
-    """One record in sentences, such as 'data-parallel study'."""
+    """Name of one record in sentences, such as 'data-parallel study'."""
     plural: str
     verb: str
     listed: Figures = ()
-    """Own figures of a row in lists."""
+    """Figures that this kind adds to a row in lists."""
     make_row: Callable[[Any, str, Figures], Row] = benchmark_row
-    """Function from a record, `verb` and `listed` to its row."""
+    """Function of a record, `verb` and `listed` that returns the record's row."""
     cells: Callable[[Any], tuple[MeasuredCell, ...]] | None = None
-    """Function for the compared cells; None: not comparable."""
+    """Function of a record that returns its cells for comparison; None: not comparable."""
     stands_alone: bool = True
-    """True if each record is reported alone, as benchmarks are."""
+    """True if each record has its own report, as benchmarks do."""
 
     def row(self, record: Any) -> Row:
-        """The flat row in lists, CSV and the store's summary."""
+        """The record's flat row in lists, CSV and the store's summary."""
         return self.make_row(record, self.verb, self.listed)
 
     @property
@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Kind in the format: run, attention, comm."""
+        """Name in `schema`: run, attention, comm."""
         return _name_in(self.schema)
 
 
@@ -128,10 +128,9 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-"""Kinds by name, in page order."""
+"""Kinds by name, in the order of report pages."""
 
 KINDS_IN_LISTS = (*KINDS_OF_RUNS, *(kind.verb for kind in KINDS.values() if kind.type is not Run))
-"""Values of a row's field `kind`."""
 
 
 def kind_of(record: Record) -> Kind:

@@ -21,7 +21,7 @@ def run_row(run: Run) -> Row:
 
 
 def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambda record: record.spec) -> Row:
-    """Fields of a record's step, then its figures."""
+    """Row of a record: the step's fields, then figures."""
     spec = step(record)
     row = head(record, kind) | {"status": record.status} | step_columns(spec)
     row |= {"processes": spec.layout.world_size if spec else None} if isinstance(record, Run) else {}
@@ -30,7 +30,7 @@ def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambd
 
 
 def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step | None = None) -> Row:
-    """The common step of its cells, if any, its figures, then the outcome of its cells."""
+    """Row of a benchmark: fields of the common step if any, figures, and numbers of failed cells."""
     row = head(run, kind) | (step_columns(step(run)) if step else {}) | values(figures, run)
     num_ok = sum(cell.failure is None for cell in run.cells)
     return row | {
@@ -50,7 +50,7 @@ DESCRIPTION: Figure[Any] = Figure(
 
 
 def head(record: Record, kind: str) -> Row:
-    """The first fields of every row; `kind` is the command that makes such records."""
+    """First fields of every row; `kind` is the command that makes such records."""
     return {
         "id": record.id,
         "created_utc": record.created_utc,
@@ -66,13 +66,12 @@ def step_columns(spec: StepSpec | None) -> Row:
 
 
 def step_key(spec: StepSpec) -> Row:
-    """Fields that affect a step's computation; fields of measuring are left out."""
+    """Fields of a spec that affect the computation, without those on how to measure."""
     fields = (field for field in FIELDS.values() if field.about.role not in ("how", "device"))
     return {field.column: field.value(spec) for field in fields}
 
 
 def software(record: Record) -> Row:
-    """Version of torch, and commit of the folder."""
     env = record.environment
     return {"torch": env.torch if env else None, "git_commit": env.git_commit if env else None}
 

@@ -1,4 +1,4 @@
-"""The record of one measured step: spec, environment and results, also of each of several processes."""
+"""The record of one measured step: spec, environment and results, for each process if several."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,18 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSamples:
-    """One rank's times and memory; all ranks' samples are of the same steps."""
+    """Times and memory of one rank; sample i of every rank is from the same step."""
 
     rank: int
-    """From 0, over all processes."""
     host: str
     device_name: str
     back_to_back: tuple[PhaseSamples, ...]
-    """Samples of each phase, including `step`, of measured steps back to back."""
+    """Samples per phase, including `step`, of steps measured without synchronisation between them."""
     peaks: tuple[PeakMemory, ...] = ()
-    """Peak of each phase; empty without allocator counts."""
     host_peak_bytes: int | None = None
-    """Largest resident set of its process in bytes; None: unknown."""
+    """Largest resident set of the rank's process; None: unknown."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         return find_phase(self.back_to_back, name)
@@ -41,9 +39,9 @@ class RankSamples:
 
 
 STEP_PHASES = ("step", "pipeline", *PHASES)
-"""Timed phases: the whole step, a pipeline's alternating passes, and other steps' phases."""
+"""Timed phases: the whole step, a pipeline's forward and backward together, and PHASES."""
 NOT_FINITE = "weights became infinite or NaN"
-"""Beginning of a note on diverged training."""
+"""First words of the note on training that diverged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,62 +49,60 @@ class ModelFacts:
     """Sizes of the built model, for counting FLOPs."""
 
     num_parameters: int
-    """Parameters; tied ones count once."""
+    """Number of parameters; tied ones count once."""
     num_embedding_parameters: int | None = None
-    """Token-embedding parameters that are only looked up (0 if tied to the head); None: unknown."""
+    """Parameters of token embeddings that take part in no matmul (0 if tied to the head); None: unknown."""
     num_layers: int | None = None
-    """Attention layers; None: unknown."""
     attention_width: int | None = None
-    """Query heads x head dimension; None: unknown."""
+    """Query heads times head dimension; None: unknown."""
     is_causal: bool = True
-    """True if tokens attend only to earlier ones."""
     num_active_parameters: int | None = None
-    """Parameters used per token in a mixture of experts; None: all."""
+    """Parameters that one token uses in a mixture of experts; None: all."""
     counted_flops: float | None = None
-    """FLOPs per step of a user's model in one process, by torch's FlopCounterMode: matmuls, convolutions and attention.
-    None: compiled, or a closed form exists.
+    """Executed FLOPs per step of a user's model in one process, by torch's FlopCounterMode: matmuls, convolutions and
+    attention. None: compiled, or a formula is used.
     """
     needed_flops: float | None = None
-    """FLOPs needed per step: three times the forward pass, at most those executed. Compiled models count as eager.
+    """FLOPs that a step needs: three times the forward pass, at most those executed. Compiled models count as eager.
     None: not counted.
     """
 
     @property
     def is_counted(self) -> bool:
-        """True if FLOPs are counted while running, for lack of a closed form."""
+        """True if FLOPs must be counted while running, because sizes for a formula are missing."""
         return self.num_layers is None or self.attention_width is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilization:
-    """Share of the device's dense peak, with its inputs."""
+    """MFU or HFU, with the numbers it follows from."""
 
     kind: Literal["mfu", "hfu"]
     """mfu: FLOPs that the model needs, without recomputation. hfu: FLOPs executed."""
     convention: str
-    """FLOPs of mfu: causal, full or params; counted (torch's forward count, times three) for your own model; given (by
-    you) for a loop. hfu: as_executed.
+    """Rule for counting FLOPs. mfu: causal, full or params; counted (three times torch's forward count) for your own
+    model; given (by you) for a loop. hfu: as_executed.
     """
     flops: float
-    """FLOPs per step over all devices."""
+    """FLOPs per step, summed over devices."""
     dtype: str
-    """Number format of the matmuls and of the peak."""
+    """Data type of the matmuls and of the peak."""
     peak_flops_per_s: float | None
-    """Dense peak of one device in that format; None: unknown."""
+    """Dense peak of one device in `dtype`; None: unknown."""
     peak_source: str
-    """Source of the peak, or the reason for none."""
+    """Source of the peak, or the reason why there is none."""
     value: float | None
     """flops / median step time / (peak x num_devices); None without a peak."""
     num_devices: int = 1
 
     @property
     def label(self) -> str:
-        """Such as MFU (causal)."""
+        """Name in tables, such as MFU (causal)."""
         return f"{self.kind.upper()} ({self.convention.replace('_', ' ')})"
 
     @property
     def exceeds_peak(self) -> bool:
-        """True above 100 %: the peak is too low, or the convention counts too much."""
+        """True above 100 %: the stated peak is too low, or the convention counts too many FLOPs."""
         return self.value is not None and self.value > 1
 
     def problems(self) -> Iterator[Problem]:
@@ -116,34 +112,33 @@ class Utilization:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Run(StepRecord):
-    """A measurement of one step."""
+    """Measurement of one step."""
 
     tokens_per_step: int | None = None
-    """Tokens per step over all processes; None: your loop did not state it."""
+    """Tokens per step, summed over processes; None: your loop did not state them."""
     model: ModelFacts | None = None
-    """The built model; None for your own loop, or a failure before the build."""
+    """Sizes of the built model; None for your own loop, or if building failed."""
     timing: Timing | None = None
-    """Raw times, of the first rank if several; None after a failure."""
+    """Raw times, of rank 0 if several; None after a failure."""
     memory: Memory | None = None
-    """Peak memory, of the first rank if several; None after a failure."""
+    """Peak memory, of rank 0 if several; None after a failure."""
     ranks: tuple[RankSamples, ...] = ()
-    """Measurements of several processes, by rank; empty for one process."""
+    """Measurements of each process, by rank; empty for one process."""
     profile: Profile | None = None
-    """Profile of steps after all timing; None: not requested, or failed."""
+    """Profile of steps that ran after all timing; None: not requested, or failed."""
     traced_ranks: TracedRanks | None = None
-    """Imported traces of all ranks, with the first's in `profile`; None for one trace."""
+    """Comparison of all ranks' imported traces, with the first one's in `profile`; None for one trace."""
     memory_profile: MemoryProfile | None = None
-    """Memory of one step by category, after all timing; None: not requested, or failed."""
+    """Memory by category of a step that ran after all timing; None: not requested, or failed."""
     utilizations: tuple[Utilization, ...] = ()
-    """MFU under each convention that applies, and HFU."""
+    """MFU under each applicable convention, and HFU."""
     turns: Turns | None = None
-    """Turns of the measured steps, if they alternated with other runs; None: consecutive."""
+    """Order of the measured steps among other runs' steps if they alternated; None: they did not."""
     schema: str = "steplab.run/1"
-    """Format of this record."""
 
     @property
     def device_name(self) -> str | None:
-        """Name from the environment, trace or snapshot; None: unknown."""
+        """Device name from the environment, trace or snapshot; None: unknown."""
         if self.environment:
             return self.environment.device.name
         seen = self.profile or self.memory_profile
@@ -151,28 +146,28 @@ class Run(StepRecord):
 
     @property
     def samples_s(self) -> tuple[float, ...]:
-        """Seconds of the measured steps, back to back; empty without a timing."""
+        """Seconds of each measured step; empty without timing."""
         step = self.timing.phase("step") if self.timing else None
         return step.best_s if step else ()
 
     @property
     def median_s(self) -> float | None:
-        """Median step seconds; None without a timing."""
+        """Median seconds of a step; None without timing."""
         return self.phase_s("step")
 
     def phase_s(self, name: str) -> float | None:
-        """Back to back; None: not timed."""
+        """Median seconds of a phase, without synchronisation between phases; None: not timed."""
         samples = self.timing.phase(name) if self.timing else None
         return median(samples.best_s) if samples and samples.best_s else None
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """95 % interval of the median step time in seconds (stats.median_interval); None below six samples."""
+        """95 % interval of the median step seconds (stats.median_interval); None below six samples."""
         return median_interval(self.samples_s)
 
     @property
     def peak(self) -> PeakMemory | None:
-        """None: not measured, or not counted by the allocator."""
+        """Peak memory of a step; None: not measured, or the allocator keeps no counts."""
         return self.memory.peak("step") if self.memory else None
 
     @property
@@ -182,15 +177,15 @@ class Run(StepRecord):
         return used.value if used else None
 
     def utilization(self, kind: str, convention: str) -> Utilization | None:
-        """The one under a convention, else the first of that kind."""
+        """Utilization under this convention, else the first of the kind; None if there is none."""
         of_kind = [u for u in self.utilizations if u.kind == kind]
         exact = [u for u in of_kind if u.convention == convention]
         return next(iter(exact or of_kind), None)
 
     def to_frame(self) -> "DataFrame":
-        """Measured steps as a pandas DataFrame: a row per step, a column `step_s`, `forward_s`, ... per phase.
+        """Return measured steps as a pandas DataFrame: a row per step, a column per phase (`step_s`, `forward_s`, ...).
 
-        A phase that skips steps of a user's loop fills the first rows, then NaN. Raises SteplabError without pandas.
+        A phase that some steps of a user's loop skip has NaN in its last rows. Raises SteplabError without pandas.
         """
         try:
             import pandas as pd

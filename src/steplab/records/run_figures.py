@@ -1,7 +1,4 @@
-"""Figures of a run, each declared once: how to read and how to show it.
-
-Rows of runs and columns of every table derive from these.
-"""
+"""Figures of a run, each declared once with its value and format. Rows and table columns derive from them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Predicted step time, by the measured phases, and against measured times."""
+"""Predicted step time by phase, and its comparison with measured times."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,28 +14,24 @@ Bound = Literal["compute", "memory", "host"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePart:
-    """Kernels of one kind in one phase."""
+    """Predicted kernels of one kind and operator in one phase."""
 
     phase: str
     """forward, backward or optimizer."""
     kind: str
     """matmul, attention, or streaming (bounded by memory bandwidth)."""
     what: str
-    """Operator as in torch's traces; 'fused' for kernels merged by a compiler."""
+    """Operator name as in torch's traces, or 'fused' for kernels that a compiler merged."""
     dtype: str
     kernels: int
-    """Kernels launched per step."""
     seconds: float
-    """Central value of their total time, with gaps."""
+    """Central prediction of the kernels' total time, with gaps."""
     flops: float
     moved_bytes: float
-    """Least bytes that they move."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTimes:
-    """Predicted time of a phase, or of the step."""
-
     phase: str
     """forward, backward, optimizer or step."""
     seconds: float
@@ -44,33 +40,32 @@ class PhaseTimes:
     high_s: float
     """Upper end of the 90 % interval."""
     device_s: float
-    """Central device time if the host is always ahead."""
+    """Central device time if the device never waits for the host."""
     host_s: float
-    """Launch time on a fast host; the device waits if it is longer."""
+    """Host time for launching on a fast CPU; if longer than `device_s`, the device waits."""
     slow_host_s: float
     bound: Bound
-    """Largest part of the central value: products at the peak, memory, or waiting for the host."""
+    """Main limit of `seconds`: compute, memory bandwidth, or waiting for the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepTimePrediction:
-    """Time of one step of one process, from a dry run of its operators and kernel rates.
+    """Predicted time of one step in one process, from a dry run of its operators and kernel rates.
 
-    `phases` ends with the step, the sum of the phases. `parts` sum to its device_s.
+    `phases` ends with the step, their sum. The times in `parts` sum to the step's device_s.
     """
 
     gpu: str
     phases: tuple[PhaseTimes, ...]
-    """Times by phase; the last is the step."""
     parts: tuple[TimePart, ...]
     is_fitted: bool
-    """True if rates were fitted for this GPU, precision and compile mode. Otherwise others' rates apply, with a wider
-    interval unless steps were measured on this GPU.
+    """True if rates were fitted to this GPU, precision and compile mode. Otherwise rates are borrowed; unless steps
+    were measured on this GPU, the interval is wider.
     """
     tokens_per_step: int | None = None
-    """Tokens per step; None: unknown, as for a model that sizes its batches."""
+    """Tokens per step; None: unknown, as if a model sizes its batches."""
     utilizations: tuple[Utilization, ...] = ()
-    """MFU at the central value under each convention with known sizes, and HFU."""
+    """MFU at the central prediction, under each convention with known sizes, and HFU."""
     fit: CardFit | None = None
     least_device_bytes: int | None = None
     model: ModelFacts | None = None
@@ -107,13 +102,12 @@ class StepTimePrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PlannedStep:
-    """Predicted memory and time of a step; a missing prediction has a reason."""
+    """Predicted memory and time of a step; `why_not` gives the reason for a missing one."""
 
     spec: StepSpec
     memory: MemoryPrediction | None
     time: StepTimePrediction | None
     layout: LayoutPlan | None = None
-    """Its time on the GPUs of its layout."""
     why_not: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -124,11 +118,11 @@ class PlannedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeCheck:
-    """A prediction and a measurement of the same step."""
+    """Predicted and measured time and memory of one step."""
 
     id: str
     gpu: str
-    """Name of the GPU in hardware.toml, else in the record."""
+    """GPU's name in hardware.toml, else in the record."""
     cell: str
     precision: str
     compiled: bool
@@ -140,18 +134,20 @@ class TimeCheck:
     measured_step_time_s: float | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Measured peak of allocated bytes; None: not measured, or without what CUDA graphs of torch.compile keep."""
+    """Measured peak of allocated bytes. None: not measured, or memory held by CUDA graphs of torch.compile is not
+    included.
+    """
     fitted: bool = False
-    """True if rates were fitted to it or to similar steps; otherwise it was held out, or came later."""
+    """True if rates were fitted to this or similar steps; else the step was held out, or measured later."""
     device_waited: bool = False
-    """True if the GPU may have waited for Python, judged by that CPU's pace in the same records; for other models, by
-    the record and the prediction.
+    """True if the GPU may have waited for Python, judged by the CPU's speed in these records. For other models, judged
+    by the record and the prediction.
     """
     unsupported: str | None = None
 
     @property
     def error(self) -> float | None:
-        """Predicted / measured - 1; None without both."""
+        """Predicted time / measured - 1; None if either is missing."""
         if self.predicted_step_time_s is None or not self.measured_step_time_s:
             return None
         return self.predicted_step_time_s / self.measured_step_time_s - 1

@@ -1,4 +1,4 @@
-"""Raw times of a step, and its turns if it alternated with others. Records hold every sample."""
+"""Raw times of a step, and its order among the steps of alternating runs. Records hold every sample."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,32 +9,32 @@ from typing import Any
 from steplab.records.record import Problem, as_long
 
 HARDLY_AHEAD = 0.01
-"""Smallest host lead as a share of the step. With less, the device waits whenever one Python call takes longer."""
+"""Host lead, as a share of the step, below which the device may wait for Python."""
 
 _CLOCKS = ("device_s", "host_s", "lead_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSamples:
-    """Times of one phase, one sample per iteration, in order."""
+    """Samples of one phase's time, one per step, in order."""
 
     phase: str
-    """step, forward, backward, optimizer, or your own name."""
+    """step, forward, backward, optimizer, or a name from your own loop."""
     device_s: tuple[float, ...] | None = None
     host_s: tuple[float, ...] | None = None
     lead_s: tuple[float, ...] | None = None
-    """Host lead in seconds: from launching all of the phase to the device finishing it; near zero, the device waited.
+    """Seconds from the end of the phase's launches on the host to its end on the device; near zero, the device waited.
     For a step, the least of its phases. None: on a CPU, or the host waited.
     """
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """Device samples if any, else host samples."""
+        """`device_s` if present, else `host_s`."""
         return self.device_s or self.host_s or ()
 
     @property
     def clocks(self) -> dict[str, tuple[float, ...]]:
-        """The samples that there are, by the names of their fields."""
+        """Present samples by field name: device_s, host_s, lead_s."""
         columns = {name: getattr(self, name) for name in _CLOCKS}
         return {name: samples for name, samples in columns.items() if samples is not None}
 
@@ -47,14 +47,14 @@ class PhaseSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Energy:
-    """One GPU's energy, and its time at the power limit, while it ran the back-to-back steps, by NVML's counters."""
+    """Energy of one GPU during the back-to-back steps, and its time at the power limit, by NVML."""
 
     joules: float
-    """Energy of the whole board over `seconds`."""
+    """Energy of the whole board during `seconds`."""
     seconds: float
     num_steps: int
     limited_s: float | None = None
-    """Seconds with a clock lowered by the power limit; None: not reported."""
+    """Seconds in which the power limit lowered the clock; None: not reported."""
 
     @property
     def per_step_j(self) -> float:
@@ -80,36 +80,36 @@ class Timing:
 
     warmup: tuple[PhaseSamples, ...]
     back_to_back: tuple[PhaseSamples, ...]
-    """Measured steps without synchronisation between them, as in training: the headline."""
+    """Measured steps without synchronisation between them, as in training; results refer to these."""
     synchronised: tuple[PhaseSamples, ...] = ()
-    """Further steps with a synchronisation around each phase, by both clocks; empty on a CPU."""
+    """Further steps with synchronised phases, timed on host and device; empty on a CPU."""
     back_to_back_host_s: float | None = None
-    """Host seconds of the whole back-to-back loop, synchronised at both ends, to check the events' sum."""
+    """Host seconds of all back-to-back steps, synchronised at both ends; checks the events' sum."""
     between_s: tuple[float, ...] | None = None
-    """In your own loop, seconds between the end of a measured step and the next: data loading, logging, evaluation.
-    None: steps follow at once, or fewer than two.
+    """Seconds from the end of each measured step in your own loop to the next: data loading, logging, evaluation. None:
+    no gaps, or fewer than two steps.
     """
     first_step_s: float | None = None
-    """Synchronised host seconds of the step that compiled, or of recording CUDA graphs with the steps before it; None:
+    """Host seconds of the step that compiled, or of capturing CUDA graphs with the steps before; synchronised. None:
     eager.
     """
     one_thread_s: tuple[float, ...] = ()
-    """Seconds of further CPU steps with one thread; empty if the first was no faster, or none was tried."""
+    """Seconds of further CPU steps with one thread; empty: none, or the first was not faster."""
     energy: Energy | None = None
-    """The first rank's GPU during the back-to-back steps. None: not reported, or the steps took less than a second."""
+    """Energy of rank 0's GPU during the back-to-back steps. None: not reported, or they took less than a second."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         return find_phase(self.back_to_back, name)
 
 
 def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
-    """Median host lead at the end of a phase, for the step the least of its phases; None: unknown."""
+    """Median host lead of a phase in seconds (PhaseSamples.lead_s); None: unknown."""
     samples = find_phase(phases, name)
     return median(samples.lead_s) if samples and samples.lead_s else None
 
 
 def waits_for_host(phases: Sequence[PhaseSamples], name: str = "step") -> bool:
-    """True if the host lead of the phase, for the step of any phase, is near zero."""
+    """True if the median host lead of the phase is below HARDLY_AHEAD of a step."""
     lead, step = lead_s(phases, name), find_phase(phases, "step")
     return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
 
@@ -119,13 +119,13 @@ def find_phase(phases: Sequence[PhaseSamples], name: str) -> PhaseSamples | None
 
 
 def curve(timing: Timing, name: str = "step") -> tuple[float, ...]:
-    """Times of the step or a phase in order: warm-up, then measured steps."""
+    """Times of the step or a phase: warm-up, then measured steps."""
     warmup, measured = find_phase(timing.warmup, name), timing.phase(name)
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
 
 
 def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
-    """Samples of several turns of one step, phase by phase, without clocks that a turn lacks."""
+    """Concatenate the samples of several turns, per phase; drops clocks that a turn lacks."""
 
     def of_phase(parts: Sequence[PhaseSamples]) -> PhaseSamples:
         columns = {name: [getattr(samples, name) for samples in parts] for name in _CLOCKS}
@@ -146,7 +146,7 @@ def part(phases: Sequence[PhaseSamples], first: int) -> tuple[PhaseSamples, ...]
 def phases_problems(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:
-    """Problems of phases of the same steps. Phases of a user's loop need not occur in each step."""
+    """Yield faults in phases that were measured together. In a user's loop, steps may skip phases."""
     if len({phase.phase for phase in phases}) < len(phases):
         yield path, "has the same phase twice"
     steps = find_phase(tuple(phases), "step") or next(iter(phases), None)
@@ -171,35 +171,35 @@ def measured_problems(path: str, phases: Sequence[PhaseSamples], *, in_each_step
 
 
 MOST_IN_A_BLOCK = 3
-"""Steps per block. Steps of a turn share its disturbances, so comparisons resample whole blocks."""
+"""Most samples per block. Steps of a turn share its disturbances, so comparisons resample blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Consecutive steps, between other runs' turns."""
+    """Consecutive steps of one run, between those of the runs it alternates with."""
 
     place: int
     steps: int
-    """Measured steps, in order within `timing.back_to_back`."""
+    """Number of measured steps; they follow those of earlier turns in `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
-    """Seconds of the uncounted steps before them, while caches and clocks settle."""
+    """Seconds of the uncounted steps before, in which caches and clocks settle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
     session: str
-    """Id of the session, common to its alternating runs."""
+    """Id common to the runs that alternate."""
     label: str
     turns: tuple[Turn, ...] = ()
     alternating: str | None = None
-    """Reason for a process per turn; None: one process waited between turns."""
+    """Reason why each turn had a process of its own; None: one process waited between turns."""
 
     @property
     def num_steps(self) -> int:
         return sum(turn.steps for turn in self.turns)
 
     def blocks_of(self, samples: tuple[float, ...]) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """Blocks of at most MOST_IN_A_BLOCK samples of one turn, each with its turn's place."""
+        """Split samples into blocks of at most MOST_IN_A_BLOCK within one turn, each with that turn's `place`."""
         blocks, first = [], 0
         for turn in self.turns:
             end = first + turn.steps

@@ -1,8 +1,8 @@
 """Checks of imported records beyond their types.
 
-Files may hold columns of different lengths, absurd numbers or unknown categories, which would fail in a later report;
-`check` refuses them and names the field. General rules (finite, not absurd, one line of text) have exceptions by field
-name; rules between values are the classes' `problems`.
+Columns of different lengths, absurd numbers or unknown categories would fail in a later report; `check` refuses them
+and names the field. Rules for all fields (finite, not absurd, one line of text) have exceptions by name; rules between
+fields are the classes' `problems`.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from steplab.records.record import Problem, Record
 from steplab.specs.model import TransformerShape
 
 LARGEST = 1e18
-"""Bound of every time, count and size: thirty billion years, or an exabyte."""
+"""Largest time, count or size accepted: thirty billion years, or an exabyte."""
 LARGEST_FLOPS = 1e30
 LONGEST_NAME = 255
-"""Most characters of a user's name for a record."""
+"""Most characters in a record's name."""
 
 _OF_TENSORS = frozenset(
     {"loss", "reference_loss", "largest", "smallest", "largest_gradient", "suggested_scale", "number", "addend_value",
@@ -34,9 +34,9 @@ _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
      "gradient_exponents", "temperature_c", "outside_bytes", "predicted_share", "untried_shares"}
 )  # fmt: skip
-"""Fields that may be negative: fits, differences, savings, exponents, and stream -1 (unknown)."""
+"""Fields that may be negative: fits, differences, savings, exponents, and an unknown stream (-1)."""
 _AS_GIVEN = frozenset({"hf_config"})
-"""Unchecked content of a user's file, which reports do not show."""
+"""Fields with a user's content, which is neither checked nor shown."""
 
 _MOST_LAYERS = 10_000
 
@@ -57,7 +57,7 @@ def first_problem(value: Any) -> str | None:
 
 
 def cleaned(value: Any) -> Any:
-    """A value with another program's texts: each on one line, without control characters."""
+    """Copy of the value with texts in one line each, without control characters."""
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
     if isinstance(value, (int, float, NoneType)):

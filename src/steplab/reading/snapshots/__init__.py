@@ -1,1 +1,1 @@
-"""Allocator histories: read safely, replayed, and split by category, without torch."""
+"""Read allocator histories safely, replay them and split memory by category, without torch."""

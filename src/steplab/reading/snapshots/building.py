@@ -1,6 +1,5 @@
-"""Builds columns from the objects of a snapshot's pickle, as `torch.cuda.memory._snapshot` documents them.
-
-Unknown keys are skipped; a known key of another type refuses the file.
+"""Convert the objects in a snapshot's pickle to columns; `torch.cuda.memory._snapshot` documents them. Unknown keys are
+skipped. A known key of another type refuses the file.
 """
 
 from collections import defaultdict
@@ -54,7 +53,7 @@ _NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
 _Kind = TypeVar("_Kind", Segments, Blocks)
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=_HIGHEST)]
 _Frames = Any
-"""Converted once per stack, which is the same list in many events."""
+"""Cache of converted stacks; many events share one list object."""
 
 
 class _Event(Struct, gc=False):
@@ -78,7 +77,7 @@ class _Block(Struct, gc=False):
     requested_size: Natural | None = None
     frames: _Frames = None
     history: list[_OldEvent] = []
-    """The form of torch 1.12 to 2.0."""
+    """The block's history, as torch 1.12 to 2.0 wrote it."""
 
 
 class _Segment(Struct, gc=False):
@@ -91,7 +90,7 @@ class _Segment(Struct, gc=False):
 
 class _Settings(Struct):
     max_split_size: _Number | None = None
-    """torch writes its largest unsigned number, "no limit", as -1."""
+    """-1: no limit; torch writes its largest unsigned number so."""
     expandable_segments: bool = False
     roundup_power2_divisions: dict[Any, _Number] = {}
 
@@ -109,7 +108,7 @@ class _Frame(Struct):
 
 
 def build_history(snapshot: object) -> History:
-    """Raises Refused if it is not a memory snapshot."""
+    """Convert a snapshot to a History. Raises Refused if it is no memory snapshot."""
     if isinstance(snapshot, list):  # early torch.cuda.memory_snapshot(), without a history
         snapshot = {"segments": snapshot}
     stacks = _Stacks()
@@ -138,9 +137,8 @@ def build_history(snapshot: object) -> History:
 
 
 class _Stacks:
-    """Numbers stacks in order of first appearance.
-
-    Identity identifies lists and frames while the snapshot is kept: torch has each frame once.
+    """Number stacks in order of first appearance. Object identity identifies them, since torch writes each frame once
+    and the snapshot stays alive.
     """
 
     def __init__(self) -> None:
@@ -168,7 +166,7 @@ class _Stacks:
 
 
 def _text(text: str) -> str:
-    """Pickles may hold half surrogate pairs, JSON may not."""
+    """Text without half surrogate pairs, which pickles may hold but JSON may not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Builds a MemoryProfile from an allocator's History and, if known, the marks of owners next to its file."""
+"""Build a MemoryProfile from an allocator's History and, if present, its marks (records.memory_marks)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class _Head(msgspec.Struct):
 
 
 def read_marks(path: Path) -> Marks:
-    """The marks in a JSON file. Raises UserError, on one line, for an unreadable file or another content."""
+    """Read marks from a JSON file. Raises a one-line UserError if it is unreadable or no such file."""
     try:
         content = small_file(path)
         schema = msgspec.json.decode(content, type=_Head).schema
@@ -70,9 +70,8 @@ def read_marks(path: Path) -> Marks:
 
 
 def check_same_history(marks: Marks, history: History, path: Path) -> None:
-    """Raise UserError for marks of another history, or without owners of memory.
-
-    Marks name their history by its digest; old files are matched by all allocation sizes.
+    """Raise UserError if marks belong to another history, or name no owners. The history's digest identifies it; for
+    old files, all allocation sizes.
     """
     why = _why_not_of(marks, next((device for device in history.devices if device.index == marks.device_index), None))
     if why:
@@ -121,7 +120,7 @@ _TOLD_APART = ("parameters", "autocast_copies", "inputs")
 
 
 class SavedMemory:
-    """Tensors saved for backward with their categories, and the memory not already held by an earlier one."""
+    """Tensors saved for backward, with categories and with the bytes that no earlier tensor holds."""
 
     def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
         self._marks, self._lifetimes = marks, lifetimes
@@ -140,7 +139,7 @@ class SavedMemory:
             yield saved, category, self._asked_bytes(saved, piece) if counts else 0
 
     def _asked_bytes(self, saved: Saved, piece: int) -> int:
-        """Requested bytes of a storage, as categories count it; without a lifetime, the marks' size."""
+        """Requested bytes of a storage, as in categories; the marks' size if its allocation is unknown."""
         return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
@@ -209,7 +208,7 @@ _MOST_KINDS = 50_000
 def largest(
     lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, peak_moment: int
 ) -> tuple[Allocation, ...]:
-    """Groups of equal allocations by total bytes: first alive at the peak, then others."""
+    """Group similar allocations, by total bytes: first those alive at the peak, then others."""
     alive = alive_at(lifetimes, peak_moment)
     at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
     others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
@@ -282,8 +281,10 @@ class _Replayed:
 
 
 def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """Sum up a history: with marks, their device by MEASURED_CATEGORIES; without, the device with the highest peak by
-    UNNAMED_CATEGORIES. Raises SteplabError without allocations.
+    """Build the profile of one device. With marks, their device, by MEASURED_CATEGORIES; without, the device with the
+    highest peak, by UNNAMED_CATEGORIES.
+
+    Raises SteplabError if nothing was allocated.
     """
     replayed = _chosen(history, marks)
     device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
@@ -395,7 +396,7 @@ def unnamed_categories(lifetimes: Lifetimes) -> Codes:
 
 
 def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
-    """Indices into MEASURED_CATEGORIES. A piece belongs to its first named owner."""
+    """Index into MEASURED_CATEGORIES of each allocation; its first named owner decides."""
     codes: Codes = np.full(len(lifetimes), MEASURED_CATEGORIES.index("temporaries"), dtype=np.int8)
     always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
     codes[always] = MEASURED_CATEGORIES.index("workspaces")

@@ -1,6 +1,5 @@
-"""The allocator's history as columns: events in order, and memory held at the snapshot.
-
-1 GB holds millions of events; their few stacks are stored once. Addresses, sizes and times are int64.
+"""Columns of the allocator's history: events in order, and memory held when the snapshot was taken. A snapshot of 1 GB
+has millions of events but few stacks, each stored once. Addresses, sizes and times are int64.
 """
 
 from dataclasses import dataclass, field
@@ -26,13 +25,13 @@ ACTIONS = (
     "oom",
     "snapshot",
 )
-"""Kinds of events by torch's names; the index is the code."""
+"""Event kinds by torch's names; columns hold the index."""
 
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(8)
 OTHER = len(ACTIONS)
 
 INACTIVE, ALLOCATED, AWAITING_FREE = range(3)
-"""States of a block: free; in use; released while another stream may use it."""
+"""Block states: free; in use; freed but still used by another stream."""
 
 Frame = tuple[str, int, str]
 
@@ -41,9 +40,9 @@ Frame = tuple[str, int, str]
 class Events:
     action: Codes
     address: Integers
-    """Address of the block or segment; NONE without either."""
+    """Address of the block or segment; NONE if the event has neither."""
     size_bytes: Integers
-    """Requested bytes of a block, or bytes of a segment; NONE without either."""
+    """Requested bytes of a block, or bytes of a segment; NONE if the event has neither."""
     stream: Integers
     time_us: Integers
     stack: Numbers
@@ -61,11 +60,11 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Pieces of segments at the end, also free ones."""
+    """Blocks within segments when the snapshot was taken, including free ones."""
 
     address: Integers
     size_bytes: Integers
-    """Bytes set aside by the allocator."""
+    """Block size in the allocator, at least the requested bytes."""
     requested_bytes: Integers
     state: Codes
     stack: Numbers
@@ -82,15 +81,15 @@ class DeviceHistory:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
     max_split_bytes: int | None = None
-    """Blocks of at least this size are never split; None: all may be."""
+    """Size from which blocks are never split; None: all may be."""
     expandable_segments: bool = False
     roundup_divisions: tuple[int, ...] = ()
-    """Steps per power of two from 1 MiB on; sizes round up to them. 0: no rounding."""
+    """Number of size steps per power of two from 1 MiB on; sizes round up to them. 0: no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
     devices: tuple[DeviceHistory, ...]
     stacks: tuple[tuple[Frame, ...], ...]
-    """Different stacks, innermost frame first."""
+    """Distinct stacks, innermost frame first."""
     settings: AllocatorSettings = field(default=AllocatorSettings())

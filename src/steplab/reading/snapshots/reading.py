@@ -1,7 +1,7 @@
-"""Reads a snapshot of torch.cuda.memory._dump_snapshot into a History.
+"""Read a snapshot of torch.cuda.memory._dump_snapshot into a History.
 
-A pickle is a program that may import and call anything. Here it finds no name, so it builds only containers, text and
-numbers. The process bounds memory and time (reading.bounded).
+A pickle is a program that may import and call anything. This unpickler refuses every import, so it builds only
+containers, text and numbers. The process bounds memory and time (reading.bounded).
 """
 
 import io
@@ -25,8 +25,8 @@ _BUFFER_BYTES = MIB
 
 
 def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
-    """`on_progress` gets bytes read and the file's size. Raises UserError if the file cannot be read, is no
-    memory snapshot, or its pickle imports anything.
+    """Read a snapshot. `on_progress` gets bytes read and the file's size. Raises UserError if the file is unreadable,
+    no memory snapshot, or its pickle imports anything.
     """
     try:
         size_bytes = path.stat().st_size
@@ -41,7 +41,7 @@ def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves no name; without classes and functions a pickle can call nothing."""
+    """Unpickler that refuses every class and function, without which a pickle can call nothing."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         wanted = ".".join(part[:100] if part.isprintable() else ascii(part[:100]) for part in (module, name))

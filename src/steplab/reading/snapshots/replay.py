@@ -36,16 +36,16 @@ from steplab.reading.snapshots.history import (
 from steplab.units import KIB, MIB, counted
 
 SMALLEST_BYTES = KIB // 2
-"""All sizes are multiples of this."""
+"""Unit of all block sizes."""
 SMALL_POOL_BYTES = MIB
-"""Largest rounded size of the small pool; in the large pool, the largest rest not cut off."""
+"""Largest rounded size in the small pool. In the large pool, the largest remainder that is not split off."""
 SEGMENT_BYTES = 2 * MIB
 OVERSIZE_BYTES = 20 * MIB
 """Largest excess of an unsplit block over the request, in bytes."""
 
 
 def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
-    """Sizes after the allocator's rounding, before it searches a block."""
+    """Requested sizes rounded up as the allocator does before it looks for a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
         return rounded
@@ -58,14 +58,14 @@ def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Int
 
 
 class LargePool:
-    """The division of large segments into blocks, followed through the events."""
+    """Division of large segments into blocks, updated event by event."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
         self._free_before: dict[int, int] = {}
         self._used: dict[int, tuple[int, int]] = {}
-        """End and piece number of each used block, by its start."""
+        """End address and allocation number of each used block, by start address."""
         self._borders: set[int] = set()
         self.corrected: dict[int, int] = {}
         self._searches_left = 10_000
@@ -80,7 +80,7 @@ class LargePool:
         self._borders.discard(start)
 
     def divide(self, start: int, size_bytes: int, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Divide a segment as found: (start, end, number) of its pieces by address; the rest is free."""
+        """Add a segment with the given (start, end, number) of its used blocks, by address; the rest is free."""
         self._borders.add(start)
         end = start + size_bytes
         for piece_start, piece_end, number in pieces:
@@ -92,7 +92,7 @@ class LargePool:
             self._set_free(start, end)
 
     def allocate(self, start: int, rounded_bytes: int, number: int) -> int | None:
-        """Size of the block for a piece; None if the division there is unknown."""
+        """Return the block size of an allocation; None if the division at its address is unknown."""
         if start not in self._free and not self._correct(start):
             return None
         end = self._take_free(start)
@@ -118,7 +118,7 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Make a free block begin at `start`: the piece before it has another size than assumed."""
+        """Make a free block begin at `start`; the block before it has another size than assumed."""
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -157,16 +157,16 @@ class LargePool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Pieces of memory: first from before the history, then by allocation."""
+    """Allocations as columns: those before the history first, then in order of events."""
 
     address: Integers
     requested_bytes: Integers
     start: Integers
-    """Event of its allocation; -1: before the first event."""
+    """Index of the allocating event; -1: before the history."""
     end: Integers
-    """Event of its release; the number of events: still held."""
+    """Index of the releasing event; the number of events if never released."""
     stack: Numbers
-    """Index into History.stacks of its allocation; NONE: unknown."""
+    """Index into History.stacks of the allocation; NONE: unknown."""
 
     def __len__(self) -> int:
         return len(self.address)
@@ -175,12 +175,12 @@ class Pieces:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired(Pieces):
     block: Integers
-    """Index among the blocks held at the end; NONE: released."""
+    """Index among the blocks held at the end; NONE: released earlier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Awaited:
-    """Memory released before the history, but not yet reusable in it."""
+    """Memory released before the history that becomes reusable during it."""
 
     address: Integers
     requested_bytes: Integers
@@ -241,7 +241,7 @@ def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes(Pieces):
     block_bytes: Integers
-    """Block bytes; their sum over live blocks is the allocator's `allocated_bytes`."""
+    """Block sizes; those alive sum to the allocator's `allocated_bytes`."""
     num_events: int
     notes: tuple[str, ...] = field(default=())
 
@@ -274,7 +274,7 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
 
 
 def reserved_peak_bytes(device: DeviceHistory) -> int | None:
-    """Most bytes held from the device; None without segments."""
+    """Most bytes that the allocator reserved; None without segments."""
     if not _has_segments(device):
         return None
     events = device.events
@@ -287,7 +287,7 @@ def reserved_peak_bytes(device: DeviceHistory) -> int | None:
 
 
 def _has_segments(device: DeviceHistory) -> bool:
-    """True for a caching allocator's history; others lack segments of its sizes."""
+    """True for the history of a caching allocator, whose segments have typical sizes."""
     size_bytes = device.segments.size_bytes
     if len(size_bytes):
         return bool(((size_bytes >= SEGMENT_BYTES) & (size_bytes % SMALLEST_BYTES == 0)).all())
@@ -295,7 +295,7 @@ def _has_segments(device: DeviceHistory) -> bool:
 
 
 def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
-    """True if segments grow by pages; blocks are then always cut to size."""
+    """True if segments grow by pages; their blocks are always split."""
     mapped = device.segments.is_expandable.any() or (device.events.action == SEGMENT_MAP).any()
     return settings.expandable_segments or bool(mapped)
 
@@ -340,9 +340,8 @@ def _begin(
     awaited: Awaited,
     sizes: Integers,
 ) -> set[int]:
-    """Lay out segments as before the first event, and set their block sizes.
-
-    Returns the numbers of pieces with assumed sizes.
+    """Set up segments as before the history, with their block sizes. Returns the numbers of allocations with assumed
+    sizes.
     """
     unsure = set[int]()
     old = np.flatnonzero((pieces.start == NONE) & (sizes > SMALL_POOL_BYTES))
@@ -380,7 +379,7 @@ def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
 
 
 def _segments_before(device: DeviceHistory) -> dict[int, int]:
-    """Start and size of segments held before the first event: the end state with events undone."""
+    """Start and size of segments before the history: those at the end, with events undone."""
     events, segments = device.events, device.segments
     held = dict(zip(segments.address.tolist(), segments.size_bytes.tolist(), strict=True))
     rows = np.flatnonzero(np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE)))[::-1]

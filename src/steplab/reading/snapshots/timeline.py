@@ -23,7 +23,7 @@ class Positions:
         self._allocations = np.flatnonzero(events.action == ALLOC)
         self.num_allocations = len(self._allocations)
         self.by_event = not len(events) or bool((events.time_us == NONE).any())
-        """True if seconds are event numbers, for lack of times."""
+        """True if `seconds` are event numbers, because times are missing."""
         if self.by_event:
             self._seconds: Seconds = np.arange(self.num_events, dtype=np.float64) + 1
         else:
@@ -46,21 +46,20 @@ class Positions:
         return chosen
 
     def ordinals(self, starts: Integers) -> Integers:
-        """Ordinal of each event among the allocations, from 0; NONE before the history."""
+        """Index of each event among the allocations; NONE before the history."""
         ordinals: Integers = np.searchsorted(self._allocations, starts)
         return np.where(starts == NONE, NONE, ordinals)
 
     def seconds(self, moment: int) -> float:
-        """Seconds of the event before a moment, since the first event."""
+        """Seconds from the first event to the event before a moment."""
         return float(self._seconds[moment - 1]) if moment else 0.0
 
     def all_seconds(self) -> Seconds:
         return np.append(0.0, self._seconds)
 
     def innermost(self, stretches: Sequence[Stretch]) -> Numbers:
-        """Index of the innermost stretch around each allocation; NONE without one.
-
-        Stretches are in order of their beginnings, outer before inner, so the last wins.
+        """Index of the innermost stretch around each allocation; NONE if none. Outer stretches come first, so the last
+        match wins.
         """
         numbers: Numbers = np.full(self.num_allocations, NONE, dtype=np.int32)
         for number, stretch in enumerate(stretches):
@@ -77,7 +76,7 @@ class Residents:
         self._keys = group * self._stride + lifetimes.start[self._order] + 1
 
     def find(self, addresses: Sequence[int], positions: Sequence[int]) -> Integers:
-        """Index of the lifetime at each address and position; NONE without one."""
+        """Index of the allocation alive at each address and position; NONE if none."""
         if not len(self._keys) or not len(addresses):
             return np.full(len(addresses), NONE)
         wanted = np.array(addresses, dtype=np.int64)
@@ -91,7 +90,7 @@ class Residents:
 
 
 MOST_POINTS = 500
-"""Most points of a thinned timeline: more than a chart's columns, few enough for a small record."""
+"""Most points of a thinned timeline: more than a chart's columns, yet a small record."""
 _KEPT_BESIDE = 40
 
 
@@ -104,10 +103,8 @@ def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
 
 
 def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Integers) -> list[tuple[int, int]]:
-    """First and last moment of each phase.
-
-    A release between two phases counts to the first, up to the first event in `given_up`: ascending releases of
-    gradients, which count to the next.
+    """First and last moment of each phase. A release between phases belongs to the earlier one. From the first event in
+    `given_up` on, releases of gradients belong to the later one.
     """
 
     def border(position: int) -> int:
@@ -141,11 +138,9 @@ def timeline(
     allocated_bytes: Integers,
     phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
-    """Thinned, by category, without empty ones.
-
-    Kept are the first and last moment, each phase's first moment and peak, and the extremes of equal stretches of time,
-    hence the overall peak. `names` belong to the codes; rounding is stacked on top. `phases` has first and last
-    moments.
+    """Allocated bytes by category, thinned, without empty categories. Remaining are first and last moment, each phase's
+    first and peak, and extremes of equal time intervals, hence the overall peak. `names` are the categories' names;
+    rounding is added last. `phases` holds first and last moments.
     """
     moments = _chosen(positions, allocated_bytes, phases)
     rounding = lifetimes.block_bytes - lifetimes.requested_bytes

@@ -1,5 +1,3 @@
-"""Turns a profiler's trace, of any make, into a Profile record.
-
-A reader (kineto.py, nsys.py) turns a file into a Trace of columns; digest.py turns that into a
-`records.profile.Profile`. Nothing here imports torch.
+"""Build a Profile record from any profiler's trace. kineto.py and nsys.py read a file into a Trace of columns;
+digest.py sums it up. Nothing here imports torch.
 """

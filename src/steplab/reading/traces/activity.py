@@ -1,7 +1,5 @@
-"""Pieces of device work with their launches: the table that the digest groups and sums.
-
-A GPU's piece is a kernel, copy or fill. A CPU's operators are its kernels: a piece is a stretch with one operator
-innermost on its thread, its time without its children's.
+"""Table of device work with the launches it came from, which the digest groups and sums. On a GPU a row is a kernel,
+copy or fill. On a CPU it is a stretch of an operator outside its inner operators.
 """
 
 import re
@@ -31,26 +29,22 @@ class Activity(Rows):
     end_ns: Column
     stream: Column
     launch_ns: Column
-    """Start of the launching host call; NONE: not in the trace."""
+    """Start of the host call that launched the work; NONE: not in the trace."""
     launched_ns: Column
     call: Column
-    """Number of that call, which separates pieces of different launches."""
+    """Number of the launching call, which distinguishes work of different launches."""
     op: Column
     step: Column
     phase: Column
     path: Column
     category: Column
     unseen: Column
-    """1 if a CUDA graph without work in the trace was launched between the previous piece's launch and this one's; else
-    0.
-    """
+    """1 if a CUDA graph launched since the previous row left no work in the trace; else 0."""
 
 
 def device_activity(trace: Trace, host: Host) -> Activity:
-    """Every kernel, copy and fill, attributed by its launch.
-
-    Work without a launch belongs to the step it ran in, limited by its neighbours on the stream, and to the phase of
-    the piece before it.
+    """Table of all kernels, copies and fills, attributed by their launches. Work without a launch belongs to the step
+    in which it ran, within its stream's order, and to the preceding row's phase.
     """
     work, calls = trace.work, trace.calls
     call = launching_calls(trace)
@@ -114,10 +108,9 @@ def _categories(trace: Trace, name: Column, *, on_device: bool) -> Column:
 
 
 def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, first_launch_ns: int) -> Column:
-    """The step of each piece of work; NONE outside. `step` is right for found launches.
-
-    A stream runs work in launch order, so no piece precedes the step of the one before it. The first pieces are the
-    tail of an earlier step if the stream worked off a queue before the trace's first launch.
+    """Step of each row; NONE outside. `step` is right for known launches. A stream runs work in launch order, so steps
+    never decrease along it. Its first rows belong to an earlier step if they were queued before the trace's first
+    launch.
     """
     work, starts_ns = trace.work, host.steps[0]
     if found.all() or not len(starts_ns):

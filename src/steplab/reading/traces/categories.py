@@ -1,7 +1,5 @@
-"""Categories of kernels and operators, by rules on names.
-
-The first match decides, so specific rules come first. Unmatched names are `uncategorised`, and every report shows their
-time: add a rule, do not guess.
+"""Categories of kernels and operators, by rules on their names. The first match decides, so specific rules come first.
+Other names are `uncategorised`, and every report shows their time: add a rule, do not guess.
 """
 
 import re
@@ -91,9 +89,8 @@ _INDUCTORS = (
 
 
 def _of_inductor(kind: str, operators: str) -> str:
-    """Category of an Inductor kernel by its kind: pointwise, (persistent) reduction, template, list.
-
-    Its name lists fused operators and some neighbours; attention or products among them are not inside.
+    """Category of an Inductor kernel by its kind: pointwise, (persistent) reduction, template, list. Its name also
+    lists neighbouring operators, so attention or products there do not count.
     """
     if kind == "tem":
         return "attention" if "flex_attention" in operators else "matmul"

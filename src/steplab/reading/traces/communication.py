@@ -1,8 +1,7 @@
-"""Messages and computation in a trace of some steps: time, overlap, and the last step's timeline.
+"""Times of messages and computation in a trace, their overlap, and the last step's timeline.
 
-On a GPU a message is a communication library's kernel or a copy between GPUs. steplab's peer copies average gradients
-on separate streams; everything on these streams counts. On a CPU a message is gloo's range on the sending thread, while
-the calling thread continues.
+On a GPU a message is a communication kernel, or a copy between GPUs. steplab's peer copies run on separate streams,
+where all work counts as communication. On a CPU a message is gloo's range on its own thread.
 """
 
 import re
@@ -20,12 +19,12 @@ from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
 
 _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
-"""Names of ranges around a host thread's sends."""
+"""Names of the host ranges that mark messages."""
 _TRANSFERS = re.compile(r"^Mem(cpy|set)")
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
-"""Share of the step below which gaps are not drawn."""
+"""Share of the step below which the timeline draws no gap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,7 @@ class _Pieces:
 
 
 def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
-    """Communication in a trace of whole steps. Raises SteplabError without steps or work."""
+    """Communication and its overlap in a trace of whole steps. Raises SteplabError without steps or work."""
     host = host or Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
@@ -78,19 +77,19 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
 
 
 def _lasts_ns(activity: Activity, step: int) -> int:
-    """Time from a step's first work to its last; the device may have been held between steps."""
+    """Mean time from a step's first work to its last; the device may wait between steps."""
     mine = activity.step == step
     return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Messages in steps: on a GPU kernels, on a CPU ranges; and the computation that may hide them."""
+    """Messages in steps (GPU kernels or CPU ranges), and the computation that may overlap them."""
 
     start_ns: Column
     end_ns: Column
     lane: Column
-    """Stream; on a CPU, thread."""
+    """Stream, or thread on a CPU."""
     name: Column
     step: Column
     computed: tuple[Column, Column]
@@ -101,7 +100,7 @@ class Sent:
 
 
 def sent_in(activity: Activity, trace: Trace, host: Host) -> Sent:
-    """`activity` lies in steps."""
+    """Messages and computation in `activity`, whose work must lie in steps."""
     sends = activity.category == _COMMUNICATION
     computing = ~sends & ~trace.named(activity.name, _TRANSFERS.match)
     computed = activity.start_ns[computing], activity.end_ns[computing]
@@ -130,7 +129,7 @@ def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces,
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
-    """Streams with messages, or with only peer copies; never the stream that computes most."""
+    """Streams that carry messages, or only peer copies; never the stream that computes most."""
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
     of_copies = trace.named(activity.name, _OF_PEER_COPIES.match)
     computed_ns: dict[int, int] = {}
@@ -145,7 +144,7 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """For a CPU: operators are computation; a call that starts a message is neither."""
+    """Rows for a CPU: operators are computation, except calls that start a message."""
     found = sent_in(activity, trace, host)
     category = np.full(len(found.start_ns), _COMMUNICATION)
     sent = _Pieces(start_ns=found.start_ns, end_ns=found.end_ns, category=category)

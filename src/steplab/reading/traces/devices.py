@@ -1,6 +1,5 @@
-"""One device of several in a trace, and the process that drives it.
-
-Two devices together would count as busy while one waits for the other.
+"""Select one device of a trace, and the process that drives it. Two devices together would count as busy while one
+waits for the other.
 """
 
 import dataclasses
@@ -12,9 +11,8 @@ from steplab.reading.traces.trace import NONE, Column, Trace
 
 
 def launching_calls(trace: Trace) -> Column:
-    """Index of the host call that launched each piece of work; NONE: not in the trace.
-
-    Correlation id 0 means none (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
+    """Index of the host call that launched each row of work; NONE: not in the trace. Correlation id 0 means none
+    (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
     """
     known, wanted = trace.calls.correlation, trace.work.correlation
     if not len(known):
@@ -25,9 +23,8 @@ def launching_calls(trace: Trace) -> Column:
 
 
 def one_device(trace: Trace) -> Trace:
-    """The trace of the device with the most work, and of the process that launched most of it.
-
-    Work of unknown device or launch stays. Notes name omitted work.
+    """Trace of the device with the most work, and of the process that launched most of it. Work of unknown device or
+    launch remains. Notes name what is omitted.
     """
     processes = np.array((*trace.processes, NONE))
     device, calls = trace.work.device, launching_calls(trace)
@@ -55,7 +52,7 @@ def _known(numbers: Column) -> list[int]:
 
 
 def _most_common(numbers: Column) -> int:
-    """NONE if there is no other."""
+    """Most frequent value besides NONE; NONE if there is no other."""
     found, counts = np.unique(numbers[numbers != NONE], return_counts=True)
     return int(found[counts.argmax()]) if len(found) else NONE
 

@@ -1,4 +1,4 @@
-"""Makes a Profile from a Trace: chooses steps, attributes work, sums it."""
+"""Build a Profile from a Trace: select steps, attribute work, sum up."""
 
 import re
 from collections.abc import Iterator
@@ -30,10 +30,8 @@ _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pin
 
 
 def digest(trace: Trace, *, source: str | None = None, step_range: str | None = None) -> Profile:
-    """Sum up a trace. `source` (default: the trace's) goes into the record unchanged.
-
-    `step_range` is a shell pattern for ranges that are steps. Raises SteplabError if nothing ran, UserError for a
-    pattern without ranges.
+    """Sum up a trace. `source` (default: the trace's) is stored unchanged. `step_range` is a shell pattern for names of
+    ranges that are steps. Raises SteplabError if nothing ran, UserError if no range matches.
     """
     trace = last_steps(possible(one_device(with_steps(trace, step_range))))
     host = Host(trace)
@@ -187,7 +185,7 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
 
 
 def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
-    """Host calls within steps that wait for the device, copy to or from it, or allocate on it."""
+    """Host calls in steps that wait for the device, copy to or from it, or allocate on it."""
     calls = trace.calls
     chosen = np.flatnonzero(trace.named(calls.name, _WAITS.search) & (host.step_at(calls.start_ns) != NONE))
     launched, launching = np.full(len(calls.name) + 1, NONE), launching_calls(trace)

@@ -18,13 +18,12 @@ _BLANKS = re.compile(rb"[ \t\r\n]*")
 
 class Source(Protocol):
     def readinto(self, view: memoryview, /) -> int:
-        """Fill `view` from the left; returns the bytes read, 0 only at the end."""
+        """Fill `view` from the left and return the number of bytes read, 0 only at the end."""
 
 
 class Window:
-    """Bytes `start` to `end` of the document in `data`.
-
-    One free byte on each side lets a piece be decoded in place with brackets around it.
+    """Part of the document in memory: bytes `start` to `end` of `data`. A spare byte on each side takes brackets, so
+    that a piece is decoded in place.
     """
 
     def __init__(self, source: Source) -> None:
@@ -38,11 +37,11 @@ class Window:
         return self.end - self.start
 
     def view(self, start: int, end: int) -> memoryview:
-        """They change with the next fill."""
+        """The unread bytes, valid until the next fill."""
         return memoryview(self.data)[start:end]
 
     def fill(self, size: int) -> None:
-        """Read until the window holds `size` bytes or the document ends."""
+        """Read until `size` bytes are unread or the document ends."""
         if len(self) >= size or self.exhausted:
             return
         kept = self.data[self.start : self.end]
@@ -68,7 +67,7 @@ class Window:
 
 
 CHUNK_BYTES = 1 << 19
-"""Bytes decoded at a time, few enough for the processor's cache."""
+"""Bytes decoded at once, few enough for the processor's cache."""
 _FIRST_BYTES = 1 << 6
 
 _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
@@ -87,33 +86,33 @@ _DAMAGED = -1
 
 
 class NotATrace(Exception):
-    """Not a JSON object or array, or without events; the text is the reason, if known."""
+    """Document is no JSON object or array, or has no events; the text is the reason, if known."""
 
 
 class EventSink(Protocol):
     def take(self, array: memoryview) -> bool:
-        """Take all events of a JSON array; False, with none taken, if it cannot be decoded."""
+        """Take all events of a JSON array; return False, having taken none, if it cannot be decoded."""
 
     def salvage(self, elements: Sequence[memoryview]) -> int:
-        """Take events one by one; returns the number of unreadable ones."""
+        """Take events one by one; return the number that cannot be read."""
 
 
 class Document:
-    """Reads a document once: events go to a sink, chosen members are kept."""
+    """Read a document once: pass events to a sink, keep chosen members."""
 
     def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
         self.members: dict[str, bytes] = {}
-        """JSON text of the members in `keep`, if found."""
+        """JSON text of members named in `keep`."""
         self.has_events = False
-        """True if there was an array of events."""
+        """True if the document has an array of events."""
         self.damage: str | None = None
-        """How the document broke off; None if it ended properly."""
+        """Description of a premature end; None if the document is complete."""
         self.num_unreadable = 0
-        """Events left out: invalid JSON, or too long."""
+        """Number of events omitted as invalid JSON or too long."""
         self._keep, self._chunk_bytes = keep, chunk_bytes
         self._window = Window(source)
         self._seam = b""
-        """Text between the last two divided events, from brace to first key."""
+        """Text between two events where pieces were last divided, from brace to first key."""
 
     @property
     def num_bytes(self) -> int:
@@ -194,7 +193,7 @@ class Document:
     # --- events -----------------------------------------------------------------------------------------------
 
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
-        """Pass the array's elements to the sink, from the opening bracket through the closing one."""
+        """Pass the array's events to the sink, including its closing bracket."""
         self.has_events = True
         window, closed = self._window, None
         window.fill(self._chunk_bytes)
@@ -208,7 +207,7 @@ class Document:
             self.damage = "the file ends within its list of events"
 
     def _quick(self, sink: EventSink) -> bool:
-        """Take the text before a seam near the window's end; False if there is no seam."""
+        """Pass events up to a seam near the window's end; False if there is no seam."""
         for brace, seam in self._seams():
             if self._take(sink, brace + 1 - self._window.start):
                 self._seam = seam
@@ -228,7 +227,7 @@ class Document:
                 yield found.start(), found[0]
 
     def _take(self, sink: EventSink, length: int) -> bool:
-        """Offer the first bytes of the window as an array, with brackets written around them in place."""
+        """Offer the window's first bytes as an array, with brackets written around them in place."""
         window, start = self._window, self._window.start
         end = start + length
         before, behind = window.data[start - 1], window.data[end]
@@ -238,9 +237,8 @@ class Document:
         return taken
 
     def _careful(self, sink: EventSink) -> bool | None:
-        """Take the window's events one by one; returns if the array was closed, None to go on.
-
-        It consumes at least one element, however large the window must grow.
+        """Pass the window's events one by one; return if the array was closed, None to continue. Consumes at least one
+        event, however large the window must become.
         """
         window, text, place = self._window, self._text(), 0
         elements, ends = list[memoryview](), list[int]()
@@ -295,7 +293,7 @@ class Document:
         return match.start() + match[0].index(b",") + 1 if match else None
 
     def _search(self) -> bool | None:
-        """Drop text up to the next seam; False if the document ends first, None to go on."""
+        """Skip to the next seam; False if the document ends first, None to continue."""
         window = self._window
         while True:
             window.fill(len(window) + self._chunk_bytes)

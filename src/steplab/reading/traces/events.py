@@ -1,4 +1,4 @@
-"""The fields read of a Kineto event, and their decoders."""
+"""Fields that are read from a Kineto event, and their decoders."""
 
 import json
 import warnings
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from steplab.reading.traces.trace import NONE
 
 Number = int | float | str | None
-"""Numbers in events; some exporters write them as text."""
+"""Number in an event; some exporters write text."""
 
 
 _Type = TypeVar("_Type")
@@ -28,10 +28,10 @@ class Args(Struct, frozen=True, gc=False):
     correlation: Number = NONE
     sequence: Number = field(default=NONE, name="Sequence number")
     dims: Raw = field(default=NO_DIMS, name="Input Dims")
-    """As written: operators repeat the same text thousands of times."""
+    """Raw JSON; operators repeat the same text thousands of times."""
     types: Raw = field(default=Raw(b"[]"), name="Input type")
     concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
-    """Numbers and flags, as text."""
+    """Numbers and flags among the inputs, as text."""
     collective: Any = field(default="", name="Collective name")
     group: Any = field(default="", name="Process Group Name")
     members: Any = field(default="", name="Process Group Ranks")
@@ -44,7 +44,7 @@ class Event(Struct, frozen=True, gc=False):
     cat: str = ""
     name: str = ""
     ts: Raw = Raw(b"null")
-    """Start, in its written digits."""
+    """Start in microseconds, as written."""
     dur: Raw = Raw(b"null")
     pid: Number = None
     tid: Number = None
@@ -63,9 +63,8 @@ def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:
 
 
 def repair_event(text: bytes) -> Event | None:
-    """An event that the decoder refused; None if it is no JSON object, or a field has a wrong type.
-
-    NaN, Infinity and null count as absent. Control characters, half surrogate pairs and bad UTF-8 are replaced.
+    """Convert an event that the decoder refused; None if it is no JSON object or a field has a wrong type. NaN,
+    Infinity and null count as absent. Control characters, half surrogate pairs and bad UTF-8 are replaced.
     """
     try:
         value = json.loads(
@@ -80,9 +79,9 @@ def repair_event(text: bytes) -> Event | None:
 
 
 MISSING = int(np.iinfo(np.int64).min)
-"""Nanoseconds for a time that is absent or too large."""
+"""Nanoseconds that stand for an absent or too large time."""
 _MOST_US = 2**53
-"""285 years: with three decimals still int64 nanoseconds."""
+"""285 years in microseconds; as int64 nanoseconds this does not overflow."""
 
 
 def nanoseconds(times_us: Sequence[Raw]) -> NDArray[np.int64]:

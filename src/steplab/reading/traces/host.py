@@ -1,6 +1,5 @@
-"""Host activity at an instant: step, phase, range of the model, operator.
-
-Device work is attributed by its launching host call, so only this file knows how traces name things.
+"""Find the host's step, phase, model range and operator at any time. Device work is attributed by its launching host
+call, so only this file knows the names in traces.
 """
 
 import re
@@ -14,9 +13,9 @@ from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.records.profile import OUTSIDE, PHASES
 
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
-"""Ranges without a place in the model: the compiler's name its cache entry."""
+"""Ranges that belong to no part of the model, such as the compiler's cache look-up."""
 _LONGEST_PATH = 1000
-"""Longest path in characters; deeper ranges count as the surrounding one."""
+"""Most characters of a path; deeper ranges count as the surrounding one."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 
@@ -28,26 +27,24 @@ class Host:
         self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
         steps = step_ranges(trace)
         self.steps = ranges.start_ns[steps], (ranges.start_ns + ranges.duration_ns)[steps]
-        """Host start and end of each step, in order; empty without marks."""
+        """Start and end of each step on the host, in order; empty without marks."""
         self.phase_names, self._range_phase = self._phases()
         self.paths: list[str] = [""]
-        """Texts of the path numbers from `path_at`."""
+        """Paths by the numbers that `path_at` returns."""
         self._range_path = self._name_paths()
         self._backward_node = self._backward_nodes()
         self._forward_path = self._paths_of_sequences()
 
     def step_at(self, time_ns: Column) -> Column:
-        """Index of the step at each instant; NONE outside. Without marks everything is step 0."""
+        """Index of the step at each time; NONE outside. Without marks all is step 0."""
         starts, ends = self.steps
         if not len(starts):
             return np.zeros(len(time_ns), dtype=np.int64)
         return _last_begun(starts, ends, time_ns)
 
     def phase_at(self, time_ns: Column, thread: Column) -> Column:
-        """Index into `phase_names` at each instant.
-
-        A marked phase holds for every thread: backward runs on autograd's thread while the caller waits. Without marks,
-        work under an autograd node is backward, earlier work of the step is forward, and the rest is outside.
+        """Index into `phase_names` at each time. Phase marks apply to every thread: backward runs on autograd's.
+        Without marks, work under an autograd node is backward, earlier work in the step forward, the rest outside.
         """
         marked = self._marked_phase(time_ns)
         backward = self._node_at(time_ns, thread) != NONE
@@ -60,7 +57,7 @@ class Host:
         return np.where(marked == NONE, inferred, marked)
 
     def path_at(self, time_ns: Column, thread: Column) -> Column:
-        """Index into `paths` of the innermost range at each instant; a backward node has its forward operator's."""
+        """Index into `paths` of the innermost range at each time; backward nodes have their forward operator's path."""
         path = self._path_of_range_at(time_ns, thread)
         node = self._node_at(time_ns, thread)
         for index in np.flatnonzero((path == 0) & (node != NONE)):
@@ -90,7 +87,7 @@ class Host:
         return names, by_name[self._trace.ranges.name]
 
     def _outermost_marks(self) -> Column:
-        """Phase marks outside all others: DistributedDataParallel.forward within forward is one phase."""
+        """Phase marks not within another mark: DistributedDataParallel.forward within forward is one phase."""
         parent, phase = self._range_nesting.parent, self._range_phase
         marked_above = np.zeros(len(parent), dtype=bool)
         for index, above in enumerate(parent.tolist()):
@@ -108,9 +105,8 @@ class Host:
         return np.where(at == NONE, NONE, self._range_phase[marks[at]])
 
     def _name_paths(self) -> Column:
-        """Each range's path: its dotted name if that continues its parent's, else appended to it.
-
-        Steps and phases are omitted; layer numbers between dots become *.
+        """Path of each range: its dotted name if it extends its parent's, else both joined. Steps and phases are
+        omitted; layer numbers become *.
         """
         names, ranges = self._trace.names, self._trace.ranges
         numbers: dict[str, int] = {"": 0}
@@ -147,9 +143,8 @@ class Host:
         return np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
 
     def _paths_of_sequences(self) -> dict[int, int]:
-        """The forward operator's path for each sequence number.
-
-        An operator reads the next autograd node's number, so several may carry one; the last made the node.
+        """Path of the forward operator for each autograd sequence number. Operators carry the next node's number, so
+        several may share one; the last one made the node.
         """
         ops = self._trace.ops
         forward = np.flatnonzero((ops.sequence != NONE) & (self._backward_node == NONE))
@@ -158,9 +153,8 @@ class Host:
 
 
 def _last_begun(starts: Column, ends: Column, time_ns: Column) -> Column:
-    """Index of the last interval begun before each instant; NONE if it has ended, or none began.
-
-    `starts` ascend and are not empty.
+    """Index of the last interval begun before each time; NONE if it has ended or none began. `starts` ascend and are
+    not empty.
     """
     at = np.searchsorted(starts, time_ns, side="right") - 1
     return np.where((at >= 0) & (time_ns < ends[at]), at, NONE)

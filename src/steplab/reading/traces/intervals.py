@@ -1,6 +1,5 @@
-"""Exact lengths of time intervals: unions, overlaps, shared instants, and nesting on threads.
-
-Intervals are half-open, [start, end), in int64 nanoseconds, in any order.
+"""Exact lengths of time intervals: unions, overlaps, shared times, and nesting on threads. Intervals are half-open,
+[start, end), in int64 nanoseconds, in any order.
 """
 
 import sys
@@ -16,7 +15,7 @@ Shares = NDArray[np.float64]
 
 
 def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
-    """The same instants as ordered intervals that neither touch nor overlap."""
+    """Union as sorted intervals that neither touch nor overlap."""
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
     if not len(start_ns):
@@ -46,14 +45,13 @@ def overlap(a: tuple[Column, Column], b: tuple[Column, Column]) -> int:
 
 
 def clip(start_ns: Column, end_ns: Column, low_ns: int, high_ns: int) -> tuple[Column, Column]:
-    """Each interval's part in [low, high); empty if outside."""
+    """Part of each interval within [low, high); empty if outside."""
     return np.clip(start_ns, low_ns, high_ns), np.clip(end_ns, low_ns, high_ns)
 
 
 def shares(start_ns: Column, end_ns: Column, group: Column, num_groups: int) -> Shares:
-    """Nanoseconds per group; an instant covered by k intervals counts 1/k for each.
-
-    `group` numbers each interval's group from 0. The shares sum to the union's length.
+    """Nanoseconds per group, summing to the union; k overlapping intervals get 1/k each. `group` holds each interval's
+    group number, from 0.
     """
     times = np.concatenate((start_ns, end_ns))
     order = np.argsort(times, kind="stable")
@@ -70,13 +68,12 @@ def shares(start_ns: Column, end_ns: Column, group: Column, num_groups: int) -> 
 
 
 class Nesting:
-    """Intervals nested within their thread, ordered by start, outer before inner.
-
-    An interval that rounding makes outlast its parent ends with it.
+    """Parent of each interval on its thread; sorted by start, outer first. An interval that rounding makes outlast its
+    parent ends with it.
     """
 
     parent: Column
-    """Index of the surrounding interval; NONE at the outermost level."""
+    """Index of the enclosing interval; NONE if there is none."""
 
     def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
         self._borders: dict[int, tuple[Column, Column]] = {}
@@ -96,7 +93,7 @@ class Nesting:
 
     @property
     def segments(self) -> tuple[Column, Column, Column]:
-        """Start, end and owner of stretches with one innermost interval, over all threads."""
+        """Start, end and innermost interval of each stretch of time, over all threads."""
         parts: list[tuple[Column, Column, Column]] = []
         for borders_ns, owners in self._borders.values():
             owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
@@ -109,7 +106,7 @@ class Nesting:
 
 
 def _walk(indices: list[int], starts: list[int], ends: list[int], parent: list[int]) -> tuple[Column, Column]:
-    """Instants where a thread's innermost interval changes, and the interval from there; fills in the parents."""
+    """Times at which a thread's innermost interval changes, with the new one. Also fills in the parents."""
     borders: list[int] = []
     owners: list[int] = []
     stack = [NONE]

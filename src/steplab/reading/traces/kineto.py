@@ -56,8 +56,8 @@ _CATEGORIES = (
     ("cpu_op", "Operator"),
     ("user_annotation",),
 )
-"""Categories of device work, host calls, operators and ranges, from Kineto's ActivityType.h (AMD's are named cuda too),
-also capitalised as before torch 1.12.
+"""Event categories of device work, host calls, operators and ranges, from Kineto's ActivityType.h (AMD's are named cuda
+too), also capitalised as before torch 1.12.
 """
 _OF_THE_DEVICE = "gpu_user_annotation"
 _PASSED_OVER = frozenset(
@@ -67,7 +67,7 @@ _PASSED_OVER = frozenset(
         *("mtia_runtime", "glow_runtime", "hpu_runtime", "critical_path", "PythonFunction"),
     )
 )
-"""Kineto's categories without device work, or duplicated by another category."""
+"""Kineto's categories without device work, or that another category duplicates."""
 
 
 class _Device(msgspec.Struct):
@@ -86,7 +86,7 @@ Columns = Mapping[str, Values]
 
 
 def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
-    """The trace in a JSON document. Raises NotATrace for another document, and without a list that has an event."""
+    """Read the trace in a JSON document. Raises NotATrace for other documents, and without events."""
     document = Document(
         source,
         keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name"),
@@ -147,7 +147,7 @@ class Collector:
         self.has_lost_work = False
         self.unknown = Counter[str]()
         self.further_steps = list[Event]()
-        """Steps of further categories, such as the GPU's, used if there are no others."""
+        """Steps in other categories, such as the GPU's, used if there are none on the host."""
         self.num_repaired = 0
         self._inputs = InputNumbers(self.builder.inputs)
 
@@ -302,10 +302,8 @@ _ABSENT = b"[],[]"
 
 
 class InputNumbers(dict[bytes, int]):
-    """Maps an event's `Input Dims`, `Input type` and maybe `Concrete Inputs`, joined by commas, to an index in
-    Trace.inputs.
-
-    Steps repeat operators with equal inputs; each text is parsed once.
+    """Index in Trace.inputs of an event's `Input Dims`, `Input type` and maybe `Concrete Inputs`. Steps repeat
+    operators with equal inputs, so each text is parsed once.
     """
 
     def __init__(self, numbering: Numbering[Inputs]) -> None:

@@ -1,11 +1,11 @@
-"""Meaning of names in traces: old torch records ranges as operators, NVTX holds operators as ranges."""
+"""Parse names in traces: old torch records ranges as operators; NVTX ranges may be operators."""
 
 import re
 
 import msgspec
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
-"""Names of steps, unless the user names others."""
+"""Names of step ranges, unless the user gives others."""
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
     (re.compile(r"^\W*backward\W*$", re.I), "backward"),
@@ -19,7 +19,7 @@ _CALLED = re.compile(
     re.S,
 )
 Call = tuple[str, int | None, list[list[int]]]
-"""An operator from emit_nvtx: name, autograd's sequence number, input shapes."""
+"""Operator from an emit_nvtx range: name, autograd's sequence number, input shapes."""
 _OPERATOR = re.compile(r"\w+::\w|autograd::engine|\w+Backward\d*$")
 
 
@@ -32,9 +32,8 @@ def is_range(name: str) -> bool:
 
 
 def called(text: str) -> Call | None:
-    """The operator in an NVTX range's text; None for another range.
-
-    Texts are `NAME[, seq = N][, op_id = N][, sizes = [[2, 3], []]]`; other suffixes stay.
+    """Parse an NVTX range's text as an operator; None if it is none. Texts are `NAME[, seq = N][, op_id = N][, sizes =
+    [[2, 3], []]]`; other suffixes remain in the name.
     """
     found = _CALLED.fullmatch(text)
     if not found or not _OPERATOR.match(found["name"]):

@@ -1,7 +1,5 @@
-"""Reads SQLite exports of Nsight Systems into columns.
-
-`nsys export --type sqlite` writes a table per kind of event. Tables and columns vary by version and tracing, so they
-are looked up first. Ranges may contain torch's operators.
+"""Read SQLite exports of Nsight Systems into columns. `nsys export --type sqlite` writes a table per kind of event.
+Tables and columns vary by version and options, so they are looked up first.
 """
 
 import re
@@ -48,21 +46,21 @@ _COPY_KINDS = (
     *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
     *("Unified HtoD", "Unified DtoH", "Unified DtoD"),
 )
-"""Kinds of copies in the order of ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
+"""Copy kinds in the order of ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
 _PUSH_POP, _START_END = 59, 60
 _CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
-"""Suffixes to remove: cudaLaunchKernel_v7000 becomes cudaLaunchKernel."""
+"""Version suffix of a call: cudaLaunchKernel_v7000 becomes cudaLaunchKernel."""
 _THREAD_BITS = 24
 _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""Errors of a damaged database; the latter for table and column names."""
+"""Errors of a damaged database; the last concerns table and column names."""
 
 Integers = NDArray[np.int64]
 
 
 def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
-    """The trace in an export, opened read-only. Raises UserError for another file."""
+    """Read the trace in an export, opened read-only. Raises UserError for other files."""
     size_bytes = path.stat().st_size
     # Immutable, so SQLite writes no files next to it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
@@ -96,7 +94,7 @@ class _Export:
         self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
-        """Notes name absent and damaged tables."""
+        """Read all tables; notes name those that are missing or damaged."""
         readers: dict[str, Callable[[], None]] = {
             _TEXTS: self._read_texts,
             _KERNELS: partial(self._read_work, _KERNELS, ("demangledName", "shortName", "mangledName"), self._text),
@@ -186,10 +184,9 @@ class _Export:
     def _rows(
         self, base: str, columns: Sequence[str | Sequence[str]], condition: str = "1"
     ) -> Iterator[Sequence[Sequence[Any]]]:
-        """Start, duration and the given columns, many rows at a time.
-
-        If a column has several names, the first with a value counts. Absent values, nulls and wrong types become NONE;
-        only names may be text. SQLite stores any type in any column.
+        """Yield start, duration and the given columns in chunks. If a column has several names, the first with a value
+        counts. Missing values and wrong types become NONE; only names may be text, since SQLite stores any type in any
+        column.
         """
         table = self._tables[base]
         known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
@@ -232,7 +229,7 @@ class _Export:
         return self._texts.get(value, "(unnamed)")
 
     def _read_texts(self) -> None:
-        """All at once: without an index SQLite would read half the table per name."""
+        """Read all texts at once; without an index each look-up would scan half the table."""
         typed = "typeof(id) = 'integer' AND typeof(value) = 'text'"
         rows = self._connection.execute(f'SELECT id, value FROM "{self._tables[_TEXTS]}" WHERE {typed}').fetchall()
         self._texts = dict(reversed(rows))  # the first of an id counts

@@ -16,23 +16,21 @@ from steplab.reading.traces.trace import NONE, UNTYPED, Column, Inputs, Trace
 
 
 def describe(inputs: Inputs) -> str:
-    """Tensors among the inputs, such as 'bf16[2048, 768] bf16[768, 3072]'."""
+    """Tensor inputs as text, such as 'bf16[2048, 768] bf16[768, 3072]'."""
     return " ".join(
         f"{DTYPES_OF_TRACES.get(dtype, dtype)}[{', '.join(map(str, shape))}]" for shape, dtype in _tensors(inputs)
     )
 
 
 def computed_in(inputs: Inputs) -> str:
-    """The narrowest floating-point type of tensors with several dimensions: the type of a mixed product."""
+    """Narrowest floating-point type of multi-dimensional inputs, which a mixed product computes in."""
     found = [DTYPES_OF_TRACES.get(dtype) for _, dtype in _tensors(inputs)]
     return next((name for name in reversed(FLOATING_BYTES) if name in found), "")
 
 
 class OpCosts:
-    """Costs of a trace's calls.
-
-    An operator costs nothing if inner operators execute its FLOPs: aten::linear calls aten::mm, and the product counts
-    once.
+    """FLOPs and bytes of operators in a trace. Operators whose inner operators compute have no cost: aten::linear calls
+    aten::mm, which counts.
     """
 
     def __init__(self, trace: Trace, parent: Column) -> None:
@@ -48,7 +46,7 @@ class OpCosts:
         self._delegates = (inner != NONE) & (inner >= np.array(own, dtype=np.float64))
 
     def of(self, calls: Column) -> Cost | None:
-        """Total cost of these calls of one operator with one input shape; None if unknown."""
+        """Total cost of calls of one operator with one input shape; None if unknown."""
         working = calls[~self._delegates[calls]]
         cost = self._cost(int(self._trace.ops.name[calls[0]]), int(self._trace.ops.inputs[calls[0]]))
         if cost is None or not len(working):
@@ -75,7 +73,7 @@ class OpCosts:
 
 
 def _tensors(inputs: Inputs) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and type of each tensor input. Numbers passed as tensors have shape () and are left out."""
+    """Shape and type of each tensor input, except numbers passed as tensors, which have shape ()."""
     return [
         (shape, dtype)
         for shape, dtype in zip(inputs.shapes, inputs.dtypes, strict=False)

@@ -43,7 +43,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One collective of one rank; times in ns since 1970."""
+    """Call of a collective on one rank; times in ns since 1970."""
 
     step: str
     kind: str
@@ -72,7 +72,7 @@ class RankTrace:
 
 
 def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
-    """Without marked steps, the trace counts as one step. Raises SteplabError if nothing ran."""
+    """Reduce one rank's trace. Without marked steps it counts as one step. Raises SteplabError if nothing ran."""
     trace = last_steps(_with_a_step(possible(one_device(with_steps(trace, step_range)))))
     host = Host(trace)
     on_host = not len(trace.work)
@@ -138,7 +138,7 @@ _Key = tuple[str, str, str, int]
 
 
 def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
-    """The traces on one clock. Raises SteplabError if two are of one rank."""
+    """Compare ranks on one clock. Raises SteplabError if two traces are of one rank."""
     ranks = [number if trace.rank is None else trace.rank for number, trace in enumerate(traces)]
     if len(set(ranks)) < len(ranks):
         raise SteplabError(f"two traces are of one rank ({sorted(ranks)}); use a folder per run")
@@ -199,9 +199,8 @@ def _since(zero_ns: int, trace: RankTrace) -> RankTrace:
 
 
 def _clocks(hosts: dict[int, str], meetings: list[dict[int, Call]]) -> dict[int, float]:
-    """Lead of each rank's clock over the first's, in ns; 0 if nothing connects them.
-
-    Ranks of one machine share a clock, unless their ends differ by more than waking a process takes.
+    """Lead in ns of each rank's clock over the first rank's; 0 without common collectives. Ranks of one machine share a
+    clock, unless their ends differ by more than waking a process takes.
     """
     ahead_ns = {next(iter(hosts)): 0.0}
     while True:
@@ -224,9 +223,8 @@ def _last(calls: dict[int, Call], ahead_ns: dict[int, float]) -> int:
 
 
 def _meeting(key: _Key, found: list[dict[int, Call]], ahead_ns: dict[int, float]) -> tuple[Meeting, float]:
-    """A collective over its steps, and the seconds that other ranks wait in it with nothing to compute.
-
-    Medians over steps, since a rank may be late once by chance.
+    """One collective over all steps, and the seconds that other ranks wait idle in it. Medians over steps, since a rank
+    may be late once by chance.
     """
     _, kind, group, number = key
     last = Counter(_last(calls, ahead_ns) for calls in found).most_common(1)[0][0]

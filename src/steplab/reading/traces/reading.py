@@ -1,4 +1,4 @@
-"""Reads a trace file of any make, recognised by its content, into a Trace."""
+"""Read a trace file of any profiler, recognised by content, into a Trace."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ _WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight System
 
 
 def read_trace(path: Path, on_progress: OnProgress = unwatched, *, chunk_bytes: int = CHUNK_BYTES) -> Trace:
-    """The trace as far as readable; notes name gaps. `on_progress` gets bytes read and the file's size. JSON is decoded
-    in `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
+    """Read the trace; notes name missing parts. `on_progress` gets bytes read and the file's size. JSON is decoded in
+    `chunk_bytes`. Raises UserError for a file that cannot be opened or has no trace.
     """
     try:
         size_bytes = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Steps of a trace: their ranges, and the last of many, which suffice."""
+"""Find the steps of a trace, and limit a long trace to its last ones."""
 
 import dataclasses
 import re
@@ -18,9 +18,8 @@ _NUM_OFFERED = 3
 
 
 def with_steps(trace: Trace, pattern: str | None) -> Trace:
-    """The trace with ranges (in old torch, operators) that match a shell pattern as steps; None: as it names them.
-
-    Raises UserError with suggestions if none match.
+    """Trace whose steps are the ranges (in old torch, operators) matching a shell pattern; None: unchanged. Raises
+    UserError with suggestions if none match.
     """
     if pattern is None:
         return trace
@@ -32,7 +31,7 @@ def with_steps(trace: Trace, pattern: str | None) -> Trace:
 
 
 def offered_steps(trace: Trace) -> str:
-    """Ranges that may be steps, as the end of a sentence: repeated ones, longest total first."""
+    """Names of ranges that may be steps, as the end of a sentence: repeated ones, by total time."""
     lasts_ns, num = Counter[str](), Counter[str]()
     for name, duration_ns in zip(trace.ranges.name.tolist(), trace.ranges.duration_ns.tolist(), strict=True):
         like = re.sub(r"\d+", "*", escape(trace.names[name]))
@@ -43,17 +42,14 @@ def offered_steps(trace: Trace) -> str:
 
 
 def step_ranges(trace: Trace) -> Column:
-    """Indices of the ranges that are steps, by start.
-
-    A step within another belongs to it: a loop may name its steps under a profiler that also does.
-    """
+    """Indices of step ranges, by start. A step within a step does not count: loop and profiler may both mark steps."""
     steps = np.flatnonzero(trace.named(trace.ranges.name, trace.steps.match))
     ends = (trace.ranges.start_ns + trace.ranges.duration_ns)[steps]
     return steps[np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(steps)]]
 
 
 def last_steps(trace: Trace) -> Trace:
-    """The trace with host events and launches of its last MOST_STEPS steps, with a note if it had more."""
+    """Trace limited to host events and launches of its last MOST_STEPS steps; a note says so."""
     steps = step_ranges(trace)
     if len(steps) <= MOST_STEPS:
         return trace

@@ -13,16 +13,16 @@ from steplab.reading.traces.trace import NONE, Trace
 from steplab.units import format_time
 
 _CLOCKS_NS = 50_000
-"""Tolerance for clock differences between host and device, and for a kernel beginning before its predecessor ends
-(programmatic dependent launch: 4 us seen).
+"""Tolerance for clock differences between host and device, and for overlapping kernels of one stream (programmatic
+dependent launch: 4 us seen).
 """
 _FAR_NS = 1_000_000_000
 _MOST_EARLY = 0.5
-"""Share of work before its launch that means different clocks."""
+"""Share of work that starts before its launch, above which the clocks differ."""
 
 
 def possible(trace: Trace) -> Trace:
-    """The trace without work at impossible times, durations cut at the stream's next kernel; doubts count both."""
+    """Trace without work at impossible times, and durations cut at the stream's next kernel. Doubts count both."""
     return _without_overlaps(_without_lost_times(trace))
 
 

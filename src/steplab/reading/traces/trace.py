@@ -1,7 +1,5 @@
-"""A trace as columns, common to all profilers.
-
-Times are nanoseconds on one clock. Columns hold numbers of names: a real trace repeats a few hundred kernel names a
-million times.
+"""Columns of a trace, common to all profilers; times are nanoseconds on one clock. Names are stored as numbers: a trace
+repeats a few hundred kernel names a million times.
 """
 
 import re
@@ -18,18 +16,19 @@ from steplab.reading.traces.naming import STEP, is_range
 Column = NDArray[np.signedinteger[Any]]
 
 LONGEST_NS = 2**50
-"""Longest event read: 13 days. Sums of millions fit 64 bits."""
+"""Longest event accepted, 13 days; sums of millions fit 64 bits."""
 EARLIEST_NS, LATEST_NS = -(2**53), 2**53 * 1000
-"""Earliest and latest start read: 104 days before the clock's zero to 285 years after. Differences fit 64 bits."""
+"""Range of accepted start times: from 104 days before the clock's zero to 285 years after, so differences fit 64 bits.
+"""
 
 NONE = -1
 UNTYPED = "tensor"
-"""Type of an input with only a known shape."""
+"""Type of an input if only its shape is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Parallel columns in order of start."""
+    """Columns of equal length, sorted by start."""
 
     name: Column
     start_ns: Column
@@ -51,7 +50,7 @@ class DeviceWork(Events):
     device: Column
     stream: Column
     correlation: Column
-    """Number shared with the launching host call, which may launch several pieces (a CUDA graph)."""
+    """Number that links the work to its launching host call; a CUDA graph's call has several pieces of work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,25 +66,22 @@ class HostCalls(Ranges):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops(Ranges):
     sequence: Column
-    """Autograd's number, common to a forward operator and its backward operator."""
+    """Autograd's sequence number, which a forward operator and its backward operator share."""
     inputs: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Shapes and types of an operator's tensor arguments.
-
-    A tensor list has an entry per tensor, without types, which profilers do not record.
+    """Shapes and types of an operator's tensor arguments. Each tensor of a list has an entry, without a type, which
+    profilers do not record.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    """One shape per argument; () without a tensor."""
+    """Shape per argument; () if it is no tensor."""
     dtypes: tuple[str, ...]
-    """One type per argument, by torch's C++ names (float, c10::BFloat16); TensorList for list members; '' without a
-    tensor.
-    """
+    """Type per argument, by torch's C++ names (float, c10::BFloat16); TensorList for list members; '' if no tensor."""
     scalars: tuple[str, ...] = ()
-    """One text per argument, for numbers and flags; '' for tensors. Only for fused attention; else empty."""
+    """Text per argument that is a number or flag, '' for tensors. Only for fused attention; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,26 +105,26 @@ class Trace:
     device_name: str | None = None
     """Name of the GPU with the most work; None: not in the file."""
     notes: tuple[str, ...] = field(default=())
-    """Gaps of the file and unreadable parts, in words."""
+    """Missing or unreadable parts of the file, as sentences."""
     damage: tuple[str, ...] = field(default=())
     lists_gpu: bool = False
-    """True if the file lists a GPU, even without work."""
+    """True if the file names a GPU, even one without work."""
     steps: re.Pattern[str] = STEP
     unknown: Mapping[str, int] = field(default_factory=dict)
-    """Timed events by category unknown to the reader."""
+    """Number of timed events per category that the reader does not know."""
 
     rank: int | None = None
     host: str = ""
     base_ns: int = 0
-    """Zero of its times, in ns since 1970."""
+    """Nanoseconds since 1970 at time 0."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
-    """Collectives by start and stream (on a CPU, thread)."""
+    """Collectives, sorted by start, with their stream (on a CPU, thread)."""
 
     def doubting(self, *doubts: str) -> "Trace":
         return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
 
     def with_ranges(self, is_meant: Callable[[str], object]) -> "Trace":
-        """The trace with matching operators moved to ranges, as old torch records them."""
+        """Trace with matching operators turned into ranges, as old torch records them."""
         moved = self.named(self.ops.name, is_meant)
         if not moved.any():
             return self
@@ -170,7 +166,7 @@ class TraceBuilder:
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self, device_names: Mapping[int, str] = MappingProxyType({}), **about: Any) -> Trace:
-        """`about`: further fields of the trace."""
+        """Build the trace; `about` holds its other fields."""
         calls = HostCalls(**self._tables[HostCalls].build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
@@ -207,7 +203,7 @@ class _Table:
             self._parts[name].append(np.atleast_1d(np.asarray(value, dtype=np.int64)))
 
     def build(self) -> dict[str, Column]:
-        """Columns by start, longer first among equals."""
+        """Columns sorted by start, the longer first among equals."""
         none = np.zeros(0, dtype=np.int64)
         columns = {name: np.concatenate([none, *parts]) for name, parts in self._parts.items()}
         order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
