@@ -12,7 +12,6 @@ from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of, cel
 
 RATES = {"plain": 60e12, "sdpa_flash": 300e12, "flex": 400e12, "sdpa_cudnn": 500e12, "flash_triton": 450e12}
 LARGEST_PLAIN = 8 * 8192**2
-"""Scores, over all heads, that plain attention has room for."""
 
 
 def make_cell(spec: AttentionSpec, **overrides: Any) -> AttentionCell:

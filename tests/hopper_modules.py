@@ -59,7 +59,6 @@ def lowered(source: GluonASTSource) -> str:
 
 
 def compiled(source: GluonASTSource) -> dict[str, int]:
-    """Resources of the machine code; the stack holds spilled registers."""
     made = triton.compile(source, target=TARGET, options={"num_warps": 4, "enable_fp_fusion": True})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
@@ -130,7 +129,6 @@ def write_table(path: Path) -> None:
 
 
 def main() -> None:
-    """Three consumers forward, two for tiles in two parts; backward one turn a round with shared keys, and two."""
     if sys.argv[1:2] == ["--table"]:
         write_table(Path(sys.argv[2]))
         return

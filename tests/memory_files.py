@@ -19,7 +19,6 @@ class Block:
     frames: list[dict[str, Any]]
     released_at: float = float("inf")
     category: str = ""
-    """Number of allocations at its release."""
 
     def alive(self, position: int) -> bool:
         return self.number <= position <= self.released_at

@@ -1,5 +1,3 @@
-"""A Kineto trace by json.load: an independent view of a profiler's output."""
-
 import gzip
 import json
 from dataclasses import dataclass, field

@@ -12,7 +12,6 @@ def import_lines(store: Store, lines: Iterable[bytes]) -> tuple[int, int]:
 
 
 def fill(path: Path | str, *records: Record) -> None:
-    """Add records to a store, which is made if need be."""
     with Store.open(path, write=True) as store:
         for record in records:
             store.add(record)

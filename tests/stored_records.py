@@ -14,7 +14,6 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 def stored(name: str, kind: type[Kind]) -> list[Kind]:
-    """The records of a kind in a file, named without its month: step_h200."""
     return [record for record in _every(name) if isinstance(record, kind)]
 
 

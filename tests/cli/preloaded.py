@@ -38,9 +38,7 @@ _MAINS = {
     "steplab.measurement.processes.child": "steplab.measurement.processes.child:main",
 }
 _OWN = re.compile(r"from (\S+) import main; main\(\)$")
-"""End of the code of steplab's own processes (steplab.python)."""
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-"""torch's launcher imports Popen by name."""
 
 
 class Started(psutil.Process):  # type: ignore[misc]

@@ -217,7 +217,6 @@ def children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """True if it has ended, also as an uncollected zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -253,7 +252,6 @@ def complaint(result: Result, code: int) -> str:
 
 
 def without_privileges() -> list[str]:
-    """Prefix that makes file permissions apply to root too."""
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")

@@ -101,7 +101,6 @@ measure_attention(decode(open("old.json").read()).study)
 
 
 def test_a_benchmark_of_an_unknown_device_is_read_but_not_measured(steplab: Program) -> None:
-    """Older versions stored these, taking an unknown device for the CPU."""
     before = encode(make_benchmark()).replace(b'"device":"auto"', b'"device":"gpu"', 1)
     old: Any = decode(before)
     assert old.study.device == "gpu"

@@ -12,7 +12,6 @@ from steplab.costs.rates import HostRates
 
 @pytest.fixture
 def torch_settings_put_back() -> Iterator[None]:
-    """Restores torch's process-wide options, which measuring sets."""
     import torch
 
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -44,7 +43,7 @@ def _without_triton(rates: HostRates, launcher: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def paces_of_triton_are_unknown() -> Iterator[None]:
-    """For walks that find by measuring that Triton's operators wait for Python; plans know it, and try graphs first."""
+    """Hides Triton's launch times, so the search must measure that Triton's operators wait for Python."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostRates, "paces", _without_triton)
         yield
@@ -65,7 +64,7 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Walks share predictions, a tenth of a second each."""
+    """Shares predictions between searches; each takes a tenth of a second."""
     from steplab.lab import outlook
 
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +75,7 @@ def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None
 
 @pytest.fixture
 def read_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads traces and snapshots without a process for each file: test_reading_bounded tests those processes."""
+    """Reads traces and snapshots in the test's process; test_reading_bounded tests the separate one."""
     from steplab.reading import child
 
     def read(what: str, result: type, paths: Sequence[Path], options: Any = None, *further: object) -> Any:

@@ -14,7 +14,7 @@ from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.specs.step import StepSpec
 
 Told = Callable[[StepSpec], float | str | Failure | Exception]
-"""Gives a step's seconds, its out-of-memory message, another failure, or the error that refuses it."""
+"""Seconds of a step, its out-of-memory message, another failure, or the error that rejects it."""
 
 
 class FakeSession:

@@ -176,7 +176,6 @@ def test_tensors_of_other_devices_are_updated_by_themselves(monkeypatch: pytest.
 
 
 def test_tables_do_not_grow_with_the_number_of_gradients() -> None:
-    """A model that skips blocks has varying numbers of gradients."""
     given = [torch.ones(4, requires_grad=True) for _ in range(8)]
     made = OneKernelAdamW(given, **OPTIONS)
     for number in range(8, 0, -1):

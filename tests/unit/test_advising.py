@@ -149,7 +149,6 @@ def test_a_change_brings_what_it_needs() -> None:
 def test_what_the_recipe_sets_comes_before_changes_of_which_nothing_is_predicted(
     walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
-    """As on a CPU, where only a profile's findings predict, from rates of a GPU."""
     device = dataclasses.replace(ENVIRONMENT.device, kind="cpu", name="a CPU")
     monkeypatch.setattr(FakeSession, "environment", dataclasses.replace(ENVIRONMENT, device=device))
     predicted = {
@@ -346,7 +345,6 @@ def test_a_budget_counts_from_the_start(
 def test_a_budget_holds_for_what_makes_room_too(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float | None, num_built: int
 ) -> None:
-    """Building a step takes 10 s; only the third fits."""
     now = 0.0
 
     class Slow(FakeSession):

@@ -174,7 +174,7 @@ def test_kept_are_exactly_inputs_output_and_log_sum_exp(lead: tuple[int, ...]) -
 
 @pytest.mark.parametrize("dims", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)], ids=str)
 def test_results_lie_in_memory_as_the_inputs_do(dims: tuple[int, ...]) -> None:
-    """So that heads after positions are joined without a copy."""
+    """Heads are then joined after positions without a copy."""
     q, k, v = (
         t.detach().permute(dims).contiguous().permute(list(torch.tensor(dims).argsort()))
         for t in inputs(2, 3, 3, 5, 7, 8, torch.float32)

@@ -122,7 +122,6 @@ def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **over
 
 
 LOADED = (1e-4, 1.1e-4, 1e-4, 1.2e-4, 5e-3, 6e-3, 1e-4, 5e-3)
-"""Times on a busy machine: an interval of the median from 1e-4 to 5e-3."""
 STEADY = (1e-3, 1.01e-3) * 5
 
 

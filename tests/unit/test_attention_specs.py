@@ -165,7 +165,6 @@ def highest_moment(spec: AttentionSpec, *, backward: bool) -> int:
 def test_the_account_of_plain_attention_is_what_the_allocator_gives_out(
     batch: int, heads: int, causal: bool, backward: bool
 ) -> None:
-    """On a CPU; a GPU holds one square more (tests/gpu/test_attention_benchmark_on_gpu.py)."""
     spec = AttentionSpec(batch=batch, heads=heads, queries=192, dim=8, causal=causal, dtype="fp32")
     _, terms = plain_account(spec, backward=backward)
     own = sum(term.num_bytes for term in terms[4:] if term.what != OF_CUDA_ALONE)

@@ -28,7 +28,6 @@ from steplab.ops.attention.triton_schedule import dealt, heads_a_group, heads_in
 
 KEYS = 128
 WIDTHS = [(64, 128), (128, 64)]
-"""Columns, and queries of a backward tile."""
 LENGTHS = [1, 64, 65, 127, 128, 300]
 ANYTHING = MagicMock()
 
@@ -75,7 +74,6 @@ def told_by(program: int, **given: Any) -> dict[str, Any]:
 
 
 def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
-    """[queries, keys], with room for padding of the last tiles."""
     pairs = torch.zeros(num_queries + 256, num_keys + 256, dtype=torch.bool)
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool)
     pairs[:num_queries, :num_keys] = ones.tril() if causal else ones

@@ -120,7 +120,6 @@ def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start,
     ],
 )
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant, head_dim: int) -> None:
-    """Only a GPU would notice two exchanged ones."""
     file = "portable" if variant == "portable" else f"hopper_{kernel}"
     home = importlib.import_module(f"steplab.ops.attention.triton_{file}")
     noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))

@@ -123,7 +123,6 @@ def test_norms_are_as_near_to_float64_as_the_format_allows(
 
 
 def check_norms(shape: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> None:
-    """`wide`: format of the stream; `dtype`: of the branch and the norm."""
     torch.manual_seed(0)
     inputs = [
         torch.randn(shape, dtype=wide, device=device),
@@ -394,7 +393,6 @@ def test_measured_peaks_are_predicted() -> None:
 
 
 def test_steps_that_wait_for_python_without_a_graph_are_predicted() -> None:
-    """Recorded on a quick CPU and on a slow one; no kernel of this size is in the fit."""
     runs = [*stored("walk_h200", Run), *stored("host_pace_h200", Run)]
     alone = {"block_ops": "triton", "compile": "block", "cuda_graph": "off"}
     found = []

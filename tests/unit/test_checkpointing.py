@@ -219,7 +219,6 @@ def test_a_fused_kernel_recomputes_half_the_square(attention: str) -> None:
 
 
 def torchtitans() -> Any:
-    """The rule of torchtitan's distributed/activation_checkpoint.py."""
     num_linear = Counter[bool]()
 
     def policy(context: Any, func: Any, *_: object, **__: object) -> CheckpointPolicy:

@@ -62,7 +62,6 @@ def test_the_first_choice_that_plan_memory_says_fits_is_taken(
 
 
 def test_recomputing_more_blocks_takes_less_memory(predictions: dict[str, MemoryPrediction]) -> None:
-    """The search relies on it; the last one need not."""
     peaks = [predictions[choice].safe_device_bytes or 0 for choice in ("none", *LADDER[2:-1])]
     assert peaks == sorted(peaks, reverse=True)
 

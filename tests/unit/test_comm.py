@@ -140,7 +140,6 @@ def test_sizes_are_shown_without_digits_that_say_nothing() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_the_factors_are_those_of_a_ring_that_is_played_through(n: int) -> None:
-    """Bytes sent by the busiest rank over the message's, counted part by part."""
     part = 1 / n
     sent = {
         "reduce_scatter": sum(part for _ in range(n - 1)),  # each step passes one part on

@@ -88,7 +88,6 @@ def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
 
 
 def test_a_difference_between_single_processes_needs_a_threshold_or_further_runs() -> None:
-    """Processes of one step differ by three per cent."""
     assert compared(STEADY, slower(STEADY, 1.03)).outcome == "fine"
     assert compared(STEADY, slower(STEADY, 1.03), threshold=0.01).outcome == "regression"
     runs = [make_run({"steps": "30"}, seed=seed, id=f"{seed:012x}") for seed in range(6)]
@@ -102,7 +101,6 @@ def test_too_few_steps_are_undecided_and_say_how_many_more_would_do() -> None:
 
 
 def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
-    """The same step in sixteen processes, of 10 to 377 ms, on busy processors."""
     runs = stored("noisy_cpu", Run)
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
@@ -111,8 +109,6 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
 
 
 def in_turns(samples: Sequence[float], factor: float) -> tuple[Run, Run]:
-    """Turns of three steps each, of which those of the second run take `factor` times as long."""
-
     def side(letter: str, factor: float, shift: int) -> Run:
         step = PhaseSamples(phase="step", device_s=tuple(factor * s for s in samples))
         places = tuple(Turn(place=4 * place + shift, steps=3) for place in range(len(samples) // 3))
@@ -123,7 +119,6 @@ def in_turns(samples: Sequence[float], factor: float) -> tuple[Run, Run]:
 
 
 def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
-    """A common slowdown of 30 % cancels, so 3 % is found."""
     drift = [1.3 if 9 <= step < 21 else 1.0 for step in range(30)]
     found = compared(*in_turns([d * s for d, s in zip(drift, SAMPLES, strict=True)], 1.03))
     assert found.in_turns
@@ -136,7 +131,6 @@ def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
 
 
 def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> None:
-    """Six turns decide the same with a peak as without: bytes raise no false alarm."""
     found = compared(*in_turns(SAMPLES[:18], 1.1))
     assert [figure.name for figure in found.deciding] == ["step time", "peak allocated"]
     assert found.outcome == "regression"

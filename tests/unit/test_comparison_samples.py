@@ -132,7 +132,6 @@ def test_ratios_decided_together_need_more_turns_and_say_how_many() -> None:
 
 
 def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> None:
-    """A session of `steplab ab` on an overloaded machine, 10 turns of one step."""
     a = [0.515, 1.661, 0.700, 3.054, 0.690, 0.583, 0.510, 0.650, 0.997, 1.224]
     b = [0.807, 1.047, 0.709, 0.952, 0.926, 0.336, 0.782, 1.643, 0.419, 2.161]
     found = compare_samples([[x] for x in a], [[x] for x in b], in_turns=True)
@@ -146,7 +145,6 @@ def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> Non
 
 
 def test_processes_are_the_units_where_there_are_enough() -> None:
-    """Samples of one process are similar, so more of them add nothing."""
     random = np.random.default_rng(5)
     a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]

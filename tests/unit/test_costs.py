@@ -324,7 +324,6 @@ def test_an_unlisted_device_has_no_roof() -> None:
 
 
 def test_the_document_has_softmax_below_the_ridge_and_the_product_above() -> None:
-    """At 1024 positions and head dimension 64, in fp32."""
     q, k = Tensor(shape=(1, 1024, 64), item_bytes=4), Tensor(shape=(1, 64, 1024), item_bytes=4)
     product = operator_cost("aten::bmm", [q, k])
     softmax = operator_cost("aten::_softmax", [Tensor(shape=(1, 1024, 1024), item_bytes=4)])

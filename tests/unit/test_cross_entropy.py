@@ -122,7 +122,6 @@ def test_under_autocast_the_gradient_of_a_float32_weight_is_summed_in_float32(
 
 @pytest.mark.parametrize("implementation", IN_CHUNKS)
 def test_small_gradients_in_fp16_are_not_lost_before_a_loss_scale_is_multiplied_into_them(implementation: str) -> None:
-    """Most are below fp16's smallest normal number."""
     case = make_case(64, 8, 64, dtype=torch.float16)
     case.weight.mul_(2.0**-8)
     hidden = case.hidden.clone().requires_grad_()

@@ -170,7 +170,6 @@ def test_after_a_contender_that_its_ranks_do_not_survive_new_ones_go_on() -> Non
 
 
 def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
-    """Rank 1 may fail in the next contender before rank 0's last result arrives."""
     late = Failure(kind="error", message="rank 1: no", phase="bucketed 25 MB: build", rank=1)
     ranks = Ranks({2: late})
     ranks.failures = {2: late}
@@ -399,7 +398,6 @@ def test_what_stays_is_told_of_and_counts_as_held_by_others(monkeypatch: pytest.
 
 
 OTHERS, OWN, SHARED = 5000, 40, 1000
-"""Bytes of other contenders, of this one's other tensors, and shared with other ranks."""
 
 
 def test_what_is_shared_is_other_until_gradients_lie_in_it() -> None:

@@ -1,5 +1,3 @@
-"""Attention through memory, and heads of a width that kernels pad."""
-
 from dataclasses import replace
 from pathlib import Path
 

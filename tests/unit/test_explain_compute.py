@@ -136,7 +136,6 @@ def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_sha
 
 
 def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
-    """Its shares are from steps on an H200."""
     seen = seen_with(compiled=None, device="cpu")
     found = sure(fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0)))))
     assert (found.saves_s, found.fields) == (None, {"compile": "default"})

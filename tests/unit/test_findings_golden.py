@@ -54,7 +54,6 @@ def runs() -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def in_fp8() -> dict[str, Run]:
-    """Profiles of an H100, by name."""
     path = GOLDEN.parents[1] / "benchmarks" / "results" / "fp8_h100_202611.jsonl.gz"
     records = map(decode, gzip.decompress(path.read_bytes()).decode().splitlines())
     return {run.name: run for run in records if isinstance(run, Run) and run.profile}
@@ -104,7 +103,6 @@ def test_it_fires_where_the_fault_is_and_only_there(runs: dict[str, Run], in_fp8
 
 
 def test_casts_by_torchao_bound_what_steplabs_would_save(in_fp8: dict[str, Run]) -> None:
-    """2.7b at 2,048, replayed as CUDA graphs, so only names of kernels are known; and compiled without graphs."""
     finding = found_in(in_fp8["2.7b-torchao"])["fp8_casts"]
     assert finding.saves_s == pytest.approx(61.6e-3, abs=0.1e-3)
     assert finding.at_most
@@ -122,7 +120,6 @@ TRIED = [
     ("2.7b-1024-bf16-off", "fusable_elementwise"),
     ("vocabulary", "vocabulary_padding"),
 ]
-"""Where one cause dominates, the saving is predicted within a third."""
 
 
 @pytest.mark.parametrize(("cell", "kind"), TRIED)

@@ -428,7 +428,6 @@ def test_a_compiled_block_keeps_what_torch_keeps_of_it(how: str) -> None:
 
 
 STATE_OF_RANDOM_NUMBERS = 8
-"""Bytes; on CUDA fused attention keeps two."""
 
 
 def kept_in_the_trace(spec: StepSpec) -> int:

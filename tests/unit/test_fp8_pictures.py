@@ -16,7 +16,6 @@ def test_the_pictures_of_the_chapter_are_those_of_the_committed_records(tmp_path
 
 
 def test_every_block_of_small_is_in_the_picture() -> None:
-    """The audit keeps the larger loss of gate_up and down, and of the gradients of input and weight."""
     found = PICTURES.of_layers(PICTURES.audited())
     counts = {name: [len(losses) for losses in of_passes.values()] for name, of_passes in found.items()}
     assert counts == {layer: [12, 12] for layer in PICTURES.LAYERS.values()}

@@ -219,7 +219,6 @@ def test_a_plan_has_less_time_for_products_and_the_casts_beside_them(compile_mod
 
 
 def recorded() -> dict[tuple[str, str], list[Run]]:
-    """Steps in fp8, by GPU and model. Their times are in no fit: rates of fp8 come from single layers on an H200."""
     found: dict[tuple[str, str], list[Run]] = {}
     for gpu, name in RECORDS.items():
         lines = gzip.decompress((ROOT / "benchmarks" / "results" / name).read_bytes()).decode().splitlines()

@@ -25,7 +25,6 @@ from steplab.reading.traces.reading import read_trace
 N = 500
 SLACK = 3
 LEAST_S, LEAST_BYTES = 0.05, 2e6
-"""Seconds and bytes too small to compare."""
 
 Event = dict[str, Any]
 

@@ -1,5 +1,3 @@
-"""The outcome of runs of several processes, from their messages; this process plays the ranks."""
-
 import os
 import signal
 import socket

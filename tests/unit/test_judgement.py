@@ -117,7 +117,6 @@ def test_a_page_of_a_busy_machine_begins_with_what_is_known(recorded: dict[str, 
 
 
 def two_starts(after: tuple[float, float]) -> list[Run]:
-    """Two starts of fp32 and bf16 in turns, with these step times of bf16 over fp32."""
     made = []
     for number, ratio in enumerate(after):
         for shift, (precision, factor) in enumerate((("fp32", 1.0), ("bf16", ratio))):
@@ -144,7 +143,6 @@ def test_starts_of_one_comparison_in_turns_are_one_pair_and_decided_together() -
 
 
 def test_the_most_that_a_choice_gains_is_that_of_a_decided_pair() -> None:
-    """The undecided pair has the larger ratio."""
     decided = [
         make_run({"precision": p}, id=new_id(), timing=steady_at(s)) for p, s in (("fp32", 0.120), ("bf16", 0.1))
     ]

@@ -40,7 +40,6 @@ def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
 
 
 def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from_its_first() -> None:
-    """Its first two, to save memory."""
     torch.manual_seed(0)
     own, others, target = torch.randn(2 * BLOCK), torch.randn(2 * BLOCK), torch.full((2 * BLOCK,), 7.0)
     (_, starts, counts), programs = mean_arguments([Piece(own.data_ptr(), 0, 4 * (2**31 - 1))], own.dtype)

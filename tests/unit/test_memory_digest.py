@@ -119,7 +119,6 @@ ALWAYS = {"parameters": 20 * MIB, "optimizer_state": 40 * MIB, "inputs": 8 * KIB
 
 
 def test_the_peak_of_a_step_by_hand() -> None:
-    """Reached with the second gradient, while one activation, the loss and its gradient remain."""
     step = Step()
     profile = told(step.snapshot(), step.marks(counted_peak_bytes=1))
     activation = 4 * MIB + 100

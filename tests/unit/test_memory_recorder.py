@@ -47,7 +47,6 @@ NUM_PARAMETERS = 2 * V * C + LAYERS * (4 * C * C + 3 * C * F + 2 * C) + C
 NUM_MATMUL_WEIGHTS = V * C + LAYERS * (4 * C * C + 3 * C * F)
 ROTARY_BYTES = 4 * 2 * T * (C // H // 2)
 BATCH_BYTES = 2 * 2 * 8 * B * T
-"""Two batches of tokens and targets, int64."""
 HUGE_BYTES = 2**62 + 3
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
@@ -139,7 +138,7 @@ def allocated_unwatched(spec: StepSpec) -> list[int]:
 
 
 def released_together(sizes: list[int]) -> list[int]:
-    """Sum of releases between two allocations: autocast drops its copies in any order."""
+    """Sums releases between two allocations, because autocast drops its copies in any order."""
     sums: list[int] = []
     for size in sizes:
         if size < 0 and sums and sums[-1] < 0:
@@ -610,7 +609,6 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 BEFORE_WATCHING = 1 + 2 + 1
-"""Warm-up, measured steps, and the step for counting FLOPs."""
 
 
 @pytest.mark.parametrize("wrap", [torch.func.vmap, torch.func.functionalize])

@@ -1,5 +1,3 @@
-"""Parents and ranks check received messages."""
-
 import os
 import signal
 import time
@@ -21,7 +19,6 @@ REQUEST = Request(job="step", task=msgspec.Raw(b"null"))
 
 
 def heard(folder: Path, program: str) -> Failure:
-    """The outcome of a child that runs `program`; descriptor `fd` is its connection."""
     head = "import os, sys, time\nfrom multiprocessing.connection import Connection\nmain, fd = int, int(sys.argv[1])"
     (folder / "sayer.py").write_text(f"{head}\n{program}\n")
     found_there = Surroundings(environment=os.environ | {"PYTHONPATH": str(folder)})

@@ -156,9 +156,6 @@ def trained_plainly(batches: list[Tensor], *, autocast: bool, sgd: bool) -> Smal
 
 
 def check_loop(spec: StepSpec, batches: list[Tensor], *, first_again: int = 0) -> None:
-    """A step's loop changes the model as the plain loop does, which first repeats batch one as often as a CUDA-graph
-    loop.
-    """
     device, autocast, sgd = batches[0].device, spec.precision != "fp32", spec.optimizer == "sgd"
     model = Small().to(device)
     names = {"model": model, "batches": batches, "device": device, "lr": rate(sgd=sgd)}

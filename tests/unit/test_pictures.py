@@ -1,5 +1,3 @@
-"""Files beside a text: pictures with the page's own, alone readable, and long tables."""
-
 import re
 from pathlib import Path
 from unittest.mock import patch

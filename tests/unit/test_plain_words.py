@@ -18,7 +18,6 @@ SOURCES = sorted((REPOSITORY / "src" / "steplab").rglob("*.py"))
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
-    """Strings with spaces that are no docstrings, an f-string with … for each value."""
     seen: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):

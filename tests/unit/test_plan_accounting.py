@@ -151,7 +151,6 @@ def test_experts_are_gathered_whole_and_multiplied_by_the_rows_that_tokens_take(
 
 
 def test_a_gpus_communications_share_one_link() -> None:
-    """An H100: 989 TFLOP/s in bf16 and 450 GB/s in one direction; 8b's blocks, by summed times."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=32,tp=2")
     own, width, keys, inner = figures(found), 4096, 4096, 11008
     elements = 2 * width * (width + keys) + 3 * width * inner
@@ -185,7 +184,6 @@ def test_an_answer_for_the_link_of_a_node_says_so_where_the_mesh_spans_several(
 
 
 def test_without_tensor_parallelism_weights_alone_are_communicated() -> None:
-    """An H100 needs its FLOPs per byte of link in tokens, for any model."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=16")
     own = figures(found)
     assert own["b"] == pytest.approx(C_H100 / 450e9)

@@ -46,7 +46,6 @@ MODELS = {"untied": LLAMA | WIDE, "tied": QWEN2 | WIDE, "experts": EXPERTS}
 OWN = {"model.d_model": 256, "model.d_ff": 704, "model.num_layers": 3, "model.num_heads": 8, "model.vocab_size": 3000}
 PARTS = ("embedding", "block", "head")
 _OF_THE_PART_BEFORE = ("AccumulateGrad", "RegisterPostBackward")
-"""Nodes of autograd that finish a part: gradients arrive, and FSDP2 sends them."""
 
 
 class Live(TorchDispatchMode):
@@ -83,7 +82,6 @@ class Live(TorchDispatchMode):
         self._sizes[number] = size
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """As FSDP2 does with gathered weights."""
         torch._C.StorageBase.resize_(storage, num_bytes)  # type: ignore[attr-defined]
         if storage in self._numbers:
             self._set(self._numbers[storage], num_bytes)
@@ -102,7 +100,6 @@ class Live(TorchDispatchMode):
 
 @pytest.fixture(scope="module", autouse=True)
 def tp_mesh() -> Iterator[DeviceMesh]:
-    """A mesh for tp. Meshes have numbers as content, so they are made before tensors have none."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = open_mesh({"fsdp": RANKS}, "cpu")
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +109,6 @@ def tp_mesh() -> Iterator[DeviceMesh]:
 
 
 def seen(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, tp: DeviceMesh | None = None) -> dict[tuple[str, str], int]:
-    """Of a step after the first. tp: split over these ranks by transformers, instead of by the spec's layout."""
     world = cast(Any, SimpleNamespace(rank=0, size=RANKS, device=SimpleNamespace(torch_device=CPU)))
     live = Live()
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, size: live.resize(storage, size))

@@ -60,7 +60,6 @@ WAITED = "hf:examples/hf/llama-small.json"
 
 
 def chosen_runs(label: str = "") -> list[Run]:
-    """Steps of three sizes, and of the configuration of this label."""
     wanted = {("xl", 512, "bf16", "default"), ("small", 1024, "fp32", "off"), ("medium", 128, "bf16", "off")}
     found = []
     for run in golden_runs():
@@ -164,7 +163,6 @@ def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> No
 
 
 def test_the_table_was_fitted_to_the_committed_records() -> None:
-    """Newer records are for the next fit, and check this one."""
     for rates in fitted_rates():
         hardware = hardware_named(rates.name)
         fitted = records_to_fit(committed_records(), hardware, rates.held_out, rates.until_utc)
@@ -192,7 +190,6 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
 @pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_the_fit_prints_the_committed_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the transformers that traced the third-party models."""
     fit_rates.main([])
     assert capsys.readouterr().out == as_toml(fitted_rates())
 

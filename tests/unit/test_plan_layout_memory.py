@@ -36,7 +36,6 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
 TORCH_OF_RECORDS = Gathering(fused_norms=False)
-"""The layouts were measured with torch 2.11."""
 OTHER_OWNERS = 1e-5
 OLDER_FSDP2 = Gathering(low_precision=False)
 """The studies on two GPUs predate FSDP2's gathering in low precision."""

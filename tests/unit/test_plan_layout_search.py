@@ -338,7 +338,6 @@ def test_the_answer_has_the_utilization_of_the_fastest() -> None:
 
 
 def test_rows_are_the_candidates_and_times_between_nodes_are_said_to_be_assumed() -> None:
-    """16 GPUs are two nodes, of whose network there is no measurement."""
     plan = planned()
     assert "Times between nodes are assumed" in render(layouts_document(plan), "md")
     rows = layout_rows(plan)

@@ -98,7 +98,6 @@ def errors(run: Run) -> dict[str, float]:
 
 
 def is_accepted(spec: StepSpec) -> bool:
-    """2.7b at every context, small, large and xl at 512, forward and whole steps: within 0.2 %."""
     size, whole = (spec.model.name, spec.context), spec.pass_name != "forward_backward"
     return whole and (size[0] == "2.7b" or size in {("small", 512), ("large", 512), ("xl", 512)})
 
@@ -253,7 +252,6 @@ IN_BLOCKS = ("query, key, value and output", "gate, up and their product", "atte
     ],
 )
 def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: int, within: int) -> None:
-    """For one token, so nothing else is large; the vocabulary's weights are the largest."""
     found = predict(optimizer=optimizer, precision=precision, batch=1, context=1)
     width = 2 if precision == "bf16_pure" else 4
     weights = width * N + 4 * d // h

@@ -44,7 +44,6 @@ def computed(spec: StepSpec) -> float:
 
 
 def executed(spec: StepSpec) -> float:
-    """Closed form without norms and biases, which are in no matmul."""
     shape = sure(spec.model.shape)
     per_token = sure(
         executed_flops_per_token(
@@ -143,8 +142,6 @@ class Moved(TorchDispatchMode):
 
 
 class OneNorm(torch.autograd.Function):
-    """RMSNorm as one operator, hidden from the mode: a CPU runs several."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():

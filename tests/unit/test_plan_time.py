@@ -306,7 +306,6 @@ def test_a_product_is_no_faster_than_the_roofline(m: int, n: int, k: int, dtype:
 
 
 def test_products_of_odd_rows_take_as_long_as_recorded() -> None:
-    """The head's, with a vocabulary of 50,257: its weight's gradient reads rows of that length too."""
     (run,) = (run for run in recorded("profile_h200") if run.spec and "50257" in run.spec.model.label)
     assert run.spec is not None
     assert run.profile is not None

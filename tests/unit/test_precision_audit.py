@@ -495,7 +495,6 @@ def test_sums_alone_need_no_step() -> None:
 
 
 def test_an_audit_sees_what_products_lose() -> None:
-    """The magnitude that fp8 may have is halved, so that elements are clamped; one is small enough to become zero."""
     place = Place()
     operators = Operators(place)
     torch.manual_seed(0)
@@ -539,7 +538,6 @@ def test_products_of_an_fp8_step_lose_what_their_formats_do(in_fp8: Audit) -> No
 
 
 def test_largest_magnitudes_of_the_first_steps_are_kept(in_fp8: Audit) -> None:
-    """Those of the first step are of the weights before training."""
     module = build_workload(resolve_step({"model": "tiny", "batch": 2, "context": 8}), CPU).module
     assert module is not None
     histories = {use.module: use.fp8.amaxes for use in in_fp8.matmuls if use.fp8 and use.phase == "forward"}

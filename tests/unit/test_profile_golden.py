@@ -146,7 +146,6 @@ def test_top_kernel_calls_and_share(runs: dict[Cell, Run], kernels: list[Kernel]
 
 
 def is_matmul(kernel: Kernel) -> bool:
-    """cuBLAS' products, and its sums over split inner dimensions."""
     return "gemm" in kernel.name or "splitK" in kernel.name
 
 

@@ -66,7 +66,6 @@ def test_help_shows_every_function_with_its_docstring() -> None:
 
 
 def test_a_folder_does_not_take_the_place_of_a_function() -> None:
-    """In any order of imports, in a fresh process."""
     names = ("explain", "plan", "report")
     for name in names:
         importlib.import_module(f"steplab.{name}")

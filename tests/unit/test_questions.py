@@ -1,5 +1,3 @@
-"""Questions on records: answering rows, their figures, and the words without any."""
-
 import json
 import math
 import re
@@ -65,7 +63,6 @@ def lasting(seconds: float) -> Timing:
 
 
 def of_factors() -> list[Record]:
-    """Two contexts in fp32 and bf16; bf16 takes 0.5 and 0.25 of the time. Another model has one step."""
     seconds = {(64, "fp32"): 0.4, (64, "bf16"): 0.2, (128, "fp32"): 1.6, (128, "bf16"): 0.4}
     runs: list[Record] = [
         make_run({"model": "tiny", "context": context, "precision": precision}, timing=lasting(step_s))

@@ -37,7 +37,6 @@ def colliding(path: Path, num_keys: int = 400_000) -> Path:
 
 
 def readers(folder: Path) -> set[str]:
-    """Processes that read a file of this folder; other tests have readers of their own."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -65,7 +65,6 @@ def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> Me
 
 
 def areas_of(axes: Axes) -> list[tuple[str, list[float]]]:
-    """Colours and heights, the highest first."""
     found = [patch for patch in axes.patches if isinstance(patch, StepPatch)]
     return [(to_hex(patch.get_facecolor()), list(patch.get_data()[0])) for patch in found]
 

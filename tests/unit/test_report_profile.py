@@ -564,7 +564,6 @@ def test_the_columns_of_a_timeline_hold_each_nanosecond_once(seed: int) -> None:
 
 
 def areas(picture: Picture) -> dict[str, float]:
-    """Rows times columns filled, by category: each outline without those below it, drawn later."""
     found: dict[str, float] = defaultdict(float)
     patches = [patch for patch in picture.drawing.figure.axes[0].patches if isinstance(patch, StepPatch)]
     for patch, under in zip(patches, [*patches[1:], None], strict=True):

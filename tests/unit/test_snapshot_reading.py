@@ -497,7 +497,6 @@ def test_devices_states_actions_and_absences(tmp_path: Path) -> None:
 
 
 def test_a_bare_list_of_segments_is_an_older_snapshot(tmp_path: Path) -> None:
-    """As torch 1.12 to 2.0 gave it: consecutive blocks, whose history has the requested sizes."""
     old = {
         "history": [{"addr": 4096, "real_size": 900, "frames": FRAMES[:1]}],
         "size": 1024,

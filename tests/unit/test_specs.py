@@ -408,7 +408,6 @@ AROUND: dict[str, dict[str, object]] = {
     "pipeline_schedule": {"layout": "pp=2", "model.num_layers": 4},
     "microbatches": {"layout": "pp=2"},
 }
-"""A step on which a field has an effect, if the default one has none."""
 VALUES: dict[str, tuple[object, object]] = {
     "model": ("small", "medium"),
     "checkpointing": ("none", "every_2"),

@@ -82,7 +82,6 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.nda
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [2, 5, 6, 10, 30])
 def test_what_is_called_an_interval_holds_the_true_median_in_95_of_100_cases(n: int, name: str) -> None:
-    """Hit counts less likely than one in a million at this coverage fail."""
     trials = 400
     samples = DISTRIBUTIONS[name](np.random.default_rng(n), (trials, n)).tolist()
     summaries = [summarize(row) for row in samples]

@@ -152,7 +152,6 @@ def test_the_same_weights_give_llamas_gradients(shape: TransformerShape) -> None
 
 
 def gpt_2(module: Transformer, shape: TransformerShape) -> Any:
-    """GPT-2 with the weights of `module`: one matrix for queries, keys and values, all matrices transposed."""
     config = GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.learned_positions, n_embd=shape.d_model, n_inner=shape.d_ff,
         n_layer=shape.num_layers, n_head=shape.num_heads, activation_function="gelu", layer_norm_epsilon=1e-5,

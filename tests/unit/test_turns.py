@@ -162,7 +162,6 @@ def test_sides_that_do_not_fit_together_alternate_as_processes(device: Device, t
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_side_takes_the_process_that_loaded_while_the_one_before_was_built(device: Device, loads: bool) -> None:
-    """A side does not fail for a process that died while loading."""
     device.loads = loads
     with Session(loads_ahead=True) as session:
         sides = [session.enter(label, spec) for label, spec in zip("ABC", specs(1, 2, 3), strict=True)]
@@ -174,7 +173,6 @@ def test_a_side_takes_the_process_that_loaded_while_the_one_before_was_built(dev
 
 
 def test_a_side_of_elsewhere_does_not_take_it(device: Device, tmp_path: Path) -> None:
-    """It has loaded this version's code."""
     with Session(loads_ahead=True) as session:
         session.enter("A", specs(1)[0])
         there = session.enter("B", specs(2)[0], Surroundings(folder=tmp_path))
@@ -360,7 +358,6 @@ def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
 
 
 def test_only_turns_beside_each_other_count() -> None:
-    """The first side ran next to another one when the machine was slower."""
     a = in_turns("A", {0: 0.9, 3: 0.9, 4: 0.1, 7: 0.1, 8: 0.1})
     b = in_turns("B", {5: 0.2, 6: 0.2, 9: 0.2})
     ratio = sure(step_ratio(a, b))

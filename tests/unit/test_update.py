@@ -179,8 +179,6 @@ def test_gradients_that_other_ranks_have_a_part_in_are_not_updated_by(monkeypatc
 
 
 class Around(torch.optim.Optimizer):
-    """As torch's ZeroRedundancyOptimizer: own groups, stepped by another optimizer's."""
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(list(parameters), {})
         self.inner = torch.optim.SGD([p for group in self.param_groups for p in group["params"]])

@@ -149,7 +149,6 @@ def test_a_configuration_is_called_by_its_file(
 
 
 def test_a_model_of_ones_own_has_an_mfu_by_what_was_counted() -> None:
-    """Two ranks, 8 and 12 FLOPs each in a step: the share is of two peaks."""
     spec = resolve_step({"model": "examples.my_model:build", "layout": "dp=2"})
     run = replace(make_run(), spec=spec, model=ModelFacts(num_parameters=1, needed_flops=8.0, counted_flops=12.0))
     mfu, hfu = utilizations(run, PeakFigure(flops_per_s=100.0, source="its sheet"))

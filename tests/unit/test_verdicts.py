@@ -72,7 +72,6 @@ def test_a_failed_step_is_not_said_to_have_nothing_to_gain() -> None:
     ("after_s", "figure"), [((0.005, 0.0051, 0.0049) * 3, "50.0 % less time"), ((0.004, 0.012, 0.008) * 3, None)]
 )
 def test_a_gain_that_is_not_certain_has_no_figure(after_s: tuple[float, ...], figure: str | None) -> None:
-    """The second's intervals overlap; its medians are 1.25 times apart."""
     before = steps(make_run({"precision": "fp32"}), *(0.010, 0.0101, 0.0099) * 3)
     bars = effect_bars(cells_of([before, steps(make_run({"precision": "bf16"}), *after_s)]))
     assert (bars.bars[0].figure if bars else None) == figure

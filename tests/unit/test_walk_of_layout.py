@@ -33,7 +33,6 @@ from steplab.specs.step import StepSpec
 FSDP = {"model": "8b", "context": 2048, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
 LONG = FSDP | {"context": 32768, "precision": "bf16_pure", "attention": "auto"}
 START_S = 20.0
-"""Seconds until a step's processes are warm."""
 FACTORS = {"attention": {"auto": 0.2}, "checkpointing": {"none": 0.8, "selective": 0.85}, "compile": {"block": 0.97}}
 
 

@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("predicted_once", "paces_of_triton_are_unkn
 
 H200 = gpu_named("H200 SXM")
 START_S, TURNS_S = 10.0, 10.0
-"""Seconds to start a process, and of a comparison's turns."""
 
 
 @cache
@@ -129,7 +128,6 @@ def walk(
 
 @pytest.fixture(scope="module")
 def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
-    """An H200 with a shared host: 20 us a kernel, 33 in compiled code."""
     store = tmp_path_factory.mktemp("slow") / "store.db"
     return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=205.0)
 
@@ -197,7 +195,6 @@ def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice)
 def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device whose steps differ by 5 and 7 %, where no single part is visible."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 4.4)
     fields = {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "attention": "flash_triton"}
     for noise in (0.05, 0.07):

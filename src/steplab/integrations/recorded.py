@@ -1,6 +1,6 @@
-"""A training recorded by a trainer's callbacks, which open and close `steplab.recorder`.
+"""Records a training through a trainer's callbacks, which open and close `steplab.recorder`.
 
-After the requested steps the record is stored and callbacks do nothing, so trainings of any length can be recorded.
+After the requested steps the record is stored and callbacks do nothing, so a training may be of any length.
 """
 
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from steplab.records.run import Run
 
 
 class RecordingCallback:
-    """Opens, closes and stores a recorder. Misplaced calls, such as a phase outside a step, do nothing."""
+    """Opens, closes and stores a recorder; misplaced calls, such as a phase outside a step, do nothing."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class RecordingCallback:
         profile: range | None = None,
         store: Path | str | None = None,
     ) -> None:
-        """Takes the options of `steplab.recorder`; tokens and FLOPs are over all ranks."""
+        """Options are those of `steplab.recorder`; tokens and FLOPs are summed over ranks."""
         self._name = name
         self._options: dict[str, Any] = {
             "tokens_per_step": tokens_per_step,
@@ -43,13 +43,13 @@ class RecordingCallback:
             "store": store,
         }
         self.run: Run | None = None
-        """The record once stored; None before, and on later ranks."""
+        """The stored record; None until it is stored, and on ranks above 0."""
         self._recorder: Recorder | None = None
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
         self._inside = False
 
     def _begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
-        """`model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
+        """Opens the recorder; `model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
         opened = recorder(name, model=model, device=device, **self._options)
         self._inside = False
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
@@ -78,7 +78,7 @@ class RecordingCallback:
                 self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """A failing store only warns."""
+        """Stores the record; if that fails, it only warns."""
         ended, self._recorder = self._recorder, None
         if ended is None:
             return

@@ -1,4 +1,4 @@
-"""A record for experiment trackers: parameters, figures and files (docs/report.md)."""
+"""Sends a record to an experiment tracker as parameters, metrics and files (docs/report.md)."""
 
 import os
 import re
@@ -25,19 +25,19 @@ _UNUSUAL = re.compile(r"[^\w.-]+")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
     id: str
-    """Without characters that could leave a folder."""
+    """Record id without characters that could leave a folder."""
     name: str
     created: datetime
     is_ok: bool
     params: Mapping[str, str | int | float | bool]
     metrics: Mapping[str, float]
-    """Figures in base units; names end in the unit, as in JSON and CSV."""
+    """Figures in base units; names end in their unit, as in JSON and CSV."""
     files: Mapping[str, bytes]
-    """Contents by name: record.json with raw samples, and report.html if given."""
+    """Contents by file name: record.json with raw samples, and report.html if given."""
 
 
 def tracked(record: Record, page: str = "") -> Tracked:
-    """A record for trackers without unknown values; `page` is its HTML report."""
+    """Convert a record for trackers, without unknown values; `page` is its HTML report."""
     row = summary_row(record)
     known = {_plain(key): value for key, value in row.items() if value is not None and value != ""}
     metrics = {key: float(value) for key, value in known.items() if _is_figure(key, value)}
@@ -57,9 +57,10 @@ def tracked(record: Record, page: str = "") -> Tracked:
 
 
 def track(one: Tracked, tracker: str) -> str:
-    """Add a record to `mlflow` or `wandb` as a run, unless it exists, and return the place.
+    """Add a record to `mlflow` or `wandb` as a run; return where it is stored.
 
-    Raises UserError without the tracker's library, SteplabError if the tracker refuses.
+    MLflow skips a record that it has. Raises UserError without the tracker's library, SteplabError if the tracker
+    refuses.
     """
     try:
         return _to_mlflow(one) if tracker == "mlflow" else _to_wandb(one)
@@ -95,7 +96,7 @@ def _to_mlflow(one: Tracked) -> str:
 
 
 def _to_wandb(one: Tracked) -> str:
-    """Uses the project of WANDB_PROJECT, in a folder for `wandb sync`; only WANDB_MODE=online sends anything."""
+    """Writes to a folder for `wandb sync`, in the project WANDB_PROJECT; only WANDB_MODE=online sends anything."""
     import wandb
 
     try:

@@ -48,7 +48,7 @@ class SteplabCallback(RecordingCallback, TrainerCallback):
         self._begin_phase("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End a step; after the last recorded one, remove the hooks."""
+        """End a step; remove the hooks after the last recorded one."""
         self._end_step()
         if self._recorder is None:
             self._remove_hooks()

@@ -1,4 +1,4 @@
-"""Draws sections of a page; a record that fails is left out and reported."""
+"""Draws sections of a page; a record that raises is left out and reported."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,7 +19,10 @@ class Attempts:
         self.left_out: list[str] = []
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """Leave out records on which `draw` fails alone, with a LeftOut warning each; all, if the others fail too."""
+        """Call `draw(records)` for a section, without records that make it raise; each gives a LeftOut warning.
+
+        If the remaining records still raise together, `draw(())` is returned.
+        """
         good = records
         try:
             return draw(good)

@@ -7,7 +7,7 @@ from steplab.report.kit.grouping import grouped
 
 
 def environment_section(environments: Sequence[Environment], *further: tuple[str, str]) -> Section:
-    """One block per device and software."""
+    """List the environments, one block per combination of device and software."""
     groups = grouped(environments, lambda environment: tuple(environment_pairs(environment)[:2])).values()
     blocks: list[Block] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""The document of records of any kinds, a chapter for each section of their reports."""
+"""Builds one document from records of any kinds, with one chapter per section of their reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,10 +40,10 @@ def page_document(
     about: Context = NOTHING,
     attempts: Attempts | None = None,
 ) -> Document:
-    """The page for records of any kinds, with its charts drawn.
+    """Build the page of these records, with its charts drawn.
 
-    `about` has predictions and findings. A record that a section cannot draw is left out with a note; `attempts` has
-    earlier ones.
+    `about` has predictions and findings. A record that makes a section raise is left out with a note; `attempts` has
+    records left out before.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]

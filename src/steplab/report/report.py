@@ -1,6 +1,6 @@
-"""The report of a kind of record: one document, its verdict, and its chapters of a page.
+"""Defines how a kind of record is reported: as one document, as a verdict, and as chapters of a page.
 
-Each kind's report is `REPORT` in the module that `MODULES` names; a new kind is its record, its report and a line here.
+A kind's report is `REPORT` in the module that `MODULES` names. A new kind needs its record, its report and a line here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ MODULES = {
     "ddp": "ddp.document",
     "ceilings": "ceilings",
 }
-"""By the kind's name in the registry; only needed ones load."""
+"""Module with a kind's report, by the kind's name; modules load when needed."""
 
 Terms = tuple[tuple[str, str], ...]
 
@@ -52,7 +52,7 @@ class Context:
     references: Sequence[Run] = ()
     findings: Mapping[str, Findings] = field(default_factory=dict)
     answered: bool = False
-    """True if the page is about one record: its whole answer opens the page, so its chapter omits it."""
+    """True if the page is about one record: the page begins with its verdict, so the chapter omits it."""
 
     @property
     def runs(self) -> list[Run]:
@@ -75,7 +75,7 @@ class Chapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointReport:
-    """The report of a kind whose records share one document and table."""
+    """A report of several records in one document and table."""
 
     chapters: tuple[Chapter, ...]
     verdict: Callable[..., Verdict]
@@ -86,7 +86,7 @@ _MOST_ANSWERS = 3
 
 
 def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """A verdict with the first sentence of each record, newest first; one record's is whole."""
+    """Combine verdicts: the first sentence of each record, newest first; a single verdict stays whole."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
@@ -100,7 +100,7 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
 def extremes(
     rows: Iterable[Row], names: Sequence[str], *wanted: tuple[str, Callable[..., Any], Quantity, str]
 ) -> Iterator[Fact]:
-    """Facts about the rows that hold the minimum or maximum of each key."""
+    """For each wanted (key, min or max, format, words), state the extreme row, with its `names` fields."""
     for key, take, quantity, words in wanted:
         if known := [row for row in rows if isinstance(row.get(key), (int, float))]:
             row = take(known, key=itemgetter(key))
@@ -109,7 +109,7 @@ def extremes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordReport:
-    """The report of a kind with a document per record."""
+    """A report with one document per record."""
 
     chapter: str
     anchor: str

@@ -1,1 +1,1 @@
-"""Views for Python and the command line: `lab` finds records, `report` describes them."""
+"""Shows records to Python and the command line: `lab` finds them, `report` describes them."""

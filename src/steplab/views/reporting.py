@@ -91,7 +91,7 @@ def answers_of(
 
 
 def derived(store: Path | str | None, asked: Derivation) -> Document:
-    """What `plan accounting` or `attention --derive` answers. Raises UserError where no record allows it."""
+    """Answer `plan accounting` or `attention --derive`. Raises UserError if no record allows it."""
     from steplab.lab.planning import plan_accounting
 
     if not asked.model:
@@ -141,8 +141,9 @@ def _page(
 
 
 def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
-    """Kinds with a joint table share one; other records get a document each. Raises UserError for several tables in
-    json or csv, which hold one; runs win over audits.
+    """Kinds whose records share a table get one document, other records one each.
+
+    JSON and CSV hold one table: runs win over audits, and UserError is raised for other mixtures.
     """
     by_kind = {name: found.of(name) for name in KINDS}
     if by_kind["run"] and not named and format in ("json", "csv"):

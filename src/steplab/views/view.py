@@ -1,4 +1,4 @@
-"""A report for a prompt, a notebook or a file: one record or prediction in full, or a record in a notebook in short."""
+"""Shows a record or prediction in full at a prompt, in a notebook or in a file, and a record in short."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,21 +31,23 @@ from steplab.report.report import Context, report_of
 from steplab.report.run.one_run import annotations
 
 FORMATS = (*TEXT_FORMATS, PAGE, PICTURE)
-"""Formats of every view: table is terminal text, html a self-contained page, svg its first picture."""
+"""Formats of `View.render` and `View.save`: table is terminal text, html a self-contained page, svg its first picture.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class View:
-    """A report, written when looked at: text at a prompt, HTML in a notebook."""
+    """A report that is written when displayed: text at a prompt, HTML in a notebook."""
 
     write: Callable[..., str]
-    """Makes the text from a format, or `notebook`, and the use of colours; if `pictured`, also from the taker of
-    pictures and long tables.
+    """write(format, colored) returns the text; the format may also be 'notebook'.
+
+    If `pictured`, a third argument, Beside, collects pictures and long tables.
     """
     store: Path | str | None = None
-    """Store of the records, which no file may replace; None: the default store."""
+    """Store of the records, which `save` never replaces; None: the default store."""
     pictured: bool = False
-    """True if pictures and long tables of md and latex are separate files."""
+    """True if Markdown and LaTeX have pictures and long tables in separate files."""
 
     def __repr__(self) -> str:
         return self.render()
@@ -54,16 +56,16 @@ class View:
         return leaving(self.write("notebook", False), "html")
 
     def render(self, format: str = "table", *, color: bool = False) -> str:
-        """The report in one of FORMATS. Raises UserError for an unknown or unsuitable format."""
+        """Return the report in one of FORMATS. Raises UserError for an unknown or unsuitable format."""
         if format not in FORMATS:
             raise UserError(f"unknown format '{format}'; use one of {', '.join(FORMATS)}")
         return leaving(self.write(format, color), format, colored=color)
 
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
-        """Write the report to a file, in the named format or its suffix's (page.html, rows.csv.gz).
+        """Write the report to a file; without `format`, its suffix decides (page.html, rows.csv.gz).
 
-        Pictures and long tables of Markdown and LaTeX go to the folder NAME_md or NAME_tex next to it. Files of other
-        writers are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing
+        Markdown's and LaTeX's pictures and long tables go to a folder NAME_md or NAME_tex beside it. Files not written
+        by steplab are replaced only with `force`, the store never. Raises UserError for these, SteplabError if writing
         fails.
         """
         target = Path(path)
@@ -124,7 +126,7 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
 
 
 def in_short(record: Record) -> str:
-    """A record as HTML for notebooks: verdict, first picture and first table."""
+    """HTML of a record for notebooks: verdict, first picture and first table."""
     (document,) = report_of(kind_of(record).name).documents([record])
     blocks = [block for section in document.sections for block in _blocks(section)]
     table = next((block for block in blocks if isinstance(block, Table)), None)

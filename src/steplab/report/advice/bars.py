@@ -6,7 +6,7 @@ _KEPT, _DROPPED, _ENDS = 1, 2, 7
 
 
 def change_bars(advice: Advice) -> Bars | None:
-    """Step times before, with each change, and at last; None with fewer than two timed steps."""
+    """Draw the first step time, the time with each change, and the final time; None if no change was timed."""
     timed = [_change(tried) for tried in advice.tried if tried.ratio]
     if advice.start_s is None or advice.best_s is None or not timed:
         return None

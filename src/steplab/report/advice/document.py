@@ -1,4 +1,4 @@
-"""The report of a search for a faster step: verdict, tried changes, and how to make the useful ones."""
+"""Reports a search for a faster step: its verdict, the tried changes, and how to apply the useful ones."""
 
 import shlex
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rates and memory over sequence length, one line per implementation; shapes of a single length have bars."""
+"""Plots rates and memory over sequence length, one line per implementation; a single length gives bars."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ class _Shown:
 
 
 def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Iterator[Deferred | Bars]:
-    """The charts are empty if the pass was not timed; a device's peak is drawn for cells of one dtype."""
+    """Plot FLOP/s of the pass `name`, with the device's dense peak if all cells share a dtype; nothing if it is
+    untimed.
+    """
     figure = partial(AttentionCell.flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:

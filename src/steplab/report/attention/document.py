@@ -41,10 +41,10 @@ from steplab.report.report import RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
-"""An interval wider than this share of its mean is shown by its ends, which may be asymmetric."""
+"""Relative width from which a confidence interval is printed by its ends, since it may be asymmetric."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
-"""Failure for lack of a package, also in older records' words."""
+"""Matches the message of a missing flash-attn-4 package, as older records word it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class _Comparison:
     speeds: tuple[float, ...]
     slowest_at: str
     chose_peer: bool
-    """True if it is `auto`, and chose the peer on every shape."""
+    """True if the implementation is `auto` and resolved to the peer on every shape."""
 
     @property
     def mean(self) -> float:
@@ -62,7 +62,7 @@ class _Comparison:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The mean's 95 % interval, if errors of shapes are independent; None without all intervals."""
+        """95 % interval of `mean`, for independent errors of the shapes; None if a shape has no interval."""
         ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
         if len(ends) < len(self.ratios):
             return None
@@ -79,7 +79,6 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """True if no shape is faster while another is slower."""
         return not (self.num_faster and self.num_slower)
 
     @property
@@ -301,7 +300,7 @@ def _tiles(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Fact]:
 
 
 def report_against(peer: str | None) -> RecordReport:
-    """`peer` None: the first measured of sdpa_flash, sdpa and plain."""
+    """Report an attention benchmark relative to `peer`; None: the first measured of sdpa_flash, sdpa and plain."""
 
     def against(run: AttentionRun) -> str | None:
         return peer or default_peer(run.cells)

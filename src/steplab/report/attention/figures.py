@@ -15,8 +15,9 @@ from steplab.specs.attention import PASSES, AttentionSpec
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 _BY_INTEREST = ("both", "forward", "backward")
 SCATTERED = 0.2
-"""Interquartile range, relative to the median, above which a median is marked. Kernels repeat within a few per cent;
-samples that scatter more include waits for the host, or another process used the device."""
+"""Interquartile range, relative to the median, above which a median is marked.
+Kernels repeat within a few per cent; a larger scatter means waits for Python or another process on the GPU.
+"""
 _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
@@ -36,7 +37,7 @@ def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], nam
 
 
 def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
-    """The peer's time over the cell's; alternating repeats are compared pair by pair."""
+    """Ratio of the cell's time to the peer's; repeats that alternated are paired."""
     a, b = peer.samples(name), cell.samples(name)
     if peer.spec.column in cell.interleaved and len(a) == len(b):
         return compare_samples([[sample] for sample in a], [[sample] for sample in b], in_turns=True)
@@ -89,7 +90,7 @@ def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
 
 
 def scatter(cell: AttentionCell, name: str) -> float:
-    """The interquartile range over the median; 0 for fewer than four samples."""
+    """Interquartile range over the median; 0 for fewer than four samples."""
     samples = cell.samples(name)
     if len(samples) < 4:
         return 0.0
@@ -107,7 +108,7 @@ def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
 
 
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
-    """Each text once, with its shapes and implementations."""
+    """List each distinct note once, with the first cell that has it and the number of further ones."""
     found = told_once((f"{cell.spec.label} {cell.spec.column}", note) for cell in cells for note in cell.notes)
     return [
         f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
@@ -127,9 +128,9 @@ Value = Callable[[AttentionCell], Scalar]
 def by_shape(
     cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
 ) -> Table:
-    """One row per shape, one column per implementation and one for its `ratio`, if any.
+    """Tabulate `value`, one row per shape and one column per implementation, each followed by its `ratio`.
 
-    A failed cell shows its failure instead of a value.
+    A failed cell shows the kind of its failure.
     """
     columns = list(dict.fromkeys(cell.spec.column for cell in cells))
     rows: dict[object, dict[str, Scalar]] = {}
@@ -160,8 +161,9 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Median times, a row per shape and a column per implementation; `~` marks scattered samples, a failure replaces
-    its time.
+    """Tabulate median times, one row per shape, one column per implementation; `~` marks scattered samples.
+
+    A failed cell shows its failure.
     """
     columns = {cell.spec.column for cell in cells}
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):

@@ -1,4 +1,4 @@
-"""Charts of collectives over message sizes: a panel per backend and world size, a line per collective."""
+"""Plots collectives over message size: one panel per backend and world size, one line per collective."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,7 +49,6 @@ def _panels(
     scale: Callable[[Sequence[float]], Scale],
     profile: Sequence[CommFit],
 ) -> list[Panel]:
-    """Panels of one backend share a scale; backends without a figure have none."""
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
     values: dict[str, list[float]] = {}

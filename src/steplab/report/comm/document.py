@@ -143,7 +143,6 @@ def comm_cell_line(cell: CommCell) -> str:
 
 
 def _processes(run: CommRun) -> str:
-    """The ranks by machine: '2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200'."""
     hosts = grouped(run.ranks, lambda rank: rank.host)
     machines = "; ".join(f"{host} {_counted_devices(rank.device for rank in own)}" for host, own in hosts.items())
     return f"{units.counted(len(run.ranks), 'rank')}: {machines}"

@@ -61,7 +61,7 @@ def _answer(comparison: Comparison) -> str:
 
 
 def figure_words(figure: ComparedFigure) -> str:
-    """'step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)'."""
+    """Example: 'step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)'."""
     cell = f"{figure.cell}: " if figure.cell else ""
     if figure.a == figure.b:
         return f"{cell}{figure.name} {in_unit(figure.b, figure.unit)} in both"
@@ -124,7 +124,6 @@ def kernel_words(change: KernelChange) -> str:
 
 
 def _where(change: KernelChange) -> str:
-    """+3.10 ms per step in backward of blocks.*.norm; -10.6 ms per step in backward, category copy."""
     cell = f"{change.cell}: " if change.cell else ""
     of_what = f" of {change.range}" if change.range else f", category {change.category}" if change.category else ""
     return f"{cell}{units.signed(change.b_s - change.a_s, units.format_time)} per step in {change.phase}{of_what}"
@@ -183,7 +182,7 @@ def _count(calls: float) -> str:
 
 
 def memory_words(change: MemoryChange) -> str:
-    """+412 MiB of activations: [4, 512, 10000] of head, float32 instead of bfloat16."""
+    """Example: '+412 MiB of activations: [4, 512, 10000] of head, float32 instead of bfloat16'."""
     cell = f"{change.cell}: " if change.cell else ""
     size = f"{units.signed(change.change_bytes, units.format_bytes)} of {category_word(change.category)}"
     what = "tensors" if change.shape is None else f"{list(change.shape)}"

@@ -1,7 +1,7 @@
-"""Draws the step time over the bucket size, measured and by the model.
+"""Plots step time over bucket size, measured and by the overhead model.
 
-A mark is the exposed communication of a variant on top of the usual step without communication. They alternated, so a
-machine that becomes faster during the study does not change the figure.
+A point is the usual step without communication plus the variant's exposed communication. Both steps alternated, so a
+drift of the machine cancels.
 """
 
 import math
@@ -62,7 +62,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, flo
 
 
 def _scale(values: Sequence[float]) -> kit.Scale:
-    """Begins just below the least value: differences may be a few per cent of the step."""
+    """Not from zero, because differences may be a few per cent of the step."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(values), max(values)

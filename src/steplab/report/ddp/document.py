@@ -1,4 +1,4 @@
-"""The report of a data-parallel study: time with and without communication, bucket sizes, memory."""
+"""Reports a data-parallel study: step time with and without communication, bucket sizes, memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ def asked(run: DdpRun) -> str:
 
 
 def ranks_words(run: DdpRun) -> str:
-    """2 ranks, NVIDIA H200, nccl; hosts if several."""
+    """Example: '2 ranks, NVIDIA H200, nccl'; hosts are named if there are several."""
     facts = run.facts
     if facts is None:
         return units.counted(run.study.processes, "rank")
@@ -82,7 +82,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
 
 
 def notes_of(run: DdpRun) -> list[str]:
-    """Each text once, with its variants."""
+    """List each distinct note once, with the variants that have it."""
     found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
     return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]
 
@@ -92,7 +92,7 @@ _WORDS = {"optimizer": "optimizer state"}
 
 
 def exposed_bars(run: DdpRun) -> Bars | None:
-    """The least first; the shortest step and torch DDP's best stand out."""
+    """Draw exposed communication by variant, shortest first; the fastest step and torch DDP's fastest stand out."""
     timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
     if not timed:
         return None
@@ -168,10 +168,10 @@ def _bytes(memory: StateMemory, kind: str) -> int:
 
 
 _STEADY = 1.05
-"""Largest ratio between turns of the same step on an undisturbed machine."""
+"""Largest ratio between repeats of one step on an undisturbed machine."""
 _MOSTLY = 0.5
 _APART = 0.5
-"""Least deviation, over the change in the checked steps, that rounding does not explain."""
+"""Smallest parameter deviation, relative to the change in the checked steps, that exceeds rounding."""
 
 
 def ddp_verdict(run: DdpRun) -> Verdict:
@@ -222,7 +222,6 @@ def _adds(cell: DdpCell, verb: str) -> str:
 
 
 def _added(cell: DdpCell) -> str:
-    """'5.10 ms (4.86 ms to 5.22 ms)'."""
     added_s, bounds = figures.exposed_s(cell) or 0.0, figures.exposed_range_s(cell)
     if added_s <= 0:
         return "nothing above the noise"
@@ -231,7 +230,7 @@ def _added(cell: DdpCell) -> str:
 
 
 def _against(winner: DdpCell, theirs: DdpCell) -> str:
-    """'0.30 of the 17.1 ms (16.2 ms to 18.0 ms)', or that the bounds of the two overlap."""
+    """Example: '0.30 of the 17.1 ms (16.2 ms to 18.0 ms)', or a remark that the intervals overlap."""
     added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
     own, other = figures.exposed_range_s(winner), figures.exposed_range_s(theirs)
     if own and other and own[1] >= other[0]:

@@ -1,7 +1,7 @@
-"""Figures of a data-parallel study, from its samples, and how tables show them.
+"""Computes the figures of a data-parallel study from its samples.
 
-A step is as long as the slowest rank's. So figures of variants and baseline are the largest of the ranks' medians, and
-waiting for a slow device does not count as communication.
+A step is as long as the slowest rank's, so times are the largest of the ranks' medians. Waiting for a slow GPU
+therefore does not count as communication.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from steplab.report.kit.document import row_of
 
 MOMENT_WORDS = dict(zip(MOMENTS, ("initialised", "before the update", "after the update"), strict=True))
 _WIDEST = 0.5
-"""Widest bounds of exposed communication, over communication alone, for showing a share."""
+"""Widest interval of exposed communication, over communication alone, for which `hidden` is given."""
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
@@ -31,24 +31,24 @@ def step_s(cell: DdpCell) -> float | None:
 
 
 def baseline_s(cell: DdpCell) -> float | None:
-    """The same step without communication, alternating with the variant."""
+    """Seconds of the same step without communication, alternating with the variant."""
     return phase_s(cell, "step", baseline=True)
 
 
 def host_lead_s(cell: DdpCell) -> float | None:
-    """Least at the ends of phases, over ranks."""
+    """Shortest time by which Python was ahead of the GPU at the end of a phase, over ranks."""
     return min((found for rank in cell.ranks if (found := timing.lead_s(rank.phases)) is not None), default=None)
 
 
 def waits_for_host(cell: DdpCell) -> bool:
-    """True if the host lead was near zero on some rank; the others wait for its messages."""
+    """True if Python was barely ahead of the GPU on some rank; other ranks wait for its messages."""
     return any(timing.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
 def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:
-    """Median over its turns with all variants.
+    """Median time of a phase without communication, over the measurements that alternated with each variant.
 
-    Its own measurement comes first, on a machine that may not have settled, and is used only without others.
+    The separate baseline came first, on a machine that may not have settled; it serves only if no variant was timed.
     """
     return _usual(run, lambda cell, beside: phase_s(cell, phase, baseline=beside))
 
@@ -82,7 +82,7 @@ def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
 
 
 def step_ratio(cell: DdpCell) -> Ratio | None:
-    """The step over the same step without communication, from alternating turns, each on its slowest rank."""
+    """Ratio of the step to the same step without communication, on its slowest rank; alternating steps are paired."""
     slowest = [
         max((r.samples("step", baseline=beside) for r in cell.ranks), key=lambda of: median(of or (0,)), default=())
         for beside in (True, False)
@@ -95,9 +95,9 @@ def step_ratio(cell: DdpCell) -> Ratio | None:
 
 
 def hidden(cell: DdpCell) -> float | None:
-    """Hidden share of communication: 1 - exposed / alone. Below zero, communication costs more than it takes alone.
+    """Hidden share of communication, 1 - exposed / alone; negative if communication costs more than it takes alone.
 
-    None if the bounds of exposed communication are too far apart.
+    None if the interval of exposed communication is too wide.
     """
     added_s, bounds, whole_s = exposed_s(cell), exposed_range_s(cell), alone_s(cell)
     if added_s is None or bounds is None or not whole_s or bounds[1] - bounds[0] > _WIDEST * whole_s:
@@ -110,13 +110,13 @@ def alone_s(cell: DdpCell) -> float | None:
 
 
 def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
-    """Slowest rank's median step over the fastest's, less 1; None if not timed."""
+    """Slowest rank's median step over the fastest rank's, minus 1; None if untimed."""
     medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=baseline))]
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
 
 def best(cells: Iterable[DdpCell]) -> DdpCell | None:
-    """Exposed communication would be a worse criterion: a disturbed baseline makes it smaller."""
+    """Fastest step. Exposed communication is no criterion, because a disturbed baseline makes it look smaller."""
     return min((cell for cell in cells if step_s(cell) is not None), key=lambda cell: step_s(cell) or 0.0, default=None)
 
 
@@ -151,7 +151,9 @@ def timed(run: DdpRun) -> list[DdpCell]:
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
-    """The step without communication has medians over its turns with all variants."""
+    """One row per variant; the step without communication has medians over all measurements that alternated with
+    variants.
+    """
     figures = (*time_figures(run), *MEMORY)
     return [
         {
@@ -352,4 +354,4 @@ MEMORY = (
     *(_held(moment, owner) for moment in MOMENTS[:-1] for owner in CATEGORIES),
     *map(_by_formula, MOMENTS[:-1]),
 )
-"""For the rank with most memory; categories are after the first update."""
+"""Bytes of the rank with most memory; categories are measured after the first update."""

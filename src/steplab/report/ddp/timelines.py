@@ -13,9 +13,9 @@ _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 
 
 def timelines(run: DdpRun) -> Chart | None:
-    """One picture per strategy, on one axis of time; None without traces.
+    """Draw one traced step per strategy on a common time axis; None without traces.
 
-    The fastest variant represents those that differ only in bucket size.
+    Among variants that differ only in bucket size, the fastest is drawn.
     """
     drawable = (cell for cell in run.cells if cell.traced and cell.traced.timeline.kernel)
     families = grouped(drawable, lambda cell: cell.contender.family).values()

@@ -32,7 +32,7 @@ def _answers(histories: Sequence[Series]) -> Iterator[str]:
 
 
 def change_words(series: Series, change: ChangePoint) -> str:
-    """20.0 ms to 22.1 ms, 1.105×, from commit 1a2b3c4 of 2026-11-21 on (p 0.003)."""
+    """Example: '20.0 ms to 22.1 ms, 1.105×, from commit 1a2b3c4 of 2026-11-21 on (p 0.003)'."""
     point, quantity = series.points[change.index], quantity_of(series.metric)
     since = f"commit {point.commit}" if point.commit else f"run {point.ids[0]}"
     return (

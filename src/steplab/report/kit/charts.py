@@ -1,7 +1,7 @@
-"""The chart kit: matplotlib figures as SVG for a page, scales with ticks, marks of failures.
+"""Draws matplotlib figures as SVG, with shared scales, ticks and legends.
 
-Stand-in colours become the page's CSS variables, so a picture serves the light and the dark scheme. Text stays text,
-for the page's font and screen readers.
+Fixed placeholder colours become CSS variables of the page, so one picture serves light and dark schemes. Text stays
+text, for the page's font and screen readers.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ INK, MUTED, GRID, PAPER, BAD = "#010203", "#010204", "#010205", "#010206", "#010
 _COLORS = tuple(f"#0102{16 + index:02x}" for index in range(20))
 SERIES = _COLORS[:8]
 CATEGORY_COLORS = _COLORS[len(SERIES) :]
-"""Stand-ins for categories of kernels; they differ in lightness too."""
+"""Placeholder colours of kernel categories; they differ in lightness too."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", PAPER: "--paper", BAD: "--bad"} | {
     color: f"--c{index + 1}" for index, color in enumerate(_COLORS)
@@ -66,7 +66,7 @@ _STYLE: dict[Any, Any] = {
 }
 DASHED, DOTTED = (0, (4, 3)), (0, (2, 3))
 PX_PER_INCH = 72
-"""matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
+"""matplotlib's SVG has 72 units per inch, so one unit is one CSS pixel."""
 
 
 def category_color(category: str) -> str:
@@ -111,11 +111,11 @@ class Drawing:
         return Picture(title=title, drawing=self, **more)
 
     def to_svg(self) -> str:
-        """An inline <svg> element: responsive, labelled, deterministic."""
+        """Inline <svg> element that scales with the page; equal figures give equal text."""
         return self._adapt(self._saved("svg", transparent=True, metadata={"Date": None}).decode())
 
     def to_file(self, kind: str, legend: Legend, colors: Mapping[str, str]) -> bytes:
-        """An SVG or PDF with a legend, in the given colours (by the names of the page's variables)."""
+        """SVG or PDF with a legend; `colors` maps the page's CSS variables to hex colours."""
         from matplotlib.lines import Line2D
 
         marks = dict(zip(GLYPHS, MARKERS, strict=True))
@@ -144,7 +144,7 @@ class Drawing:
         return target.getvalue()
 
     def _adapt(self, text: str) -> str:
-        """matplotlib's SVG without its groups and fonts, which are most of its bytes."""
+        """Strips matplotlib's groups and fonts, which are most of the SVG's bytes."""
         whole = ElementTree.fromstring(re.sub(r' xmlns(:xlink)?="[^"]*"|xlink:', "", text[text.index("<svg") :]))
         body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
         body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")
@@ -155,7 +155,6 @@ class Drawing:
         )
 
     def _parts(self, group: ElementTree.Element) -> Iterator[ElementTree.Element]:
-        """The elements of a group, with nameless groups flattened, and hover texts of named ones."""
         for part in group:
             name = part.get("id", "")
             if part.tag == "metadata" or (part.tag == "path" and part.get("style") == "fill: none"):
@@ -181,7 +180,6 @@ class Drawing:
 
 
 def _shorter(tag: str) -> str:
-    """A tag with drawable precision, and the page's colours for stand-ins."""
     tag = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", tag)
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
     tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: _straight(re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip()), tag)
@@ -189,7 +187,6 @@ def _shorter(tag: str) -> str:
 
 
 def _straight(path: str) -> str:
-    """A path with lines along an axis as H and V."""
     at = ("", "")
 
     def shorter(found: re.Match[str]) -> str:
@@ -218,7 +215,7 @@ def _recolor(artist: "Artist", colors: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
-    """A Drawing to fill in under the page's style; matplotlib's is restored."""
+    """Yield a Drawing in the page's style; matplotlib's own style is restored afterwards."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -290,7 +287,7 @@ def _steps(high: float, base: int) -> tuple[float, ...]:
 
 
 def tidy(text: str) -> str:
-    """Without needless digits: '10.0 ms' -> '10 ms'."""
+    """Remove trailing zeros: '10.0 ms' -> '10 ms'."""
     return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
 
 

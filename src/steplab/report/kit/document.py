@@ -1,7 +1,6 @@
-"""The parts of a report in any format: plain data, with raw values in base units.
+"""Defines a report as plain data, with raw values in base units, independent of its format.
 
-`terminal`, `html` and `markup` (Markdown and LaTeX) print any document; `rendering` chooses one, and writes JSON and
-CSV.
+`terminal`, `html` and `markup` (Markdown and LaTeX) print it; `rendering` chooses one, and writes JSON and CSV.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,36 +18,36 @@ if TYPE_CHECKING:
 Row = Mapping[str, Scalar]
 
 Role = Literal["text", "finding", "note", "warning", "code"]
-"""Running text; a list; small print; a warning; a line to copy."""
+"""text: running text; finding: a list; note: small print; warning; code: a line to copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     key: str
     header: str | None = None
-    """The column's heading; None: its key, with spaces for underscores."""
+    """Column heading; None: `key` with spaces for underscores."""
     quantity: Quantity = BY_NAME
-    """Its format; BY_NAME follows the unit at the end of `key`."""
+    """Number format; BY_NAME derives it from the unit at the end of `key`."""
     shared: str | Callable[[Scalar], str] = ""
-    """The caption's words for a common value, which then has no column: '{} ranks', with {s} for the plural's s, or a
-    function of the value. Empty: the column always stays.
+    """Caption text that replaces the column if all rows are equal: '{} ranks' ({s} for a plural s), or a function.
+
+    Empty: the column always stays.
     """
     note: str = ""
-    """A definition below the table."""
+    """Definition of the figure, printed below the table."""
     quiet: str | None = None
-    """The column is left out if no row has another text."""
+    """Usual text; a column with nothing else is left out."""
     rank: int = 0
-    """Narrow terminals drop the highest rank first, the last column within a rank, with all columns of the same
-    heading; rank 0 stays.
+    """Order of removal on narrow terminals: highest first, then rightmost, with columns of the same heading; 0 stays.
     """
     wraps_from: int | None = None
-    """Its least width, in characters, if its texts may wrap; None: one line each."""
+    """Minimum width in characters if cells may wrap; None: they never wrap."""
     folds: bool = False
-    """True: without room its values are below their row, in the words of `shared`."""
+    """True: on a narrow terminal the values move to a line below their row, worded by `shared`."""
     bar: bool = False
-    """True: pages draw a bar in each cell, as long as its value."""
+    """True: HTML pages draw a bar in each cell, proportional to its value."""
     value: Callable[[Any], Scalar] | None = None
-    """Reads an item's value in `Table.of`; None: its attribute `key`."""
+    """Function that reads the value from an item in `Table.of`; None: attribute `key`."""
 
     def __post_init__(self) -> None:
         if self.quantity is BY_NAME:
@@ -87,30 +86,27 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of one kind.
-
-    A row with a `status` other than 'ok' is a highlighted failure; `RESULT` has its reason.
-    """
+    """Rows of one kind; `RESULT` shows the reason of a row whose `status` is not 'ok'."""
 
     name: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     caption: str = ""
     first: int | None = None
-    """Rows to show: a terminal stops there, a page has the others closed. None: all."""
+    """Number of rows that a terminal prints and an HTML page shows unfolded. None: all."""
     empty: str = ""
     folded: bool = False
-    """True: a page starts with it closed, as with any longer table."""
+    """True: HTML pages show the table collapsed."""
 
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
-        """A table with one row per item; `more` sets further fields of the table."""
+        """Build a table with one row per item; `more` sets other fields of Table."""
         rows = ({column.key: column.of_item(item) for column in columns} for item in items)
         return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
 
 RESULT = Column(key="failure", header="result", wraps_from=12)
-"""'ok', or the reason from a row's `status` and `failure`; left out without failures."""
+"""Column with 'ok' or the failure's reason; left out if no row failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +136,7 @@ class Facts:
 
 
 Legend = tuple[tuple[int, str, str], ...]
-"""Number of the colour (from 1), glyph and label."""
+"""For each entry: colour number (from 1), glyph and label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +157,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Pages draw these related pictures; terminals leave them out."""
+    """Related pictures, drawn on HTML pages and in picture files; terminals omit them."""
 
     pictures: tuple[Picture, ...]
     legend: Legend = ()
@@ -171,7 +167,7 @@ class Chart:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     value: float
-    """In the unit of all bars; negative, alone in its bar: to the left of zero."""
+    """Length in the unit of all bars; a negative segment, alone in its bar, extends left of zero."""
     color: int
     tip: str
 
@@ -182,25 +178,25 @@ class Bar:
     figure: str
     segments: tuple[Segment, ...] = ()
     mark: float | None = None
-    """Value at a stroke across the bar, such as a formula's."""
+    """Value at which a stroke crosses the bar, such as a prediction."""
     mark_tip: str = ""
     detail: str = ""
     strong: bool = False
     bad: bool = False
-    """True if the figure is the reason of a missing value."""
+    """True if `figure` is the reason why there is no value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars:
-    """Pages draw these horizontal bars of one unit; a table has their figures."""
+    """Horizontal bars of one unit, drawn on HTML pages; terminals omit them."""
 
     bars: tuple[Bar, ...]
     legend: Legend = ()
     note: str = ""
-    """Quantity, statistic and meaning of the mark, in sentences."""
+    """Sentences below the chart: quantity, statistic, and meaning of the stroke."""
     full: float | None = None
     first: int | None = None
-    """Bars that start open. None: all."""
+    """Number of bars shown unfolded. None: all."""
 
     @property
     def drawn_legend(self) -> Legend:
@@ -219,7 +215,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A chart is drawn only where a format shows it."""
+    """A chart that is drawn only if the output format shows it."""
 
     draw: Callable[[], Chart | Bars | None]
 
@@ -233,7 +229,7 @@ class Section:
 
     @classmethod
     def of(cls, title: str, *blocks: "Block | str | None", anchor: str = "", folded: bool = False) -> "Section":
-        """A section of blocks with content; a text is a sentence.
+        """Build a section without empty blocks; a string becomes a sentence.
 
         Empty sections are not printed, so callers need not check.
         """
@@ -247,7 +243,7 @@ class Section:
 
     @classmethod
     def of_record(cls, heading: str, verdict: "Verdict", sections: "Iterable[Section]", *, title: str) -> "Section":
-        """A section of one record: heading, verdict, and its sections one level down."""
+        """Build a record's section: heading, verdict, then its sections one level down."""
         return cls.of(title, Sentences.of([heading], "note"), *verdict.blocks(), *sections)
 
 
@@ -269,7 +265,7 @@ Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Equations 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     sentences: tuple[str, ...] = ()
-    """One to three sentences with figures and uncertainty; the first is complete alone."""
+    """One to three sentences with figures and uncertainty; the first is understandable alone."""
     cautions: tuple[str, ...] = ()
 
     def blocks(self) -> Iterator[Sentences]:
@@ -283,11 +279,11 @@ class Verdict:
 class Document:
     title: str
     subtitle: str = ""
-    """Record, time and version, on one or more lines."""
+    """Record id, time and version, on one or more lines."""
     verdict: Verdict = Verdict()
     sections: tuple[Section, ...] = ()
     data: Sequence[Row] | Mapping[str, Sequence[Row]] = ()
-    """Rows for programs, in base units; several tables by name."""
+    """Rows for JSON and CSV, in base units; a mapping holds several tables by name."""
 
 
 class Identified(Protocol):
@@ -308,7 +304,7 @@ def _says(block: Block) -> bool:
 
 
 def drawn(section: Section) -> Section:
-    """Charts drawn, empty sections left out."""
+    """Draw the section's deferred charts and drop empty subsections."""
     blocks: list[Block] = []
     for block in section.blocks:
         made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
@@ -324,12 +320,12 @@ def later(draw: Callable[..., Chart | Bars | None], *arguments: Any) -> Deferred
 
 
 def row_of(item: object | None, *names: str) -> dict[str, Scalar]:
-    """The item's attributes by name; None without an item."""
+    """Read attributes by name into a row; all are None if `item` is None."""
     return {name: None if item is None else getattr(item, name) for name in names}
 
 
 def even(rows: Sequence[Row]) -> list[dict[str, Scalar]]:
-    """Rows with the fields of all; missing ones are None."""
+    """Give all rows the same fields; missing values are None."""
     fields: dict[str, Scalar] = dict.fromkeys(key for row in rows for key in row)
     return [{**fields, **row} for row in rows]
 
@@ -341,7 +337,7 @@ MOST_IN_FULL = 6
 def records_in_full(
     shown: Sequence[Identified], every: Sequence[Identified], make: Callable[[Any], Section]
 ) -> Iterator[Block]:
-    """Sections of records in full, and a note with the ids of all others."""
+    """Yield a section per record in `shown`, and a note with the ids of all other records in `every`."""
     yield from map(make, shown)
     ids = {one.id for one in shown}
     if others := [one.id for one in every if one.id not in ids]:

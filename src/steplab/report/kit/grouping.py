@@ -17,7 +17,7 @@ def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def spread(items: Sequence[_Item], most: int) -> list[_Item]:
-    """At most `most` items, evenly spaced, with the first and the last."""
+    """Choose at most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

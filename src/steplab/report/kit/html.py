@@ -1,4 +1,4 @@
-"""A document as one web page that needs nothing else: no network, no script, no second file."""
+"""Writes a document as one self-contained HTML page: no network, no scripts, no second file."""
 
 import functools
 import re
@@ -27,12 +27,12 @@ _OPEN_ROWS = 24
 
 
 def to_html(page: Document) -> str:
-    """A page that needs no other file; its margin links to sections with an anchor."""
+    """Self-contained HTML page; its margin links to sections that have an anchor."""
     return _written("page.html.j2", page)
 
 
 def to_fragment(page: Document) -> str:
-    """The document for a page of another program, such as a notebook; its style concerns it alone."""
+    """HTML element for a notebook; its CSS applies to nothing else."""
     return _written("fragment.html.j2", page, style=_nested_style())
 
 
@@ -55,7 +55,7 @@ def light_colors() -> Mapping[str, str]:
 
 @functools.cache
 def environment() -> "Environment":
-    """The templates' environment, which escapes all of a record."""
+    """jinja2 environment of the templates, with autoescape on."""
     import jinja2
 
     made = jinja2.Environment(
@@ -83,7 +83,7 @@ def _prose(text: str) -> str:
 
 
 def _whole_options(text: str) -> str:
-    """No option of the command line and no date breaks at its dashes."""
+    """Keeps command-line options and dates from breaking at their dashes."""
     from markupsafe import Markup, escape
 
     return Markup(

@@ -18,7 +18,7 @@ _PLAIN_TYPES = re.compile(
 
 
 def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
-    """The short name of each kernel; different kernels get different short names.
+    """Shorten kernel names to at most `most` characters; different kernels stay different.
 
     Kernels with equal short names show their differing part, or a number.
     """
@@ -62,10 +62,10 @@ def _around(text: str, start: int, end: int, most: int) -> str:
 
 
 def short_kernel(name: str, most: int = 60) -> str:
-    """`name` without return type, namespaces and parameters, in at most `most` characters.
+    """Kernel name without return type, namespaces and parameters, at most `most` characters long.
 
-    A longer name loses template arguments that are numbers, then plain types, then its middle: kernels of one template
-    mostly differ at the end.
+    A longer name loses numeric template arguments, then plain types, then its middle: kernels of one template mostly
+    differ at the end.
     """
     text = _readable(name)
     for rule in (_NUMBERS, _PLAIN_TYPES):

@@ -1,4 +1,4 @@
-"""Measures and shortens labels. Widths are DejaVu Sans's, wider than browsers' usual fonts."""
+"""Measures and shortens labels, with the widths of DejaVu Sans, which is wider than browsers' usual fonts."""
 
 import functools
 import unicodedata

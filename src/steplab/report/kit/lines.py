@@ -1,6 +1,6 @@
-"""Charts of measurements over a size: one panel per group, one line per series, a word for each failure.
+"""Plots measurements over a size: one panel per group, one line per series, a word for each failure.
 
-Measurements without a common size are bars.
+Measurements without a common size become bars.
 """
 
 import math
@@ -32,13 +32,13 @@ class Point:
     x: float
     name: str
     y: float | None
-    """None if the point was not measured."""
+    """None if unmeasured."""
     figure: str = ""
     detail: str = ""
     ends: tuple[float, float] | None = None
-    """The whisker's low and high end."""
+    """Low and high end of the error bar."""
     doubtful: bool = False
-    """The mark is hollow, for a run with a warning."""
+    """True: the marker is hollow, because the run has a warning."""
     failure: Failure | None = None
 
 
@@ -48,7 +48,7 @@ class Panel:
     lines: Mapping[str, Sequence[Point]]
     scale: Scale
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Dashed curves by series, as (x, y) points."""
+    """Dashed curves by series name, as (x, y) points."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +57,13 @@ class Plot:
     axis: str
     show_x: Callable[[float], str]
     failures_on_top: bool
-    """True for times and bytes, of which more is worse."""
+    """True for times and bytes, where more is worse: failures are marked at the top."""
     limit: float | None = None
     limit_name: str = ""
 
 
 def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
-    """At most six panels are drawn, those with most points."""
+    """Draw the panels; of more than six, only those with most points."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     shown = sorted(panels, key=lambda panel: -_num_points(panel))[:_MOST_PANELS]
     width = _ALONE if len(shown) == 1 else _BESIDE_OTHERS
@@ -74,7 +74,7 @@ def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
 
 
 def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None, limit_name: str = "") -> Bars:
-    """Bars of points that share no size."""
+    """Draw measurements that share no size as bars."""
     bars = []
     for point in points:
         if point.y is not None:

@@ -22,7 +22,7 @@ from steplab.report.kit.table import Sheet, sheet
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text for a paragraph or table cell: it ends no cell and is not read as HTML."""
+    """Escape a text for a Markdown paragraph or table cell, HTML included."""
     for character in "\\`*_[]|":
         text = text.replace(character, "\\" + character)
     return " ".join(plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
@@ -60,18 +60,18 @@ _LATEX_ESCAPES = {
 
 
 def escape_latex(text: str) -> str:
-    """LaTeX for a text; characters that pdflatex's fonts lack become '?'."""
+    """Escape a text for LaTeX; characters outside pdflatex's fonts become '?'."""
     known = (_LATEX_ESCAPES.get(each, each if each < "\u0100" else "?") for each in plain(text))
     return " ".join("".join(known).split())
 
 
 def to_markdown(document: Document, beside: Beside | None = None) -> str:
-    """The document without a newline at the end; its title is a heading of the first level."""
+    """Markdown without a final newline; the title is a first-level heading."""
     return "\n\n".join(filter(None, _Markdown(beside).document(document)))
 
 
 def to_latex(document: Document, beside: Beside | None = None) -> str:
-    """The document for pdflatex, without a newline at the end."""
+    """LaTeX file for pdflatex, without a final newline."""
     parts = filter(None, _Latex(beside).document(document))
     return "\n\n".join((_PREAMBLE, *parts, _END))
 
@@ -107,7 +107,7 @@ class _Markdown:
     escape = staticmethod(escape_markdown)
 
     def __init__(self, beside: Beside | None) -> None:
-        """Pictures and long tables go to `beside`; None: no pictures, and whole tables."""
+        """`beside` collects pictures and long tables as files; None: no pictures, and tables in full."""
         self.beside = beside
 
     def document(self, document: Document) -> Iterator[str]:

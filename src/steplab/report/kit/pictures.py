@@ -1,4 +1,4 @@
-"""A report's pictures as SVG or PDF files, and its long tables as CSV."""
+"""Writes a report's pictures as SVG or PDF files, and its long tables as CSV."""
 
 import re
 import textwrap
@@ -41,7 +41,6 @@ class Beside:
 
 
 def _drawn_bars(bars: Bars, title: str) -> Picture:
-    """Files draw bars as pages set them in HTML."""
     with drawing(_BARS_PX, _ROW_PX * len(bars.bars), title) as picture:
         axes = picture.axes(_NAME_PX, 0, _FIGURE_PX, 0)
         axes.set(xlim=(bars.low, bars.low + bars.width), ylim=(len(bars.bars) - 0.5, -0.5), xticks=[])

@@ -13,21 +13,20 @@ class Quantity:
     numeric: bool = True
 
     def show(self, value: Scalar) -> str:
-        """A text among figures is the reason of a missing one, and stays."""
+        """Format a value; a string in a numeric column is the reason of a missing value, and stays."""
         if value is None or value == "":
             return ABSENT
         return value if self.numeric and isinstance(value, str) else self.write(value)
 
 
 def _decimal(value: float) -> str:
-    """1,234,567; fractions have six significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 BY_NAME = Quantity(str)
 TEXT = Quantity(str, numeric=False)
 LABEL = Quantity(str)
-"""A number as a name (rank, batch size), as in Python."""
+"""A number that is a name, such as a rank or a batch size; printed as Python does."""
 NUMBER = Quantity(_decimal)
 COUNT = Quantity(units.format_count)
 TIME = Quantity(units.format_time)
@@ -35,18 +34,18 @@ BYTES = Quantity(units.format_bytes)
 MESSAGE = Quantity(units.format_message)
 SHARE = Quantity(units.format_share)
 PERCENT = Quantity(units.format_percent)
-"""A share of one with one decimal, however small."""
+"""A share of one, in per cent with one decimal."""
 TIMES = Quantity(lambda value: f"{value:.2f}×")
 FLOPS = Quantity(lambda value: units.format_rate(value, "FLOP"))
 FLOPS_PER_S = Quantity(lambda value: units.format_rate(value, "FLOP/s"))
 BYTES_PER_S = Quantity(lambda value: units.format_rate(value, "B/s"))
 GB_PER_S = Quantity(lambda value: units.three_digits(value / 1e9))
-"""Bytes per second in GB/s, where the heading names the unit; GB is 1e9 bytes."""
+"""Bytes per second in units of 1e9, for headings that name GB/s."""
 DIGITS = Quantity(units.three_digits)
 JOULES = Quantity(lambda value: units.format_rate(value, "J"))
 ERROR = Quantity(lambda value: f"{value:.1e}")
 TOKENS_PER_S = Quantity(lambda value: units.format_rate(value, "").rstrip())
-"""Tokens per second, where the heading names the unit: 12.3 k."""
+"""Example: '12.3 k', for headings that name tokens/s."""
 
 _BY_UNIT = (
     ("flops_per_s", FLOPS_PER_S),
@@ -73,7 +72,7 @@ UNITS = {
     "%": Quantity(lambda value: units.format_percent(value / 100)),
     "tokens/s": Quantity(lambda value: units.format_rate(value, " tokens/s")),
 }
-"""Quantities by the units that records name (records.figure, records.comparison, records.finding)."""
+"""Number format by unit name, as used in records.figure, records.comparison and records.finding."""
 
 
 def in_unit(value: float, unit: str) -> str:
@@ -81,10 +80,10 @@ def in_unit(value: float, unit: str) -> str:
 
 
 def quotient(over: Scalar, under: Scalar) -> float | None:
-    """The quotient; None if a value is absent or `under` is zero."""
+    """over / under; None if a value is absent or `under` is zero."""
     return over / under if isinstance(over, (int, float)) and isinstance(under, (int, float)) and under else None
 
 
 def quantity_of(name: str) -> Quantity:
-    """The quantity of a field, by the unit at the end of its name; else words."""
+    """Number format of a field, by the unit at the end of its name; TEXT if it has none."""
     return next((quantity for unit, quantity in _BY_UNIT if name.endswith(unit)), TEXT)

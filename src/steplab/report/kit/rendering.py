@@ -1,4 +1,4 @@
-"""Writes a document in a given format; here, for programs: its rows with raw values in base units, as JSON or CSV."""
+"""Writes a document in a given format; JSON and CSV hold its rows with raw values in base units."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from steplab.report.kit.table import csv_rows
 
 
 def to_json(document: Document) -> str:
-    """Rows; of several tables an object with each one's rows under its name."""
+    """JSON list of rows; for several tables, an object with their rows by name."""
     return json.dumps(document.data, indent=2, ensure_ascii=False, allow_nan=False)
 
 
@@ -24,7 +24,7 @@ FORMATS = ("table", "json", "csv", "md", "latex")
 PAGE = "html"
 PICTURE = "svg"
 NOTEBOOK = "notebook"
-"""A page's content as one element, for a page of another program."""
+"""HTML element instead of a whole page."""
 
 
 def to_svg(document: Document) -> str:
@@ -54,10 +54,10 @@ def render(
     color: bool = False,
     beside: Beside | None = None,
 ) -> str:
-    """The document in one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a newline at the end.
+    """Write the document in one of FORMATS, or as PAGE, NOTEBOOK or PICTURE, without a final newline.
 
-    `width` and `color` concern the terminal; `width` None is its own. `beside` takes pictures and long tables of
-    Markdown and LaTeX. Raises UserError for an unknown format.
+    `width` and `color` concern the terminal; `width` None is the terminal's own. `beside` collects pictures and long
+    tables of Markdown and LaTeX. Raises UserError for an unknown format.
     """
     if format == "table":
         return terminal.render(document, width=width, color=color)
@@ -70,7 +70,7 @@ def render(
 
 
 PICTURED: dict[str, Callable[[Document, Beside | None], str]] = {"md": markup.to_markdown, "latex": markup.to_latex}
-"""Formats with pictures in further files."""
+"""Formats whose pictures are separate files."""
 _WRITERS: dict[str, Callable[[Document], str]] = {
     "json": to_json,
     "csv": to_csv,

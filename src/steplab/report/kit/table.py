@@ -1,4 +1,4 @@
-"""Tables are fitted to a terminal's width, and written as CSV."""
+"""Fits tables to a terminal's width, and writes them as CSV."""
 
 import csv
 import io
@@ -22,15 +22,15 @@ _FOOTNOTE_FROM = 80
 class Sheet:
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
-    """Texts, or a footnote's number."""
+    """Cell texts; a repeated long text is replaced by its footnote's number."""
     said: tuple[tuple[str, ...], ...]
-    """Words for each row and column; empty for a column that does not fold, and for a usual value."""
+    """Words for cells that move below their row; empty for columns that stay and for usual values."""
     caption: str
-    """Common values, then the table's caption and column notes."""
+    """Values common to all rows, then the table's caption and column notes."""
     footnotes: tuple[str, ...]
     failures: frozenset[int]
     bars: Mapping[int, tuple[float, ...]]
-    """Lengths for each row, from 0 to 1, by the number of a column with bars."""
+    """Bar lengths from 0 to 1, one per row, by column index."""
 
     @property
     def below(self) -> str:
@@ -86,7 +86,7 @@ def _text(column: Column, row: Row) -> str:
 
 
 def _common(column: Column, rows: Sequence[Row]) -> Scalar:
-    """The value with the same text in all rows; early failures without it do not count."""
+    """The value if all rows show the same; failed rows may lack it."""
     silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
     known = {_text(column, row): row[column.key] for row in reversed(rows) if row.get(column.key) is not None}
     return next(iter(known.values())) if len(known) == 1 and silent_failures else None
@@ -119,8 +119,9 @@ class Drawn:
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
-    """The table in at most `width` characters: the columns that fit or, if none do, one field per line. If several
-    columns fold and one does not fit, all of them become words below their row.
+    """Lay out the table in at most `width` characters, with the columns that fit; if none do, one field per line.
+
+    If a folding column does not fit, all folding columns move below their rows, unless there is only one.
     """
     chosen = _fitting(shown, width)
     below = ("",) * len(shown.rows)
@@ -175,9 +176,7 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
 
 
 def _least(shown: Sheet, index: int) -> int:
-    """Least width of a column without cutting figures or one-line texts; texts among figures, the reasons of missing
-    ones, may break between words.
-    """
+    """Minimum width that cuts no number and no unwrapped text; reasons in numeric columns may break between words."""
     column = shown.columns[index]
     measured = longest_piece if column.quantity.numeric else columns
     widest = max((measured(row[index]) for row in shown.rows), default=0)
@@ -209,10 +208,10 @@ def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterat
 
 
 def csv_rows(rows: Sequence[Row]) -> str:
-    """A header and one line per row, without a newline at the end.
+    """CSV with a header, without a final newline.
 
-    Texts that a spreadsheet would run as formulas, or that begin with an apostrophe, get an apostrophe in front, also
-    names of columns; readers remove one. Numbers stay.
+    An apostrophe precedes texts and column names that begin with one, or that a spreadsheet would run as formulas;
+    readers remove it. Numbers are unchanged.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()
@@ -224,10 +223,10 @@ def csv_rows(rows: Sequence[Row]) -> str:
 
 
 def _inert(text: str) -> str:
-    """A cell that spreadsheets show unchanged (OWASP, "CSV Injection")."""
+    """Protects from CSV injection (OWASP)."""
     text = plain(text)
     return f"'{text}" if text.startswith(_STARTS_A_FORMULA) else text
 
 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠", "'")
-"""First characters of a formula, wide forms for East Asian languages, and the mark itself."""
+"""First characters of a formula, their wide East Asian forms, and the apostrophe itself."""

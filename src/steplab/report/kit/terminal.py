@@ -13,7 +13,7 @@ INDENT = 2
 
 
 def terminal_width() -> int:
-    """COLUMNS if set, else the terminal's width, else 120 (for a pipe)."""
+    """Columns by COLUMNS, else of the terminal, else 120 (for a pipe)."""
     return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
 
 
@@ -58,7 +58,6 @@ def _section(section: Section, width: int, style: Style) -> Iterator[str]:
 
 
 def _apart(blocks: Iterable[Block], width: int, style: Style) -> list[str]:
-    """Separated by empty lines; a note follows its block directly, and a section brings its own line."""
     lines: list[str] = []
     for block in blocks:
         own = list(_block(block, width, style))

@@ -1,4 +1,4 @@
-"""Texts of reports: absent values, reasons of failures, and lines that break in the right places."""
+"""Words absent values and failures, and breaks lines in the right places."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ _FIXED = "\u00a0"
 
 
 def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
-    """'out of memory: asked 8.00 GiB'; in full if `most` is None."""
+    """Example: 'out of memory: asked 8.00 GiB', cut to `most` characters; None: uncut."""
     words = kind.replace("_", " ")
     text = " ".join(message.split())
     text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
@@ -56,19 +56,19 @@ def _columns_of(letter: str) -> int:
 
 
 def unbroken(text: str) -> str:
-    """With unbreakable spaces between figures and units, and before separating dots."""
+    """Insert no-break spaces between figures and units, and before separating dots."""
     return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=±] )|(?<=[=±]) ", _FIXED, text)
 
 
 def longest_piece(text: str) -> int:
-    """Columns of the longest piece that `flowed` keeps together."""
+    """Width of the longest piece that `flowed` does not break."""
     return max(map(columns, unbroken(text).split(" ")))
 
 
 def flowed(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns (at least one), broken between words but not between a figure and its unit.
+    """Break a text into lines of at most `width` columns, between words but not between a figure and its unit.
 
-    Longer words are cut. Line breaks of the text stay.
+    Longer words are cut. The text's own line breaks stay.
     """
     width = max(1, width)
     lines = [line for paragraph in unbroken(text).split("\n") for line in _flowed(paragraph.split(" "), width)]
@@ -88,9 +88,7 @@ def _flowed(pieces: Iterable[str], width: int) -> list[str]:
 
 
 def _cut(word: str, width: int) -> list[str]:
-    """Pieces of at most `width` columns, at least one character. A word may have a megabyte, so each character is read
-    once.
-    """
+    """Cuts a word at `width` columns; it may have a megabyte, so each character is read once."""
     if columns(word) <= width:
         return [word]
     begins, taken = [0], 0

@@ -1,7 +1,7 @@
-"""Draws the timeline of one step, with one row per stream and shaded phases.
+"""Draws the kernels of one step over time, with one row per stream and shaded phases.
 
-In columns of a few pixels, each category is as high as its share of the time, so areas are times and empty space is
-idle time.
+Each column of a few pixels is filled by category in proportion to time, so areas are times and empty space is idle
+time.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def step_end_ns(timeline: Timeline) -> int:
 def step_picture(
     timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0, subtitle: str = ""
 ) -> Picture:
-    """One row per stream in `names`; the axis ends at `until_ns` if later."""
+    """Draw one row per stream in `names`; the axis ends with the step, or later at `until_ns`."""
     end_ns = step_end_ns(timeline)
     title = f"{title or 'the step'}, {units.format_time(end_ns / 1e9)}"
     with stream_axes(title, tuple(names.values()), 0, max(end_ns, until_ns)) as (picture, axes):
@@ -53,7 +53,7 @@ def step_picture(
 def stream_axes(
     title: str, names: tuple[str, ...], start_ns: int, end_ns: int, above: float = 0.0
 ) -> Iterator[tuple[Drawing, "Axes"]]:
-    """Axes in nanoseconds; `above` rows are left free above the first."""
+    """Yield axes in nanoseconds with one row per name; `above` rows stay empty over the first."""
     row_px = 72 if len(names) == 1 else 48 if len(names) < 4 else 34
     with drawing(WIDTH, _TOP + (len(names) + above) * row_px + _BOTTOM, title) as picture:
         axes = picture.axes(_LEFT, _BOTTOM, _RIGHT, _TOP)
@@ -67,7 +67,7 @@ def stream_axes(
 
 
 def shade_phases(picture: Drawing, axes: "Axes", spans: Iterable[tuple[str, float, float, str]]) -> None:
-    """Names, ends and hover texts of phases; a name stands above its phase if it fits there."""
+    """Shade phases given as (name, start, end, hover text); a name that fits stands above its phase."""
     low, high = axes.get_xlim()
     for index, (name, start, end, tip) in enumerate(spans):
         patch = axes.axvspan(start, end, color=INK, alpha=0.09 if index % 2 else 0.04, linewidth=0)

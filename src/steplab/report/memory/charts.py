@@ -12,9 +12,9 @@ _FIRST = 12
 
 
 def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Bars | None:
-    """The peaks' parts, one bar per run, with a mark at the predicted peak; `predictions` by the runs' ids.
+    """Draw each run's peak by category, with a stroke at its prediction; `predictions` is keyed by run id.
 
-    None without a comparison: one run without a prediction. Imported snapshots, with other categories, are left out.
+    None for one run without a prediction. Imported snapshots are left out, because their categories differ.
     """
     known = with_owners(cells)
     if len(known) + len([cell for cell in known if cell.run.id in predictions]) < 2:

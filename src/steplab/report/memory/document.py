@@ -98,9 +98,9 @@ TERMS = (
 def memory_document(
     run: Run, *, prediction: MemoryPrediction | None = None, references: Sequence[Run] = ()
 ) -> Document:
-    """The report of a run's memory profile.
+    """Report a run's memory profile.
 
-    `references` are the same cell in fp32, and without checkpointing. Raises UserError for a run without a memory
+    `references` are the same step in fp32, and without checkpointing. Raises UserError if the run has no memory
     profile.
     """
     profile = run.memory_profile

@@ -1,4 +1,4 @@
-"""Figures of memory profiles, and pairs of runs to compare."""
+"""Computes the figures of memory profiles, and finds runs to compare."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ class Part:
     num_bytes: int
     share: float
     predicted_bytes: int | None = None
-    """None without a prediction, and for a category outside it."""
+    """None without a prediction, or if predictions do not cover the category."""
     uncovered_bytes: int = 0
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured of the covered bytes; None if one is zero or unknown."""
+        """predicted / measured - 1 over the covered bytes; None if either is zero or unknown."""
         measured = self.num_bytes - self.uncovered_bytes
         return self.predicted_bytes / measured - 1 if self.predicted_bytes and measured else None
 
 
 def error_text(error: float, decimals: int = 2) -> str:
-    """+1.25 %; 'exact' for no error, '±0.00 %' for a rounded one."""
+    """Example: '+1.25 %'; 'exact' for no error, '±0.00 %' for one that rounds to zero."""
     if not error:
         return "exact"
     text = f"{100 * error:+.{decimals}f} %"
@@ -62,7 +62,7 @@ def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def _is_covered(profile: MemoryProfile, category: str) -> bool:
-    """Predictions are of CUDA devices: a CPU has no workspaces of CUDA's libraries, nor its allocator's rounding."""
+    """Predictions are for CUDA: a CPU has no library workspaces and no rounding by the allocator."""
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
 
@@ -75,7 +75,7 @@ def allocated_bytes(allocations: Iterable[Allocation]) -> int:
 
 
 def all_saved_bytes(profile: MemoryProfile) -> int:
-    """Bytes that autograd saved, including kinds beyond the record's limit."""
+    """Bytes that autograd saved for backward, including kinds beyond the record's limit."""
     return saved_bytes(profile.saved) + (profile.saved_left_out.num_bytes if profile.saved_left_out else 0)
 
 
@@ -84,7 +84,7 @@ def saved_bytes(saved: Iterable[SavedTensors]) -> int:
 
 
 def capacity(run: Run) -> int | None:
-    """None on a CPU, and if not recorded."""
+    """Bytes of device memory; None on a CPU, or if not recorded."""
     if run.memory and run.memory.total_bytes:
         return run.memory.total_bytes
     if run.environment and run.environment.device.kind == "cuda":
@@ -98,7 +98,7 @@ def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
 
 
 BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
-"""Choices that affect memory, each with its baseline."""
+"""Settings that affect memory, each with its baseline value."""
 
 
 def watched(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -120,7 +120,7 @@ def among(run: Run, others: Iterable[Run]) -> tuple[RunCell, list[RunCell]]:
 
 
 def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scalar) -> RunCell | None:
-    """The newest watched cell that differs only by having `value` in `field`."""
+    """Newest run with a memory profile that differs from `cell` only in having `value` for `field`."""
     wanted = _but_for(cell, field)
     found = [other for other in watched(cells) if other.values[field] == value and _but_for(other, field) == wanted]
     return max(found, key=lambda other: other.run.created_utc, default=None) if cell.values[field] != value else None

@@ -54,10 +54,7 @@ def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
 
 
 def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """'scores', 'logits', or activations of the model's 'width' or 'inner width', by shape.
-
-    None for other sizes, and if two of the model's sizes are equal.
-    """
+    """'scores', 'logits', 'width' or 'inner width', by shape; None for other shapes, or if model sizes are equal."""
     if is_scores(shape, spec, sizes):
         return "scores"
     if len(shape) < 2 or prod(shape[:-1]) != spec.tokens:
@@ -106,9 +103,9 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
 
 
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
-    """'batch x heads x context x context x bytes of float32 = 4 x 12 x 512 x 512 x 4'; None for an unknown dtype.
+    """Example: 'batch × heads × context × context × bytes of float32 = 4 × 12 × 512 × 512 × 4'.
 
-    Only figures if the spec does not identify the dimensions.
+    Without names if the spec does not identify the dimensions; None for an unknown dtype.
     """
     size = tensor_bytes(shape, dtype)
     if size is None or not shape:
@@ -138,7 +135,7 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
 
 
 def node_name(op: str) -> str:
-    """Softmax for SoftmaxBackward0; '' if no node saved the tensor."""
+    """'Softmax' for 'SoftmaxBackward0'; '' if no autograd node saved the tensor."""
     return op.rstrip("0123456789").removesuffix("Backward")
 
 
@@ -164,9 +161,10 @@ _FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8
 
 
 def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> tuple[Row, ...]:
-    """One row per category with anything at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
+    """One row per category with bytes at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
 
-    A prediction adds predicted_bytes, which sum to predicted_peak_bytes, and error; both are None outside it.
+    A prediction adds `predicted_bytes`, which sum to `predicted_peak_bytes`, and `error`; both are None for categories
+    it does not cover.
     """
     predicted = prediction is not None
     covered = {"predicted_peak_bytes": whole(profile, prediction).predicted_bytes} if predicted else {}
@@ -280,7 +278,10 @@ _LOOKS = (
 
 
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
-    """Equal ones together, most bytes first; `left_out` are kinds beyond the record's room, in the total."""
+    """Tabulate saved tensors, equal ones together, most bytes first.
+
+    The total includes `left_out`, the kinds beyond the record's limit.
+    """
     groups = _alike(saved, _LOOKS, saved_bytes)
     rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
     beyond = left_out or LeftOut(count=0, num_bytes=0)

@@ -1,7 +1,7 @@
-"""Draws the memory of a step over time: stacked categories, shaded phases, and the peak.
+"""Draws allocated bytes over a step, stacked by category, with shaded phases and the peak.
 
-Each column of pixels shows its moment with the most allocated bytes, so columns are real states, and the peak is drawn.
-Categories are painted from the top of the stack down, each to zero, which leaves no gaps.
+Each column of pixels shows its moment with the most bytes, so every column is a real state, and the peak is visible.
+Categories are painted from the top of the stack down to zero, which leaves no gaps.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,10 @@ _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this sha
 
 
 def memory_timeline(profile: MemoryProfile, capacity: int | None = None) -> Chart | None:
-    """The device's memory, if known, is drawn where the peak comes near it. None without a recording."""
+    """Draw allocated bytes over time; None without a recorded timeline.
+
+    A line shows `capacity`, the device's bytes, if the peak comes near it.
+    """
     timeline = profile.timeline
     shown = [name for name, sizes in _by_category(timeline) if any(sizes)]
     if not (timeline.time_s and timeline.categories):
@@ -57,9 +60,9 @@ def _by_category(timeline: MemoryTimeline) -> "zip[tuple[str, tuple[int, ...]]]"
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
-    """Index of the moment with the most bytes in each of `num_columns` equal columns; None before the first.
+    """For each of `num_columns` equal columns, the index of the moment with the most bytes; None before the first.
 
-    A moment lasts until the next. A moment between two columns belongs to the second.
+    A moment lasts until the next. A moment on the border of two columns belongs to the second.
     """
     totals = [sum(sizes) for sizes in zip(*timeline.allocated_bytes, strict=True)]
     per_s = num_columns / ((end_s - start_s) or 1)

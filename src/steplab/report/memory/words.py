@@ -35,7 +35,7 @@ def peak_sentence(profile: MemoryProfile) -> str:
 
 
 def _moment(profile: MemoryProfile) -> str:
-    """The moment in words: ', reached in backward, in blocks.3.attention, when aten::bmm allocated at a.py:3 in f'."""
+    """Example: ', reached in backward, in blocks.3.attention, when aten::bmm allocated at a.py:3 in f'."""
     places = [f"in {place}" for place in (profile.peak_phase, profile.peak_module) if place]
     where = ", ".join(places or [when(profile)])
     line = f" at {profile.peak_source}" if profile.peak_source else ""
@@ -84,9 +84,9 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
 
 
 def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
-    """Size and formula of one residual-stream tensor, and the peak in multiples of it.
+    """State size and formula of one residual-stream tensor, and the peak as a multiple of it.
 
-    It is the first block's input; None without a block, or for an input of unknown type.
+    The tensor is the first block's input; None without a block, or if its dtype is unknown.
     """
     inputs = ((block.input_shape or (), block.input_dtype) for block in profile.blocks)
     shape, dtype = next((one for one in inputs if one[0] and tensor_bytes(*one)), ((), None))

@@ -1,4 +1,4 @@
-"""The report of an accounting: questions with answers, derivations and sources."""
+"""Reports an accounting: questions with answers, derivations and sources."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def _section(question: Question) -> Section:
 
 
 def _equation(figure: Figure) -> Equation:
-    """Symbol = formula = formula with figures = figure; for given values, symbol = figure."""
+    """Symbol = formula = formula with numbers = result; symbol = value for a given one."""
     notations = [part for part in (figure.symbol, figure.formula, figure.in_figures) if part is not None]
     text = [*(part.text for part in notations), figure_text(figure.value, figure.unit)]
     latex = [*(part.latex for part in notations), figure_latex(figure.value, figure.unit)]
@@ -53,7 +53,7 @@ def _means(means: tuple[Means, ...]) -> Table:
 
 
 def figure_text(value: float, unit: str) -> str:
-    """A result with three digits or more: 3.52 TB, 319 tokens, 2.42 ms; a ratio alone."""
+    """Example: '3.52 TB', '319 tokens', '2.42 ms'; three digits or more."""
     if unit == "bytes":
         return units.format_message(value)
     if unit == "s":

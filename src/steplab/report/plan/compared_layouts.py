@@ -1,4 +1,4 @@
-"""A job's alternatives: numbers and kinds of GPU, networks and steps, each with its best layout."""
+"""Compares numbers and kinds of GPU, networks and steps for one job, each with its fastest layout."""
 
 from collections.abc import Iterator, Sequence
 

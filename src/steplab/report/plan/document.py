@@ -1,4 +1,4 @@
-"""The report of a predicted memory peak: components with formulas, and fitting GPUs."""
+"""Reports a predicted memory peak: components with formulas, and the GPUs that it fits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec, describe
 
 _SMALL = 0.001
-"""Share of the peak below which components come last, and terminals omit them."""
+"""Share of the peak below which components come last and terminals omit them."""
 ANSWERS = {
     "fits": "fits on {}",
     "too tight to promise": "may fit on {}, depending on how far memory is fragmented; "
@@ -22,7 +22,7 @@ ANSWERS = {
     "does not fit": "does not fit on {}",
     "not known": "cannot be judged on {}, because the prediction is a lower bound",
 }
-"""Verdicts on a GPU (records.prediction.CardFit), and their plural."""
+"""Sentence parts by verdict on a GPU (records.prediction.CardFit)."""
 _ABOUT = {"dry_run": "", "traced": "about ", "estimate": "about ", "at_least": "at least "}
 
 
@@ -40,7 +40,7 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
 
 
 def parameter_words(model: ModelFacts | None) -> str:
-    """' · 46.7 G parameters, 12.9 G active'; empty: not known."""
+    """Example: ' · 46.7 G parameters, 12.9 G active'; empty for an unknown model."""
     if model is None:
         return ""
     active = model.num_active_parameters
@@ -203,11 +203,11 @@ def _needs(prediction: MemoryPrediction) -> Iterator[str]:
 
 
 def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
-    """One row for the peak, each need of a device, phase, category, component, card and note.
+    """One row per peak, memory that a device needs, phase, rank, category, component, GPU and note; `row` names the
+    kind.
 
-    `row` names the kind. `total_bytes` of the categories, and of the components (num_bytes x count), sum to the peak's;
-    a card's are its available bytes, and `verdict` is fit. `bound` is at_least for a lower bound, estimate for an
-    estimate, else dry_run.
+    `total_bytes` sum to the peak's over categories, and over components (num_bytes × count); for a GPU they are its
+    usable bytes. `bound` is at_least for a lower bound, estimate, traced or dry_run.
     """
     sizes = (
         ("peak", f"in {prediction.peak_phase}: {prediction.peak_where}", prediction.peak_bytes),

@@ -19,7 +19,7 @@ _PARTS = (
     ("exposed_s", "exposed communication", 2),
     ("bubble_s", "pipeline fills and drains", 8),
 )
-"""Field, words, number of the colour."""
+"""Field of the predicted time, label, colour number."""
 _MEMORY = (("allocated", 1), ("also reserved", 3), ("room to be sure", 5))
 
 
@@ -78,7 +78,7 @@ def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
 
 
 def _faster_but_tight(fitting: list[LayoutCandidate]) -> str | None:
-    """The fastest of those too tight to promise, if faster than the best that fits."""
+    """States the fastest layout that may lack memory, if it is faster than the best that certainly fits."""
     best = fitting[0]
     tight = [(each.time.seconds, each.options) for each in fitting if each.time and each.verdict != "fits"]
     if best.verdict != "fits" or best.time is None or not tight or min(tight)[0] >= best.time.seconds:
@@ -212,7 +212,7 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
 
 
 def layout_rows(plan: LayoutPlan) -> list[Row]:
-    """One row per layout, fitting ones first, by time; the others have a `reason`."""
+    """One row per layout, by time; layouts that do not fit come last, with a `reason`."""
     return even([_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)])
 
 

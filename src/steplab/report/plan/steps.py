@@ -1,4 +1,4 @@
-"""Several planned steps in one table: memory, smallest fitting GPU, and time."""
+"""Tabulates several planned steps: memory, smallest GPU that fits, and time."""
 
 from collections.abc import Iterator, Sequence
 

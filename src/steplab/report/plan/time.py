@@ -42,7 +42,7 @@ def _rate(prediction: StepTimePrediction) -> Iterator[str]:
 
 
 def mfu_words(utilizations: Sequence[Utilization]) -> str:
-    """MFU with its convention and peak, after a comma; empty if unknown."""
+    """MFU with its FLOP convention and peak, after a comma; empty if unknown."""
     mfu = next((used for used in utilizations if used.convention == "causal"), None)
     if mfu is None or mfu.value is None or mfu.peak_flops_per_s is None:
         return ""
@@ -146,10 +146,10 @@ def _part_rows(prediction: StepTimePrediction) -> list[Row]:
 
 
 def time_rows(prediction: StepTimePrediction) -> list[Row]:
-    """One row for each phase and the step, kind of kernel, convention of MFU and HFU, note and source, and one for the
-    GPU's memory.
+    """One row per phase (and the step), kind of kernel, MFU or HFU convention, GPU, note and source; `row` names the
+    kind.
 
-    `row` names the kind. Seconds of a phase's parts sum to its device_s, and phases to the step.
+    Seconds of a phase's parts sum to its `device_s`, and phases to the step.
     """
     rows: list[Row] = [{"row": "phase", **_phase(phase)} for phase in prediction.phases]
     rows += [{"row": "part", **row} for row in _part_rows(prediction)]

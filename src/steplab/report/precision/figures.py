@@ -14,11 +14,11 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 }
 
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-"""Binary digits of each dtype, with the leading one."""
+"""Binary digits by dtype, including the leading one."""
 SMALLEST_EXPONENT = {"fp16": -24, "bf16": -133}
-"""Exponents of the smallest (subnormal) numbers above zero."""
+"""Binary exponent of the smallest subnormal number above zero."""
 SMALLEST_NORMAL_EXPONENT = {"fp16": -14, "bf16": -126}
-"""Exponents of the smallest normal numbers."""
+"""Binary exponent of the smallest normal number."""
 
 THE_MODEL = "the model"
 TYPES = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
@@ -28,7 +28,7 @@ KINDS = ("outputs", "output gradients", "parameter gradients")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleGroup:
     name: str
-    """blocks.*.attention, or THE_MODEL."""
+    """Module name without layer numbers, such as blocks.*.attention, or THE_MODEL."""
     modules: tuple[ModuleAudit, ...]
 
     @property
@@ -70,13 +70,13 @@ def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:
 
 
 def all_elements(audit: Audit, kind: str) -> Elements | None:
-    """Over the whole model, each counted once: outputs only of leaves."""
+    """Count the model's elements of one kind, each once: outputs only of leaf modules."""
     counted = (module for module in audit.modules if module.leaf or kind == "parameter gradients")
     return added(elements_of(module, kind) for module in counted)
 
 
 def added(parts: Iterable[Elements | None]) -> Elements | None:
-    """None without parts. A count missing in one part is None."""
+    """Sum the counts; None without parts. A count is None if one part lacks it."""
     given = [part for part in parts if part is not None]
     if not given:
         return None
@@ -91,7 +91,7 @@ def added(parts: Iterable[Elements | None]) -> Elements | None:
 
 
 def num_lost(elements: Elements) -> int:
-    """Overflowed, underflowed or subnormal; without an fp32 run, not finite or subnormal."""
+    """Number of overflowed, underflowed or subnormal elements; without an fp32 run, not finite or subnormal ones."""
     overflowed = not_finite(elements) if elements.num_overflowed is None else elements.num_overflowed
     return overflowed + (elements.num_underflowed or 0) + elements.num_subnormal
 
@@ -112,7 +112,7 @@ def title_of_sums(accumulations: Sequence[Accumulation]) -> str:
 
 
 def line(accumulation: Accumulation) -> str:
-    """'fp32 += fp16', or with its cast 'fp32 += fp16 cast to fp32'."""
+    """Example: 'fp32 += fp16', or with a cast 'fp32 += fp16 cast to fp32'."""
     total, addend = short(accumulation.accumulator), short(accumulation.addend)
     return f"{total} += {addend}" + (f" cast to {total}" if accumulation.cast else "")
 

@@ -1,4 +1,4 @@
-"""Tables of a study of precisions: grouped for people, one row per module for programs."""
+"""Tabulates a study of precisions: grouped for people, one row per module for programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -231,7 +231,7 @@ def _timing_columns() -> Iterator[Column]:
 
 
 def timing_rows(runs: Sequence[Run]) -> list[Row]:
-    """Speed and memory are relative to the run in fp32."""
+    """One row per timed run, with speed and memory relative to fp32."""
     baseline = next((run for run in runs if run.spec and run.spec.precision == "fp32" and not run.failure), None)
     base = run_row(baseline) if baseline else {}
     return [
@@ -250,7 +250,7 @@ def timing_rows(runs: Sequence[Run]) -> list[Row]:
 def data_tables(
     audits: Sequence[Numerics], accumulations: Sequence[Accumulation], runs: Sequence[Run]
 ) -> dict[str, Sequence[Mapping[str, Scalar]]]:
-    """Modules, operations, products and sums, a row each, with torch's names of types; no empty tables."""
+    """Rows by table name: modules, operations, matmuls and sums, with torch's dtype names; empty tables are dropped."""
     seen = [numerics for numerics in audits if numerics.audit]
     found: dict[str, Sequence[Mapping[str, Scalar]]] = {
         "audit": [row for numerics in audits for row in _module_rows(numerics)],

@@ -8,7 +8,7 @@ from steplab.specs.step_choices import WITH_MASTERS
 from steplab.units import format_share
 
 COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
-"""Precision -> low compute type; others compute in fp32."""
+"""Low compute dtype by precision; precisions without an entry compute in fp32."""
 
 RULES = {
     "low_precision": "low precision",

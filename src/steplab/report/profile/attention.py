@@ -1,6 +1,6 @@
-"""The parts of attention (scores, softmax, values): time, FLOPs, bytes and share of the ceiling.
+"""Splits attention into scores, softmax and values: time, FLOPs, bytes and share of the roofline.
 
-Computed from the record's operators, by the last part of their range, without estimates.
+Operators count by the last part of their range, without estimates.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ class Work:
     flops: float | None
     moved_bytes: float | None
     counted_s: float
-    """Device time of operators with both FLOPs and bytes, for the four figures below."""
+    """Device time of operators with both FLOPs and bytes; the fields below use only these."""
     intensity: float | None
     flops_per_s: float | None
     bytes_per_s: float | None
-    """Achieved, if each tensor moved once."""
+    """Achieved bandwidth, if each tensor moved once."""
     ceiling_share: float | None
-    """FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
+    """FLOP/s over min(peak, intensity × bandwidth); None without a known roofline."""
     dtype: str
 
 
@@ -40,13 +40,13 @@ class AttentionRow:
     part: str
     """scores, softmax, values or fused."""
     phase: str
-    """forward, backward; outside without marked phases."""
+    """forward or backward; outside if phases are unmarked."""
     work: Work
     uncounted: tuple[str, ...]
 
 
 def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
-    """By phase, then in execution order; empty if no operator is marked as attention."""
+    """One row per part of attention, by phase; empty if no operator is marked as attention."""
     roofs = find_roofs(run)
     groups = grouped(profile.ops, lambda op: (op.phase, part_of(op)))
     return [

@@ -40,8 +40,9 @@ TITLE = "Where the time goes"
 
 
 def profile_document(run: Run, findings: Findings | None = None) -> Document:
-    """Has kernels as data. Raises UserError for a run without a profile. `findings` on the run, if given, are the
-    answer.
+    """Report a profile, with kernels as data and the verdict from `findings`, if given.
+
+    Raises UserError if the run has no profile.
     """
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")

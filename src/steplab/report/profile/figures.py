@@ -1,6 +1,6 @@
-"""Figures of a profile that several renderers show, computed from the record; no presentation.
+"""Computes figures of a profile that several tables and sentences share.
 
-Records hold totals over all profiled steps; every time here is per step.
+Records hold totals over all profiled steps; times here are per step.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from steplab.report.kit.kernel_names import short_kernels
 _TRAINING = {"forward", "backward", "optimizer"}
 _OVERLAPPED = {"forward", "backward"}
 TOLERANCE = 0.03
-"""Largest relative difference of agreeing profiled busy time and unprofiled time."""
+"""Largest relative difference between profiled busy time and unprofiled step time that counts as agreement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     phase: str
-    """One of PHASES, outside, or step for all of them."""
+    """One of PHASES, 'outside', or 'step' for their sum."""
     window_s: float
     busy_s: float
     host_bound_s: float
-    """Idle because the next kernel was not launched yet."""
+    """Seconds without a kernel because Python had not launched the next one."""
     idle_s: float
-    """Idle although the next kernel was launched; on a CPU, without an operator."""
+    """Seconds without a kernel although the next one was launched; on a CPU, outside of operators."""
     categories: dict[str, float]
     num_kernels: float
     timed_s: float | None
-    """Unprofiled median; None if not timed."""
+    """Median without the profiler; None if untimed."""
 
     def share(self, category: str) -> float | None:
         return self.categories.get(category, 0.0) / self.busy_s if self.busy_s else None
@@ -67,9 +67,9 @@ def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) ->
 
 
 def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
-    """Sums of marked phases: forward, forward + backward, train.
+    """Accumulate marked phases: forward, forward + backward, train.
 
-    The last is `everything`, if some work is outside phases.
+    'everything' follows if kernels ran outside phases.
     """
     marked = [part for name in PHASES if (part := profile.phase(name))]
     told = []
@@ -100,13 +100,13 @@ class TopKernel:
     time_s: float
     share: float
     median_s: float
-    """Per call; over several ranges, the median of medians weighted by calls."""
+    """Seconds per call; over several ranges, the median of their medians, weighted by calls."""
     median_is_exact: bool
-    """True if it ran in one range and stream only."""
+    """True if all calls are in one range and stream."""
 
 
 def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:
-    """Kernels of these phases (None: all), most time first; by_phase=False gives one entry per name, phase 'step'."""
+    """Kernels of these phases (None: all), most time first; with by_phase=False, phases are merged as 'step'."""
     chosen = [k for k in profile.kernels if phases is None or k.phase in phases]
     total_s = sum(k.total_s for k in chosen) or 1.0
     groups = grouped(chosen, lambda kernel: (kernel.name, kernel.category, kernel.phase if by_phase else "step"))

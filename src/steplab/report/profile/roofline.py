@@ -1,4 +1,4 @@
-"""The roofline plot: each operator of the step by its intensity and its FLOP/s, under the device's roofs."""
+"""Draws a roofline: each operator's FLOP/s over its arithmetic intensity, below the device's peaks."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_roofs(run: Run) -> Roofline:
-    """By the device's exact name: the vendor's figures or none."""
+    """Peak FLOP/s and bandwidth by the data sheet of exactly this device; empty if it is unknown."""
     return Roofline(hardware=find_hardware(run.device_name) if run.device_name else None)
 
 
@@ -30,9 +30,9 @@ def why_no_roof(run: Run) -> str:
 
 
 def roof_dtype(run: Run, profile: Profile, op: OpStats) -> str:
-    """Number format of an operator's peak; '' if unknown.
+    """Number format whose peak applies to an operator; '' if unknown.
 
-    float32 products have TF32's peak if the run, or a kernel's name, shows TF32.
+    TF32's peak applies to float32 matmuls if the run, or a kernel's name, shows TF32.
     """
     if op.dtype != "fp32" or op.category not in ("matmul", "attention"):
         return op.dtype
@@ -68,7 +68,7 @@ class Point:
     flops_per_s: float
     share: float
     ceiling_share: float | None
-    """FLOP/s over the roofs' ceiling; None without roofs."""
+    """FLOP/s over the roofline at this intensity; None without a known roofline."""
     dtype: str
 
 

@@ -1,4 +1,4 @@
-"""Tables of a profile, per step; rows for programs also hold totals."""
+"""Tabulates a profile per step; rows for programs also hold totals."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -204,10 +204,10 @@ def host_call_table(profile: Profile) -> Table:
 
 
 def kernel_rows(profile: Profile) -> list[Row]:
-    """One row per kernel, phase, range and stream, as in the record, largest total first.
+    """One row per kernel, phase, range and stream, largest total first.
 
-    calls, total_s, median_s and max_s are over all num_steps profiled steps, per_step_s is total_s / num_steps, and
-    share is relative to the durations of all kernels.
+    `calls`, `total_s`, `median_s` and `max_s` cover all `num_steps` profiled steps; `per_step_s` is total_s /
+    num_steps. `share` is relative to the durations of all kernels.
     """
     total_s = sum(kernel.total_s for kernel in profile.kernels)
     return [_kernel_row(kernel, profile, total_s) for kernel in sorted(profile.kernels, key=lambda k: -k.total_s)]

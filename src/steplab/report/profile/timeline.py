@@ -22,14 +22,14 @@ _MOST_STREAMS = 8
 class CloseUp:
     title: str
     start_ns: int
-    """In nanoseconds from the beginning of the step."""
+    """Nanoseconds since the start of the step."""
     end_ns: int
     ranges: tuple[tuple[str, int, int], ...]
     kernels: tuple[int, ...]
 
 
 def timeline_chart(profile: Profile) -> Chart | None:
-    """The last profiled step, and, if the trace names a block's ranges, one block forward and one backward."""
+    """Draw the last profiled step and, if ranges mark blocks, one block in forward and in backward."""
     timeline = profile.timeline
     if timeline is None or not timeline.kernel:
         return None
@@ -97,14 +97,14 @@ _MOST_KERNELS = 400
 
 
 def close_ups(timeline: Timeline) -> list[CloseUp]:
-    """One block in the middle of each pass, if repeated ranges show them."""
+    """Choose one block in the middle of each pass, if ranges mark blocks."""
     spans = [(name, start, end) for name, start, end in timeline.phases if name in _PHASES]
     windows = (_block(timeline, name, start, end) for name, start, end in spans)
     return [window for window in windows if window is not None]
 
 
 def _block(timeline: Timeline, phase: str, phase_start_ns: int, phase_end_ns: int) -> CloseUp | None:
-    """Ranges lack layer numbers: a block begins at a repeat of a range that each block enters once."""
+    """Ranges lack layer numbers, so a block starts where a once-per-block range repeats."""
     inside = [r for r in timeline.ranges if phase_start_ns <= r[1] < phase_end_ns and "*" in r[0]]
     counts = Counter(name for name, *_ in inside)
     repeated = Counter(count for count in counts.values() if count > 1)

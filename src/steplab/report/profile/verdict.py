@@ -1,4 +1,4 @@
-"""The verdict of a profile: the findings' savings, or else where time goes."""
+"""States a profile's verdict: predicted savings, or else where time goes."""
 
 from collections.abc import Iterator
 
@@ -78,9 +78,7 @@ def _options(finding: Finding) -> str:
 
 
 def saving_words(finding: Finding, step_s: float | None) -> str:
-    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; with a larger batch, 'about 3.00 ms for the same tokens, 10.0 % of
-    30.0 ms'. The finding must predict a saving.
-    """
+    """Example: 'about 3.00 ms of 30.0 ms per step, 10.0 %'; a larger batch saves 'for the same tokens'."""
     saved, gain_s = saved_words(finding), finding.gain_s
     if step_s is None or gain_s is None:
         return f"{saved} per step" if finding.tokens_ratio == 1 else saved
@@ -89,7 +87,7 @@ def saving_words(finding: Finding, step_s: float | None) -> str:
 
 
 def saved_words(finding: Finding) -> str:
-    """'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'."""
+    """Example: 'about 12.3 ms', 'at most 4.56 ms', 'a measured 3.21 ms'."""
     gain_s, trial = finding.gain_s, finding.trial
     if gain_s is None:
         return f"{units.format_time(finding.alone_s)} alone" if finding.alone_s is not None else "not predicted"
@@ -139,7 +137,9 @@ def findings_section(findings: Findings) -> Section:
 
 
 _SAME_STEP = 0.20
-"""Relative difference of a repeated step that means another machine state: repeated medians differ by a few per cent.
+"""Relative difference between measurements of one step above which the machine has changed.
+
+Medians usually repeat within a few per cent.
 """
 _CAPTION = (
     "Each gain is predicted as if no other change were made, as far as those before it leave as much of the step."

@@ -1,4 +1,4 @@
-"""Sentences about a profile; figures are per step."""
+"""Words a profile in sentences; figures are per step."""
 
 from steplab import units
 from steplab.records.profile import ATTENTION_PARTS, Profile
@@ -136,7 +136,7 @@ def calls_text(calls: float) -> str:
 
 
 def softmax_sentence(run: Run, profile: Profile) -> str | None:
-    """Softmax against attention's products, in the forward pass."""
+    """Compare softmax with attention's matmuls in the forward pass."""
     phase = "forward" if profile.phase("forward") else "outside"
     ops = [op for op in profile.ops if op.phase == phase and part_of(op) in ATTENTION_PARTS]
     roofs = find_roofs(run)

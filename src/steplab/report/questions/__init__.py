@@ -1,1 +1,1 @@
-"""Records as answers to questions: `rows` makes rows of them, `answers` chooses and shows."""
+"""Answers questions from records: `rows` tabulates the records, `answers` selects rows and words the answer."""

@@ -1,4 +1,4 @@
-"""Records as answers to questions: each with a sentence, a table, bars and the reason (specs.question)."""
+"""Answers questions (specs.question) from records, each with a sentence, a table, bars and the reason."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ _FOLLOWING = {
     "way": ("backend", "device"),
     "variant": ("update", "data_parallel", "bucket_size_mb", "layout"),
 }
-"""Settings that change with another."""
+"""Settings that may differ along with the key, because they depend on it."""
 
 
 def questions_document(
     asked: Questions, records: Sequence[Record], derive: Callable[[Derivation], Document], title: str | None = None
 ) -> Document:
-    """derive: a question's `derives` as a document; UserError if no record allows it."""
+    """Answer the questions; `derive` computes a question's `derives`, or raises UserError if no record allows it."""
     answers = _Answers(records, derive)
     chapters, data, shown = [], list[Row](), list[Row]()
     for chapter in asked.chapter:
@@ -87,7 +87,7 @@ class _Answers:
         self._sheets: dict[str, Sheet] = {}
 
     def of(self, question: Question) -> tuple[Section, str, str]:
-        """Section, answer (may be empty) and grade: done, not, or partly with what lacks."""
+        """Section, answer (empty if none), and grade: 'done', 'not', or 'partly' with the missing combinations."""
         try:
             blocks, answer, lacking = self._blocks(question)
         except _Missing:
@@ -163,8 +163,7 @@ def _refuse_unknown(sheet: Sheet, question: Question, keys: Sequence[str]) -> No
 
 
 def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[Row]]:
-    """Candidate sets of rows, the largest first, then the newest. Rows of a set share all settings that the table does
-    not vary."""
+    """Groups rows that agree in every setting the table does not vary, largest group first, then newest."""
     expressions = [*question.columns, *question.figures.values()]
     varied = {*keys, question.across, *(key for each in expressions for key in each.against)}
     varied |= {key for figure in question.figures.values() for key in (figure.along, *figure.where)}
@@ -185,7 +184,7 @@ def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[R
 class _View:
     sheet: Sheet
     keys: Sequence[str]
-    """Settings that name a row."""
+    """Settings that identify a row."""
 
     def value(self, row: Row, expression: Expression) -> Scalar:
         if not expression.is_quotient:
@@ -341,7 +340,6 @@ def _fits(row: Row, where: Where) -> bool:
 
 
 def _lacking(rows: Sequence[Row], complete: Where) -> str:
-    """The combinations of these values that no measured row has."""
     values = [wanted if isinstance(wanted, list) else [wanted] for wanted in complete.values()]
     held = {tuple(row.get(key) for key in complete) for row in rows if row.get("status", "ok") == "ok"}
     lacking = [
@@ -382,7 +380,6 @@ _ORDER = (*MODEL_SIZES, "fp32", "forward", "forward_backward", "backward", "trai
 
 
 def _place(value: Scalar) -> tuple[int, float, str]:
-    """Numbers by size, models, passes and phases in their order, other words by the alphabet."""
     if isinstance(value, (int, float)):
         return 0, float(value), ""
     return (1, _ORDER.index(value), "") if value in _ORDER else (2, 0.0, str(value))

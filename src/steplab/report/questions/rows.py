@@ -1,4 +1,4 @@
-"""Rows of records: their settings and their figures."""
+"""Flattens records into rows of settings and figures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ from steplab.report.report import RecordReport, report_of
 from steplab.stats import summarize
 
 WHOLE = "step"
-"""The phase of a profile that stands for all of them."""
+"""Name of a profile's sum over all phases."""
 
 
 @dataclass(slots=True)
 class Sheet:
     settings: tuple[str, ...]
-    """Fields that name a measurement; the others are figures."""
+    """Fields that identify a measurement; other fields are figures."""
     rows: list[Row] = field(default_factory=list)
-    """In the order of time."""
+    """Oldest first."""
 
 
 def _settings_of(run: Run) -> Row:
@@ -174,7 +174,7 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
 
 
 def _ddp_rows(records: Sequence[Record]) -> Sheet:
-    """With the fitted overhead model's figures for each variant's bucket size."""
+    """Adds the fitted overhead model's predictions for each variant's bucket size."""
     sheet = _own_rows("ddp", ("variant", "num_ranks"))(records)
     runs: dict[str, Any] = {run.id: run for run in records}
     for row in sheet.rows:
@@ -210,4 +210,4 @@ SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
     "accumulation": _own_rows("numerics", ("sum",), "accumulation"),
     "audit": _own_rows("numerics", ("precision", "module", "class"), "audit"),
 }
-"""The rows that questions may use, by name."""
+"""Functions that build the rows for questions, by name."""

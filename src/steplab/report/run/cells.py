@@ -1,4 +1,4 @@
-"""The fields that distinguish the runs of a page, and the place of each run in a chart."""
+"""Finds the fields that distinguish the runs of a page, and places each run in a chart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ FIELDS = (
     *(name for name, role in _ROLES.items() if role in ("how", "device")),
     *_AROUND,
 )
-"""Fields that can distinguish two runs, in the order of labels. `repeat` counts otherwise equal runs."""
+"""Fields that can distinguish two runs, in label order; `repeat` numbers otherwise equal runs."""
 
 HOW = (*(name for name, role in _ROLES.items() if role in ("how", "device")), "repeat")
-"""Fields of the measurement; labels use them only if no others differ."""
+"""Fields about how a run was measured; labels use them only if no other field differs."""
 _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
-"""Fields that must agree for comparing another."""
+"""Fields that must agree when another field is compared."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
 _USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
@@ -41,11 +41,11 @@ _MOST_NAMES = 3
 class RunCell:
     run: Run
     values: dict[str, Scalar]
-    """A value per field of FIELDS; None if unknown."""
+    """One value per field of FIELDS; None if unknown."""
     unsaid: frozenset[str] = frozenset()
-    """Fields left out of a label, because others distinguish the cell."""
+    """Fields omitted from the label, because others distinguish the run."""
     called: str = ""
-    """A label's words instead of the number among equal runs."""
+    """Label text that replaces the number among equal runs."""
 
     @property
     def id(self) -> str:
@@ -69,7 +69,7 @@ def cells_of(runs: Sequence[Run]) -> list[RunCell]:
 
 
 def _called(equal: Sequence[RunCell]) -> list[RunCell]:
-    """Equal cells get their run's name, with its id if repeated; else their number.
+    """Labels equal cells by run name, with the id if names repeat; unnamed cells by their number.
 
     The name of a run without a step already names the model.
     """
@@ -86,7 +86,7 @@ def _called(equal: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
-    """Fields of HOW that do not distinguish the cell from `alike`, equal in all earlier fields."""
+    """Fields of HOW that do not narrow `alike`, the cells equal in all earlier fields."""
     unsaid = set()
     for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]
@@ -125,12 +125,12 @@ def varying(cells: Sequence[RunCell]) -> list[str]:
 
 
 def said(field: str, value: Scalar) -> str:
-    """A value with its field: 'context 1024', 'compiled (max-autotune)'."""
+    """Example: 'context 1024', 'compiled (max-autotune)'."""
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
 def is_usual(field: str, value: Scalar) -> bool:
-    """True for the default of a field that is no size."""
+    """True if the field is no size and has its default value."""
     return field in _STEP and field not in AXES and str(value) == str(_STEP[field].default)
 
 
@@ -157,7 +157,7 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 
 
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
-    """Cells by panel and series over the size that varies; None if no series has two sizes.
+    """Group cells by panel and series over the size that varies; None if no series has two sizes.
 
     Repeated measurements share a series, unless nothing else distinguishes the cells.
     """

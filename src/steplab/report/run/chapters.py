@@ -137,7 +137,7 @@ def ranks(cells: Sequence[RunCell]) -> Iterator[Block]:
 
 
 def utilization(cells: Sequence[RunCell]) -> Iterable[Block]:
-    """A single run's figures by convention; of several, whose shares the table of runs has, the doubts."""
+    """Show one run's utilization by FLOP convention, or several runs' doubts; the runs' table has their shares."""
     if len(cells) > 1:
         return _told_once(cells, doubts)
     run = cells[0].run

@@ -1,4 +1,4 @@
-"""Step times and peak memory of several runs: lines over a size that varies, else bars."""
+"""Plots step time and peak memory of several runs: lines over a size that varies, else bars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

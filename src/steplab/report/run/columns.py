@@ -1,7 +1,7 @@
-"""Columns of tables of runs and studies, and the table of records.
+"""Defines the columns of tables of runs and studies, and the table of `steplab list`.
 
-A row (`records.rows.run_row`) holds figures in base units, as do JSON and CSV. Tables for people show differing
-columns, and common values in the caption.
+Rows (`records.rows.run_row`) hold base units, as do JSON and CSV. Printed tables move values common to all rows into
+the caption.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
 )
-"""In order. `failure` also shows `status`."""
+"""Columns in order; `failure` also shows `status`."""
 
 
 _MEMORY_RANKS = {
@@ -107,9 +107,9 @@ _KNOWN = {column.key: column for column in (*COLUMNS, *_OWN)}
 
 
 def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
-    """A table of records of any kinds with these fields, in order; without any, the distinguishing ones.
+    """Tabulate records of any kinds with the fields `keys`, or else those that differ.
 
-    Common values are in the caption. JSON and CSV have all fields, or the requested ones.
+    The caption has common values. JSON and CSV have all fields, or `keys`.
     """
     if keys:
         chosen = [replace(_column(key, rows), shared="", quiet=None, rank=0, folds=False) for key in keys]
@@ -135,7 +135,7 @@ def _column(key: str, rows: Sequence[Row]) -> Column:
 
 
 def _differs(key: str, rows: Sequence[Row]) -> bool:
-    """True if records differ in the field, or if many lack it."""
+    """True if values differ, or if many records lack one."""
     values = {row.get(key) for row in rows} - _NONE
     if len(values) != 1:
         return len(values) > 1

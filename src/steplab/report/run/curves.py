@@ -1,4 +1,4 @@
-"""Warm-up curves: every step, in one small panel per run."""
+"""Plots warm-up: every step's time, in one small panel per run."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 300, 150
 
 
 def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
-    """At most MOST_CURVES timed runs: unsettled ones, and others from the fastest to the slowest."""
+    """Choose at most MOST_CURVES timed runs: those that never settle, and others from fastest to slowest."""
     timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     timed.sort(key=lambda cell: cell.run.median_s or 0)
     restless = [cell for cell in timed if not _settles(cell.run)]
@@ -28,7 +28,7 @@ def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def steady_step(run: Run) -> int | None:
-    """From 1; None if the step time never settles or the curve is too short."""
+    """Number (from 1) of the first step at steady speed; None if it never settles or there are too few steps."""
     first = stats.steady_from(curve(run.timing)) if run.timing else None
     return None if first is None else first + 1
 
@@ -89,7 +89,7 @@ def _curve(picture: Drawing, run: Run) -> None:
 
 
 def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
-    """Runs by their first steady step, in words and counts; empty without a usable curve."""
+    """Count runs by their first steady step, in words; empty without a run of four steps."""
     long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
     steps = [steady_step(run) for run in long_enough]
     counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]

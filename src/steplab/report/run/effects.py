@@ -1,4 +1,4 @@
-"""Choices compared with baselines, over otherwise equal runs."""
+"""Compares each setting with its baseline, over otherwise equal runs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slowe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two cells that differ in one field only."""
+    """A comparison of two cells that differ in one field only."""
 
     starts: tuple[tuple[RunCell, RunCell], ...]
-    """The cell with the baseline's value and the other; more than once where `ab` started both so often."""
+    """(Baseline cell, other cell) for each start of their processes; several after `ab` with starts."""
     judged: Ratio
-    """Time after over time before, over all starts (comparison.turns)."""
+    """Ratio of step times, after / before, over all starts (comparison.turns)."""
 
     @property
     def before(self) -> RunCell:
@@ -42,12 +42,12 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Time before over time after; above 1, the step became faster."""
+        """Speed-up: time before / time after."""
         return 1 / self.judged.ratio
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of `ratio`; None: too few samples."""
+        """95 % interval of `ratio`; None with too few samples."""
         low, high = self.judged.low, self.judged.high
         return (1 / high, 1 / low) if low and high else None
 
@@ -76,7 +76,7 @@ class Effect:
 
     @property
     def is_negligible(self) -> bool:
-        """True if pairs differ no more than processes of one step."""
+        """True if no pair differs more than repeated processes of one step do."""
         return all(pair.decision == "same" for pair in self.pairs)
 
 
@@ -162,12 +162,12 @@ def times_words(ratio: float) -> str:
 
 
 def speed_words(ratio: float) -> str:
-    """'1.84× as fast', 'slower, 1.20× the time'."""
+    """Example: '1.84× as fast', 'slower, 1.20× the time'."""
     return f"{times_words(ratio)} as fast" if ratio >= 1 else f"slower, {times_words(1 / ratio)} the time"
 
 
 def effect_bars(cells: Sequence[RunCell]) -> Bars | None:
-    """Time that each choice saves of a step, the largest first; what is lost goes the other way."""
+    """Draw the share of step time that each setting saves, largest first; losses extend left."""
     found = [(1 - 1 / median(pair.ratio for pair in effect.pairs), effect) for effect in effects_of(cells)]
     known = [(saved, effect) for saved, effect in found if effect.faster or effect.slower or effect.is_negligible]
     if not known:

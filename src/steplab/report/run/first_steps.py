@@ -1,4 +1,4 @@
-"""The first step beside the settled ones: extra time by phase, and memory taken."""
+"""Compares the first step with settled ones: extra time by phase, and memory."""
 
 from collections.abc import Sequence
 from statistics import median

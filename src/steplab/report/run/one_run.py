@@ -19,9 +19,9 @@ PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
 
 
 def warmup_means(timing: Timing) -> dict[int, float | None]:
-    """Mean seconds of the timed number of steps after each number of warm-up steps; None: the curve is too short.
+    """Mean seconds of the timed steps after each number of warm-up steps; None if too few steps were recorded.
 
-    One curve serves all, because counting does not change a process's first steps.
+    One curve gives all means, because a process's first steps do not depend on how many are counted as warm-up.
     """
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0
@@ -46,7 +46,7 @@ def steady_sentence(samples: Sequence[float]) -> str:
 
 
 def phase_names(run: Run) -> list[str]:
-    """In execution order; for a user's loop, in recorded order."""
+    """Phases in execution order; for a user's loop, in recorded order."""
     timing = run.timing
     timed = [samples.phase for samples in timing.back_to_back if samples.best_s] if timing else []
     parts = [name for name in timed if name != "step"]
@@ -70,7 +70,7 @@ def run_title(run: Run) -> str:
 
 
 def interval_words(summary: Summary) -> str:
-    """'95 % interval 12.1 ms to 12.9 ms, n = 10'; with too few samples, their range."""
+    """Example: '95 % interval 12.1 ms to 12.9 ms, n = 10'; the range if samples are too few."""
     show = units.format_time
     if summary.count == 1:
         return "a single sample"
@@ -117,7 +117,7 @@ def doubts(run: Run) -> list[str]:
 
 
 def headline_doubts(run: Run) -> list[str]:
-    """Warnings that results are not finite, and doubts about the stated MFU (convention causal)."""
+    """Notes that results are not finite, and doubts about the MFU of the causal convention."""
     told = run.utilization("mfu", "causal")
     of_numbers = [note for note in run.notes if _is_of_numbers(note)]
     return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
@@ -140,7 +140,7 @@ def _is_doubt(note: str) -> bool:
 
 
 def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
-    """Why a timed built-in step lacks MFU or HFU, unless a note gives the reason."""
+    """Reasons why a timed built-in step has no MFU or HFU, unless a note has the reason."""
     if run.spec is None or run.failure or run.timing is None:
         return []
     reasons = []
@@ -214,7 +214,7 @@ def _median_of(rank: RankSamples, phase: str) -> float | None:
 
 
 _NOTICEABLY = 1.02
-"""Sum of phases' medians over the step's, above which rounded shares no longer sum to 100 %."""
+"""Ratio of phases' summed medians to the step's above which shares visibly exceed 100 %."""
 
 
 def failure_blocks(failure: Failure) -> Iterator[Block]:

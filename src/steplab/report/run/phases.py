@@ -11,7 +11,7 @@ from steplab.report.run.one_run import phase_names
 _MOST_BARS = 40
 _FIRST = 12
 _SEEN = 0.98
-"""Least share of a step for its parts to count as the whole."""
+"""Smallest share of a step that parts must cover to be drawn as the whole."""
 
 
 def phases(cells: Sequence[RunCell]) -> Bars | None:
@@ -39,9 +39,9 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
 
 
 def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
-    """Runs with a bar: recorded loops with any parts, and steps with several.
+    """Cells with a bar: recorded loops with a phase, and steps with several.
 
-    A training cell's bar covers its forward_backward cell.
+    A training cell's bar replaces the bar of the same step without an optimizer.
     """
     trained = [cell for cell in cells if "optimizer" in phase_names(cell.run)]
 

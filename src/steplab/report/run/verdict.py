@@ -80,7 +80,7 @@ def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def run_cautions(run: Run) -> Iterator[str]:
-    """Doubts about a run's step time, the command that repeats it, and impossible shares."""
+    """Warn of a disturbed step time and impossible shares, with the command to repeat the run."""
     found = disturbances(run)
     for disturbance in found:
         yield f"Warning: {disturbance.text}"
@@ -109,8 +109,8 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
 
 
 def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
-    """The largest difference of the mean step between fewest and most warm-up steps; empty if their number does not
-    vary.
+    """Contrasts means after the fewest and the most warm-up steps, where they differ most; empty if warm-up is
+    constant.
     """
     if "warmup" not in fields:
         return ""
@@ -142,7 +142,7 @@ def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
-    """One a field: precision and compilation first, then by number of pairs, then by gain."""
+    """Choose one effect per field: precision and compilation first, then by number of pairs, then by gain."""
     of_field: dict[str, Effect] = {}
     for effect in sorted((effect for effect in effects_of(cells) if not effect.is_negligible), key=_interest):
         of_field.setdefault(effect.field, effect)
@@ -155,7 +155,7 @@ def _interest(effect: Effect) -> tuple[int, int, float]:
 
 
 def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]:
-    """The step's growth along the longest series of sizes, where the ends certainly differ."""
+    """State how step time grows along the longest series of sizes whose ends certainly differ."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
         return
@@ -182,7 +182,7 @@ def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
-    """The longest series of cells that differ only in `axis`, by size, with certainly different ends; or empty."""
+    """Longest series of cells that differ only in `axis`, by size, whose ends certainly differ; else empty."""
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec
@@ -231,7 +231,7 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
-    """A single run's figures, or the highest of several."""
+    """State one run's figures, or the highest of several runs."""
     fields = varying(cells)
 
     def of(cell: RunCell, words: str, more: str = "") -> str:

@@ -12,7 +12,7 @@ from steplab.specs.changes import numerics_of_fp8
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
 _SEEN = 0.005
-"""Share of a visible difference between a ratio and the quotient of two times of three digits."""
+"""Relative difference that is visible between a ratio and the quotient of two times of three digits."""
 
 
 RATIO_IN_TURNS = (
@@ -25,7 +25,10 @@ RATIO_IN_TURNS = (
 def turns_document(
     starts: Sequence[Sequence[Run]], each: Sequence[Sequence[Ratio | None]], words: Sequence[str]
 ) -> Document:
-    """Sides are compared with the first. `each` has the ratios of each start, `words` the user's names of the sides."""
+    """Compare alternating runs with the first of them.
+
+    `each` has the ratios of each start, `words` the user's names of the runs.
+    """
     runs, ratios = starts[-1], over_starts(each)
     table = _table(starts, each, ratios, words)
     alternating = next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None)
