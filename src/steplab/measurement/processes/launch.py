@@ -34,7 +34,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB, format_bytes
 
 _PROCESS_BYTES = 128 * MIB
-"""Memory of a process with only torch loaded."""
+"""Bytes of a process that has only loaded torch."""
 
 
 def measure_in_child(
@@ -162,13 +162,12 @@ class Cells(Generic[Cell]):
     labels: Sequence[str]
     failed: Callable[[int, Failure], Cell]
     groups: Sequence[Sequence[int]] | None = None
-    """Numbers of alternating cells, by group; None: each alone."""
+    """Groups of cell numbers that alternate; None: each alone."""
     essential: frozenset[int] = frozenset()
-    """Cells that all others need: no new processes start if one of them ends its own."""
+    """Cells that all others need; if one ends its processes, measuring stops."""
     device: str = "auto"
     processes: int = 1
     traces: Path | None = None
-    """Folder for a trace of each cell; None: no traces."""
 
     def request(self, groups: Sequence[Sequence[int]]) -> Request:
         traces = str(self.traces) if self.traces else None
