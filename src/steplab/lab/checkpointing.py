@@ -108,7 +108,6 @@ def _chosen(spec: StepSpec, choice: str, why: str) -> Chosen:
 
 
 def _safe_bytes(predicted: MemoryPrediction) -> int:
-    """Bytes at which the step surely fits; a predicted lower bound counts as the peak."""
     if predicted.safe_device_bytes is not None:
         return predicted.safe_device_bytes
     return safe_device_bytes(predicted.reserved_bytes or predicted.peak_bytes)

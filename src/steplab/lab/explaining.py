@@ -91,7 +91,6 @@ def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
 
 
 def _memory_fields(spec: StepSpec) -> StepSpec:
-    """The step without fields that have no effect on memory."""
     return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
 
 

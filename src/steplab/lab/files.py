@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 16384
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
-"""Suffixes of a database's main file and the files that SQLite creates next to it."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
 

@@ -113,7 +113,6 @@ def recorder(
 
 
 def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
-    """Convert a Python or NumPy number or a tensor. Raises UserError for a value that a record cannot hold."""
     try:
         number = float(given)  # type: ignore[arg-type]
     except OverflowError:
@@ -145,7 +144,6 @@ def _flops(given: object, precision: object) -> float | None:
 
 
 def _device_name(device: "torch.device | str") -> str:
-    """The device's name, with cpu:0 as cpu. Raises UserError for an unknown name."""
     kind, _, index = str(device).partition(":")
     name = f"cuda:{index}" if kind == "cuda" and index else kind if index == "0" else str(device)
     check_device(name)

@@ -237,7 +237,6 @@ def _import_path(root: Path, tree: Path) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """True for a path in Python's installation or a virtual environment, which a repository may contain."""
     return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 

@@ -141,7 +141,6 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
 
 
 def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
-    """Utilizations over 100 % whose convention counts only executed FLOPs."""
     return [u for u in used if u.exceeds_peak and u.convention in ("causal", "counted", "as_executed")]
 
 

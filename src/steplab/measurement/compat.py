@@ -126,7 +126,6 @@ def is_operator(op: str) -> bool:
 
 
 def _kernels_of(op: str, key: str) -> list[bool]:
-    """Kernel existence (True or False) per overload, without those that write to `out`."""
     found = []
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
         if not schema.overload_name.endswith("out"):

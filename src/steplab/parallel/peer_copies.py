@@ -317,7 +317,6 @@ class Means:
             compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
 
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
-        """Compile the kernel; `aligned`: all addresses are multiples of 16 bytes."""
         # Triton's own launch decides what to compile for: places and sizes of 64 bits, and numbers that are multiples
         # of nothing. With negative counts the kernel does no work.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
@@ -365,7 +364,6 @@ def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHE
 
 @triton.jit
 def _mean(target_ptr, own_ptr, others_ptr, distance, count, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the mean of one block's first `count` numbers; with a constant count the compiler removes the mask."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     total = tl.load(own_ptr + places, mask=inside, other=0.0)

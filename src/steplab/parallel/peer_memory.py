@@ -32,7 +32,6 @@ class Piece(NamedTuple):
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
 _HELD_CYCLES = 20_000_000
-"""GPU cycles that the stream is held, some ten milliseconds."""
 
 
 class PeerMemory:
@@ -182,8 +181,6 @@ _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a wait or a write."""
-
     _fields_ = (
         ("operation", ctypes.c_uint64),
         ("address", ctypes.c_uint64),

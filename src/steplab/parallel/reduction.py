@@ -79,7 +79,6 @@ def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrde
 
 
 _PADDED = 4096
-"""Exchanged flags are padded to a multiple of this, so that modules of different sizes can be compared."""
 
 
 class GradientReducer:
@@ -208,7 +207,6 @@ class GradientReducer:
 
     @contextmanager
     def _told_by_its_error(self) -> Iterator[None]:
-        """Note an error, so that dropping the reducer does not warn as well."""
         try:
             yield
         except BaseException:

@@ -323,7 +323,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """True if the scaler found an overflow; all ranks must agree, or some would wait for others."""
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))

@@ -22,9 +22,7 @@ from steplab.units import MIB
 RESULTS = ("output", "queries", "keys", "values")
 """Names of the output and of the inputs' gradients."""
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
-"""Most attention scores to compute in float64, by device: within a second or two."""
 _MOST_BYTES = 256 * MIB
-"""Largest float64 results, kept while implementations are tried."""
 _PIECE_BYTES = 256 * MIB
 
 

@@ -36,7 +36,6 @@ from steplab.specs.step_choices import OVERLAPPED
 from steplab.units import format_bytes
 
 _REPEATS_BEFORE = 2
-"""Number of uncounted repeats: the first messages of a kind open connections."""
 
 
 class MeasuredVariant:
@@ -250,7 +249,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 _ROOM = 0.92
-"""Largest share of device memory for the baseline and a variant together."""
 _LET_GO_S = 3.0
 _SPARE = 1.2
 """Assumed ratio of a variant's peak to the baseline's, for buckets and gaps between blocks."""
@@ -274,9 +272,7 @@ class _Session:
         self._study, self._world, self.runner, self._traces = study, world, runner, traces
         self._baseline: VariantStep | None = None
         self._before: Samples = ()
-        """Samples of the baseline since the last variant, if it is not kept in memory."""
         self._one_process: OneProcess | None = None
-        """Reference run; None without memory for it."""
         runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:

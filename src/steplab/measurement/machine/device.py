@@ -15,7 +15,6 @@ from steplab.specs.step_choices import FP8
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
-"""Cycles of the timed spin: some milliseconds."""
 
 
 class Device:
@@ -171,7 +170,6 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def _has_capability(device: torch.device, least: tuple[int, int]) -> bool:
-    """True for NVIDIA GPUs of this compute capability or a higher one."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= least
 

@@ -7,7 +7,6 @@ import psutil  # type: ignore[import-untyped]  # it has no types
 _SHORTEST_S = 0.5
 """Shortest useful interval in seconds: processor clocks count in steps of 10 ms."""
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""Processor states without work, and Linux's that also count in user and nice."""
 
 
 class OtherProcesses:

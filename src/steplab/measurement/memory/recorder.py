@@ -80,7 +80,6 @@ class MemoryRecorder:
     def _watch_step(
         self, step: Step, sightings: StepSightings | None, lines: PythonLines | None
     ) -> tuple[dict[str, Any] | None, dict[int, int], Marks]:
-        """The allocator's history; without one, the bytes of earlier storages by address; and the counted memory."""
         before = {} if self._on_cuda else storages_in_sight()
         self._device.reset_peak()
         with compat.memory_history() if self._on_cuda else nullcontext():

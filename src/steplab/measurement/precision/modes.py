@@ -92,7 +92,6 @@ _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
 )
 _MATMUL_WORDS = ("convolution", "attention")
-"""Parts of names of matrix-multiplying operators with many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
@@ -182,7 +181,6 @@ class Operators(TorchDispatchMode):
             self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """`b` is a transposed view."""
         if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
             return
         (_, a_MS, of_a), (_, b_NS, of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]

@@ -186,7 +186,6 @@ class _AuditedStep:
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """Build a micro-step without optimizer, compilation and CUDA graphs."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
         eager = dataclasses.replace(spec, compile="off", cuda_graph="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)

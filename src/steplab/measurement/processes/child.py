@@ -188,7 +188,6 @@ def _place(frame: FrameType) -> str:
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LINKED_WITHIN_S = 10.0
-"""Seconds after which an empty library is considered abandoned."""
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> Path | None:

@@ -51,7 +51,6 @@ _ANSWER_S = 3.0
 EXIT_S = 10.0
 """Seconds for processes to exit after their last message."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
-"""Words in the error of a rank that lost another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

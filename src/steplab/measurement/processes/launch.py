@@ -34,7 +34,6 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB, format_bytes
 
 _PROCESS_BYTES = 128 * MIB
-"""Bytes of a process that has only loaded torch."""
 
 
 def measure_in_child(

@@ -34,7 +34,6 @@ _JOB = "step"
 _FEWEST_TURNS = 10
 """Turns of each side, steps permitting; fewer than eight cannot distinguish a difference from chance."""
 _ALTERNATING_ROUNDS = 2
-"""Turns of each side if every turn needs a new process: A B B A."""
 
 
 @dataclass(eq=False, kw_only=True)

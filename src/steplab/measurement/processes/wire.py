@@ -22,7 +22,6 @@ from steplab.units import MIB, format_bytes
 MOST_BYTES = 256 * MIB
 """Largest message, for a record of ten million samples."""
 _PATIENCE_S = 10
-"""Longest pause in seconds within a message."""
 _NULL = msgspec.Raw(b"null")
 
 Kind = Literal[
