@@ -42,8 +42,8 @@ def attention(
         steplab.show(run)
 
     Without either, the default grid for the device is measured. Further fields are the command's passes, device,
-    repeats, errors and seed. `timeout_s` limits a cell's time without progress. Raises UserError for a request that is
-    not supported, and SteplabError if the store cannot be written.
+    repeats, errors and seed. `timeout_s` limits a cell's time without progress. Raises UserError for an unsupported
+    request, SteplabError if the store cannot be written.
     """
     study = attention_study({"grid": grid, **fields})
     return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)

@@ -49,7 +49,7 @@ def measure_benchmark(
     `run` is the record without cells. `with_costs` adds computed figures to a cell, `with_facts` adds facts that ranks
     report, `with_traces` reads traces, `concluded` adds figures over all cells.
 
-    Under torchrun every process calls this, and rank 0 stores. Raises UserError for an unsupported request, and
+    Under torchrun every process calls this, and rank 0 stores. Raises UserError for an unsupported request,
     SteplabError if the store cannot be written.
     """
     run = dataclasses.replace(run, name=checked_name(how.get("name", "")))

@@ -41,8 +41,8 @@ def comm(
         run.profile  # the fitted line of each collective
 
     Further fields are the command's gpus, processes and repeats. Without `gpus` or `processes` all GPUs take part, or
-    two processes on the CPU. `timeout_s` limits a cell's time. Raises UserError for a request that is not supported,
-    and SteplabError if the store cannot be written.
+    two processes on the CPU. `timeout_s` limits a cell's time. Raises UserError for an unsupported request,
+    SteplabError if the store cannot be written.
     """
     study, device = comm_study(fields)
     return measure_comm(study, device=device, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)

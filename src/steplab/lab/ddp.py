@@ -52,8 +52,8 @@ def ddp(
         steplab.show(run)
 
     Further fields are the command's gpus, processes, variants, bucket_sizes, transport, update and profiled_steps. The
-    folder `traces`, if given, gets a trace of each variant. Raises UserError for a request that is not supported, and
-    SteplabError if the store cannot be written.
+    folder `traces`, if given, gets a trace of each variant. Raises UserError for an unsupported request, SteplabError
+    if the store cannot be written.
     """
     study = ddp_study(named_fields(model, fields))
     return measure_ddp(

@@ -41,8 +41,8 @@ def measure(
     A layout of several processes starts them; under torchrun each process calls this with the same arguments, and rank
     0 stores the record.
 
-    A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
-    for a request that is not supported, and SteplabError if the store cannot be written.
+    A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError for an
+    unsupported request, SteplabError if the store cannot be written.
     """
     given = fields if isinstance(spec, StepSpec) else fields_here(fields)
     chosen, name = choose_checkpointing(spread_here(asked_step("measure", spec, given))), checked_name(name)

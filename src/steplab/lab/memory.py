@@ -48,8 +48,8 @@ def memory(
     again. A file other than an earlier snapshot or its marks is replaced only with `force`, and the store never.
 
     A failed measurement is a record, as in `measure`. If only the watched step fails, the record has a note, and
-    `run.memory_profile` is None. Raises UserError for a request that is not supported, and SteplabError if the store or
-    the snapshot cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
+    `run.memory_profile` is None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot
+    cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)

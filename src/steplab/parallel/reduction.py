@@ -79,6 +79,7 @@ def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrde
 
 
 _PADDED = 4096
+"""Exchanges are padded to a multiple of this, to compare modules of different sizes."""
 
 
 class GradientReducer:

@@ -323,6 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
+        """True on all ranks alike: a rank that skipped a step alone would leave others waiting."""
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))

@@ -36,6 +36,7 @@ from steplab.specs.step_choices import OVERLAPPED
 from steplab.units import format_bytes
 
 _REPEATS_BEFORE = 2
+"""Uncounted repeats: the first messages of a kind open connections."""
 
 
 class MeasuredVariant:

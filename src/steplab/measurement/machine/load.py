@@ -7,6 +7,7 @@ import psutil  # type: ignore[import-untyped]  # it has no types
 _SHORTEST_S = 0.5
 """Shortest useful interval in seconds: processor clocks count in steps of 10 ms."""
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
+"""States without work; Linux counts the guest states in user and nice too."""
 
 
 class OtherProcesses:

@@ -38,9 +38,8 @@ class MemoryEvent:
     time_ns: int
     address: int
     num_bytes: int
-    """Bytes reserved; negative for a release."""
+    """Negative for a release."""
     operator: Operator | None
-    """Innermost operator in the event's thread."""
     ranges: tuple[str, ...]
     """Ranges open in the event's thread, innermost last."""
 
@@ -65,7 +64,6 @@ class AllocationEvents:
         self._device = device
         self.memory: list[MemoryEvent] = []
         self.ranges: list[Range] = []
-        """Profiler ranges, outer before inner."""
         self._sightings: dict[int, list[Sighting]] = {}
         waiting: list[tuple[Any, Operator | None, tuple[str, ...]]] = [(root, None, ()) for root in roots]
         while waiting:

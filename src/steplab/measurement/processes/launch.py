@@ -1,10 +1,7 @@
-"""Measures a cell in child processes, and turns their ends into a record.
+"""Measure cells in child processes, and turn the processes' ends into records.
 
-A child (`processes.child`) leads its own session, so Ctrl-C reaches only the parent, which ends the child and
-everything it started.
-
-Measures the cells of a benchmark in child processes: one set for all cells, and a new set after each cell that ends
-them.
+A child (`processes.child`) leads its own session, so Ctrl-C reaches only the parent, which ends the child. A
+benchmark's cells share one set of processes, replaced after each cell that ends it.
 """
 
 import dataclasses

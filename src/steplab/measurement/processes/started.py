@@ -1,9 +1,7 @@
-"""Starts measuring processes, ends their whole sessions, and reports how they ended.
+"""Start measuring processes in their own sessions, end these, and report how they ended.
 
-Temporary folders of commands. The next command removes leftovers of a killed one.
-
-A command, and each process that it passes the lock to, holds a lock on its folder. The kernel releases it with the last
-of them, however they end, also in containers.
+Commands, and processes that inherit the lock, lock their temporary folder. The kernel releases a lock with its last
+holder, also in containers. The next command removes unlocked leftovers.
 """
 
 import contextlib

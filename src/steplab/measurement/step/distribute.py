@@ -60,7 +60,6 @@ def make_whole(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distributed:
     module: nn.Module
-    """Module with the parameters that this rank updates."""
     call: Callable[..., Any] | None
     """Function that runs a rank's batch; None for a pipeline."""
     data_index: int = 0

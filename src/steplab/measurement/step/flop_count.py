@@ -58,6 +58,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_: object) -> int:
+    """FLOPs over the whole square: two products forward, five backward, of all query heads."""
     (batch, heads, queries, width), key, value = shapes[backward : backward + 3]
     columns = 3 * width + 2 * value[-1] if backward else width + value[-1]
     return int(2 * batch * heads * queries * key[-2] * columns)

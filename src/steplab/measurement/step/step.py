@@ -86,7 +86,6 @@ class ModelStep:
         self._autocast = _autocast(spec, device)
         self.distributed = make_ready(module, spec, world, self._autocast, variant)
         self.module = self.distributed.module
-        """Module before compilation."""
         if world is not None:
             torch.manual_seed((spec.seed * _DATA_SEEDS + self.distributed.data_index + 1) % 2**63)
         # Made before any timing and swapped between micro-steps: the data loader is not measured here.
@@ -98,7 +97,6 @@ class ModelStep:
         self.loss: Tensor | None = None
         """A micro-step's mean loss, between its passes; a pipeline's after both, on ranks with the last stage."""
         self.on_gradients: Callable[[], None] = unseen
-        """Callback after a step's last backward pass."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
