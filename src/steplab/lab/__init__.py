@@ -1,2 +1,1 @@
-"""The use cases that the command line and the Python interface share. Nothing here imports torch, because measuring
-happens in a child process."""
+"""Use cases shared by the command line and Python. Nothing here imports torch: child processes measure."""

@@ -32,7 +32,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
 _MOST_PROCESSES = 3
-"""With one process per turn: the fastest step, the other, the fastest again."""
+"""Processes that a comparison starts if each turn needs a new one: fastest step, changed step, fastest step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class Walk:
     outlook: Outlook
     steps: int
     budget_s: float | None
-    """Seconds after which no change is tried; None: no limit."""
+    """Seconds after which no further change is tried; None: no limit."""
     clock: Callable[[], float]
     on_change: Callable[[str], None]
     on_attempt: Callable[[Attempt], None]
@@ -92,7 +92,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """The fastest step's time over the first's, else the product of kept changes' ratios."""
+        """Time ratio of the fastest step to the first, measured directly or multiplied from kept changes."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -104,7 +104,7 @@ class Walk:
         return self.outlook.candidates(self.best, trial_s, alternating=bool(self.taking.session.alternating))
 
     def leave(self, side: Side) -> Run | None:
-        """None without a turn before an interruption."""
+        """Store a step's record; None if the search was interrupted before the step ran."""
         if self.interrupted and side.run is None and not side.failure:
             return None
         return self.taking.leave(side)
@@ -123,7 +123,7 @@ class Walk:
 
     @property
     def left_s(self) -> float:
-        """Negative if exceeded, infinite without a budget."""
+        """Seconds left of the budget: negative once exceeded, infinite without a budget."""
         return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
 
     @property
@@ -160,7 +160,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """True if the budget's end cut a turn short; the change then counts as not tried, and earlier turns stay."""
+        """True if the budget ran out during a measurement. The change counts as not tried; completed turns stay."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
             return False
@@ -181,8 +181,8 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """by_itself: measure it at once, with a process per turn. Raises UserError for a step that the device
-        refuses.
+        """Start a step's process. `by_itself` measures it at once if processes cannot coexist. Raises UserError for a
+        step that the device refuses.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -200,8 +200,8 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """If all processes so far stayed in memory together, a step that does not fit with them is dropped: a process
-        per turn would hide small gains.
+        """Alternate two steps to measure the gain. A step that does not fit next to the others fails, if all earlier
+        ones fitted: restarting a process per turn would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
@@ -230,7 +230,7 @@ class Walk:
 
 
 def _lacks_memory(side: Any) -> bool:
-    """On a CPU the kernel ends the process."""
+    """True if a step ran out of memory; on a CPU, Linux kills the process with SIGKILL."""
     failure = side.failure
     return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
 
@@ -255,17 +255,17 @@ def advise(
     clock: Callable[[], float] = time.monotonic,
     **fields: object,
 ) -> Advice:
-    """Search for the fastest step, one change at a time, and store the walk and all its runs.
+    """Search for the fastest step, one change at a time, and store the search and all its runs.
 
     `spec` and `fields` are as in `measure`; `steps` defaults to 30 in each comparison:
 
         advice = advise("small", context=512)
         advice.best, advice.overall.ratio
 
-    `keep_precision` keeps number formats; `opt_in` names further changes: fp8. No change is tried after `budget_s`
-    seconds, or outlasts them. The given step is always measured; a Remark warns at once if that leaves no time.
-    `on_change` gets the next measurement in words, `on_tried` each tried change. An interrupted search is stored as far
-    as it got. Raises UserError for a step that cannot be measured.
+    `keep_precision` keeps number formats; `opt_in` names further changes: fp8. The search ends after `budget_s`
+    seconds. The given step is always measured; a Remark warns if that leaves no time. `on_change` gets a description of
+    the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for a step
+    that cannot be measured.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):

@@ -42,8 +42,8 @@ def attention(
         steplab.show(run)
 
     Without either, the default grid for the device is measured. Further fields are the command's passes, device,
-    repeats, errors and seed. `timeout_s` limits a cell's time without progress. Raises UserError for a request that is
-    not supported, and SteplabError if the store cannot be written.
+    repeats, errors and seed. `timeout_s` limits a cell's time without progress. Raises UserError for an unsupported
+    request, SteplabError if the store cannot be written.
     """
     study = attention_study({"grid": grid, **fields})
     return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
@@ -74,8 +74,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """Tensors of the smallest plain attention that runs out of memory: on the GPU `hardware`, else in the newest stored
-    benchmark with one. Raises UserError without one.
+    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`. By default, the
+    newest stored benchmark that ran out is used. Raises UserError without such a cell.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -96,8 +96,8 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark of a grid, of cells' fields (values or lists), or both; by default the device's grid. Raises
-    UserError with the valid values.
+    """The benchmark of a named grid, of given cell fields, or both; by default the device's grid. Raises UserError that
+    lists the valid values.
     """
     fields, asked = ATTENTION.asked(given)
     check_device(asked.device)

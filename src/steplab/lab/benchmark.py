@@ -23,11 +23,11 @@ class Measuring(TypedDict, total=False):
     name: str
     store: Path | str | None
     timeout_s: float | None
-    """Seconds of one cell, or of the longest pause if it reports progress; None: no limit."""
+    """Timeout in seconds of one cell, or between its progress reports; None: no limit."""
     on_progress: OnProgress
     on_cell: Callable[[int, Any], None]
     place: Place | None
-    """Place of the record in a study; not for an interrupted benchmark."""
+    """Study that the record belongs to; an interrupted benchmark joins none."""
 
 
 Cell = TypeVar("Cell", bound=Outcome)
@@ -46,10 +46,10 @@ def measure_benchmark(
 ) -> Run:
     """Measure the cells and store the record, also after an interruption.
 
-    `run` has no cells yet. `with_costs` adds figures to a cell, `with_facts` the ranks' facts, `concluded` figures over
-    all cells; `with_traces` reads traces after all measuring.
+    `run` is the record without cells. `with_costs` adds computed figures to a cell, `with_facts` adds facts that ranks
+    report, `with_traces` reads traces, `concluded` adds figures over all cells.
 
-    Under torchrun every process calls it, and the first stores. Raises UserError for an unsupported request, and
+    Under torchrun every process calls this, and rank 0 stores. Raises UserError for an unsupported request,
     SteplabError if the store cannot be written.
     """
     run = dataclasses.replace(run, name=checked_name(how.get("name", "")))
@@ -111,6 +111,6 @@ def measure_benchmark(
 
 
 def went_well(run: Benchmark[Any]) -> bool:
-    """True if at least one cell was measured, and none ended its processes."""
+    """True if at least one cell was measured, and none crashed its processes."""
     crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
     return not crashed and any(cell.failure is None for cell in run.cells)

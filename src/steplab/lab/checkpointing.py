@@ -1,6 +1,5 @@
-"""The checkpointing of a step that requests `auto`: the least recomputation that fits its GPU by `plan memory`.
-
-In order: none; selective, without repeated matrix products; full for as few of the first blocks as possible.
+"""Resolve checkpointing `auto`: the least recomputation whose memory, by `plan memory`, fits the GPU. Tried in order:
+none; selective, without repeated matrix products; full for as few of the first blocks as possible.
 """
 
 import bisect
@@ -27,7 +26,7 @@ Noted = TypeVar("Noted", Run, Numerics, MemoryPrediction, StepTimePrediction)
 class Chosen:
     spec: StepSpec
     notes: tuple[str, ...] = ()
-    """The choice and its reason; empty if the step named it."""
+    """The choice and its reason; empty if the step named its checkpointing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +40,8 @@ class Room:
 
 
 def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Chosen:
-    """For this machine's GPU by default; without one, no block is recomputed. Raises UserError for a step that does not
-    fit even with full checkpointing, and for unpredictable memory.
+    """Choose for `gpu`, by default this machine's; without a GPU, nothing is recomputed. Raises UserError if the step
+    does not fit even with full checkpointing, or its memory is unpredictable.
     """
     if spec.checkpointing != AUTO:
         return Chosen(spec=spec)
@@ -109,7 +108,6 @@ def _chosen(spec: StepSpec, choice: str, why: str) -> Chosen:
 
 
 def _safe_bytes(predicted: MemoryPrediction) -> int:
-    """A lower bound counts as the peak."""
     if predicted.safe_device_bytes is not None:
         return predicted.safe_device_bytes
     return safe_device_bytes(predicted.reserved_bytes or predicted.peak_bytes)
@@ -121,7 +119,7 @@ def _room_of(gpu: HardwareSpec) -> Room:
 
 
 def _room_here(spec: StepSpec) -> Room | None:
-    """None without a GPU. Raises UserError if its memory is unknown."""
+    """This machine's GPU memory; None without a GPU. Raises UserError if the driver does not report it."""
     kind, _, number = spec.device.partition(":")
     if kind != "cuda" and not (kind == "auto" and visible_gpus()):
         return None

@@ -63,7 +63,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
 
 
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """Each once. Raises UserError for a text without records."""
+    """The records that the texts name, without duplicates. Raises UserError for a text without records."""
     return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 
@@ -154,7 +154,7 @@ def _commit(revision: str) -> str | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRecords:
     records: tuple[Record, ...]
-    """At least one; a study's in its order, others in order of measurement."""
+    """At least one: a study's in its order, else in order of measurement."""
     title: str
     """The study's name, or a description of the selection."""
     description: str = ""
@@ -177,9 +177,9 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The given records, or those named by texts (`find_records`), a name, or a study; else the newest record's study,
-    its benchmark, or all of its kind outside studies. Raises UserError without any, and for more than one of records, a
-    name and a study.
+    """The records of a report: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s. By default: the
+    newest record's study, its benchmark, or all records of its kind outside studies. Raises UserError without records,
+    and if several of the three are given.
     """
     refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})
     held = [record for record in given if isinstance(record, Record)]

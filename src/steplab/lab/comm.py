@@ -41,16 +41,16 @@ def comm(
         run.profile  # the fitted line of each collective
 
     Further fields are the command's gpus, processes and repeats. Without `gpus` or `processes` all GPUs take part, or
-    two processes on the CPU. `timeout_s` limits a cell's time. Raises UserError for a request that is not supported,
-    and SteplabError if the store cannot be written.
+    two processes on the CPU. `timeout_s` limits a cell's time. Raises UserError for an unsupported request,
+    SteplabError if the store cannot be written.
     """
     study, device = comm_study(fields)
     return measure_comm(study, device=device, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The study, and its device, cuda or cpu. Processes are by default torchrun's, else one per GPU if there are
-    several, else two. Raises UserError with the valid values.
+    """The study, and its device, cuda or cpu. The default is torchrun's processes, else one per GPU, or two on a CPU or
+    a single GPU. Raises UserError that lists the valid values.
     """
     fields, asked = COMM.asked(given)
     numbers = numbers_of(asked.processes)
@@ -77,7 +77,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """As `measure_benchmark`. `device` is the processes': cuda or cpu."""
+    """Measure the study's cells and store the record, as `measure_benchmark`. `device`: cuda or cpu."""
     return measure_benchmark(
         CommRun(**new_head(), study=study),
         collective_cells(study, device),
@@ -142,8 +142,8 @@ def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
-    """Lines through median times: one per collective, transport, number format and world size; for several world sizes
-    also one with a term per rank.
+    """Fit a line through median times per collective, transport, dtype and world size. With several world sizes, also
+    fit one line with a term per rank.
     """
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
@@ -164,7 +164,7 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
 
 
 def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
-    """Cells with unsettled times, unless too few settled ones remain for their line."""
+    """Cells that the fit excludes for unstable times, unless too few stable ones remain."""
     groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
     for cell in cells:
         groups.setdefault(_line_of(cell.spec), []).append(cell)

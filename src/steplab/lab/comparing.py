@@ -54,10 +54,10 @@ def history(
     threshold: float | None = None,
     store: Path | str | None = None,
 ) -> tuple[Series, ...]:
-    """A figure's history for each step and device, the longest first.
+    """A metric's values over time for each step and device, the longest series first.
 
-    `fields` restrict steps, by the fields' names; `name` is the runs'. `metric` is a figure of a run's row, with or
-    without its unit: step_time or step_time_s. `threshold` is the smallest marked change, as a share; None: 1 %.
+    `fields` maps step fields to accepted values; `name` is the runs'. `metric` is a column of `steplab list`, with or
+    without its unit: step_time or step_time_s. `threshold` is the smallest change reported, as a share; None: 1 %.
 
     Raises UserError for an unknown metric, and if no run matches.
     """

@@ -29,7 +29,7 @@ from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Variants whose communication alone the link is fitted to: all-reduces, launched without waiting."""
+"""Variants whose time of communication alone the link's bandwidth and latency are fitted to: they only all-reduce."""
 _POINTS_A_DECADE = 12
 
 
@@ -52,8 +52,8 @@ def ddp(
         steplab.show(run)
 
     Further fields are the command's gpus, processes, variants, bucket_sizes, transport, update and profiled_steps. The
-    folder `traces`, if given, gets a trace of each variant. Raises UserError for a request that is not supported, and
-    SteplabError if the store cannot be written.
+    folder `traces`, if given, gets a trace of each variant. Raises UserError for an unsupported request, SteplabError
+    if the store cannot be written.
     """
     study = ddp_study(named_fields(model, fields))
     return measure_ddp(
@@ -77,8 +77,8 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """By default with the device's bucket sizes (MB) and collectives. Raises UserError with the valid values, and
-    Unsupported for a transport that needs GPUs.
+    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError that lists the valid
+    values, and Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
@@ -96,7 +96,9 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
+    """Measure the variants and store the record, as `measure_benchmark`. The folder `traces` gets a trace of each
+    variant; `force` replaces other files there.
+    """
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
         return measure_benchmark(
@@ -196,14 +198,14 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
 
 
 def _stage(variant: Variant) -> int:
-    """ZeRO's stage: peer copies leave averages on owners; collectives have buckets of all gradients."""
+    """ZeRO stage. `sharded` is stage 2 by peer copies; by collectives it keeps buckets of all gradients, stage 1."""
     if variant.kind == "sharded":
         return 2 if variant.transport == "peer_copy" else 1
     return 3 if variant.kind == "fsdp2" else 0
 
 
 def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
-    """Bytes sent per rank and step, by the factors of nccl-tests."""
+    """Add the bytes sent per rank and step, by the bus factors of nccl-tests."""
     if not cell.messages:
         return cell
     sent = (bus_factor(sent.collective, study.processes) * sent.total_bytes for sent in cell.messages)
@@ -211,7 +213,7 @@ def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
 
 
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """None with too few measurements."""
+    """Fit communication time to the number of calls and bytes; None with too few measurements."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -243,8 +245,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Without communication, on the slowest rank; 0 if not timed. `baseline`: from turns with the variant, on a settled
-    machine.
+    """Backward seconds without communication, on the slowest rank; 0 if not timed. `baseline`: take the turns that
+    alternate with the variant.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

@@ -41,7 +41,7 @@ def findings_of(runs: Sequence[Run], store: Path | str | None = None) -> dict[st
 
 
 def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None) -> Run:
-    """The run whose id begins so; by default the newest with a profile. Raises UserError without such a run."""
+    """The run whose id begins with `run_id`; by default the newest with a profile. Raises UserError without one."""
     with open_store(store, write=False) as opened:
         if run_id is not None:
             record = opened.get(run_id)
@@ -59,8 +59,8 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
 
 
 def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> tuple[Run, ...]:
-    """For each watched run, the newest runs of its step in fp32, and without checkpointing, on the same device and
-    torch.
+    """Runs to compare memory with: the newest of the same step in fp32, and without checkpointing, on the same device
+    and torch.
     """
     watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
     if not watched:
@@ -91,7 +91,6 @@ def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
 
 
 def _memory_fields(spec: StepSpec) -> StepSpec:
-    """Without fields that have no effect on memory."""
     return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
 
 

@@ -1,7 +1,7 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-No store is ever replaced; another file is, if it is empty, names steplab as its writer, or is forced. Tables in CSV,
-JSON or LaTeX and plain text cannot name it. A device or a pipe is written to.
+A store is never replaced. Another file is replaced if it is empty, steplab wrote it, or with force. Tables (CSV, JSON,
+LaTeX) and plain text bear no mark of steplab. A device or a pipe is appended to.
 """
 
 import contextlib
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 16384
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
-"""Suffixes of a database and of the files that SQLite keeps with it."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
 
 
 _MARKED = re.compile(rb'[=:] ?"steplab[ "]|"steplab_version":|' + MARK.encode())
-"""The writer's name, near the beginning of pages, records, timelines and, as MARK, other files."""
+"""Pattern near the beginning of a file that shows that steplab wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ class Destination:
     path: Path
     store: Path | str | None = None
     force: bool = False
-    """True: replace other programs' files, but never a store."""
+    """Replace other programs' files too, but never a store."""
 
     @property
     def is_written_to(self) -> bool:
@@ -55,13 +54,14 @@ class Destination:
                 pass  # on some file systems a folder's permissions do not show if it takes a file
 
     def write(self, content: bytes) -> None:
-        """Raises as `check` does."""
         with self.writing() as file:
             file.write(content)
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """A file that takes its place once the context ends without an error; or the device. Raises as `check` does."""
+        """Open a file that replaces the target once the context ends without an error. A device is opened directly.
+        Raises as `check` does.
+        """
         target = self._checked()
         with self._errors():
             if target is None:
@@ -86,7 +86,9 @@ class Destination:
         return self.path
 
     def _checked(self) -> Path | None:
-        """None: a device or pipe. Links are followed once: another user may change one after the check."""
+        """The resolved path to replace; None: a device or pipe. Links are resolved once, so that none changes after the
+        check.
+        """
         with self._errors():
             if self.path.is_dir():
                 raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
@@ -163,19 +165,19 @@ def refuse_the_same(*paths: Path | None) -> None:
 
 
 def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> SteplabError:
-    """kept: the unreadable file's place; None if it was not kept."""
+    """Error for a raw file that could not be read; `kept` is its new path, None if it is lost."""
     why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
     where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
     return SteplabError(f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}")
 
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
-    """Move a file out of a temporary folder; None if no other folder can take it."""
+    """Move a file out of a temporary folder and return its new path; None if no folder takes it."""
     return in_some_folder(f"steplab-{what}-{run_id}{written.suffix}", lambda path: shutil.move(written, path))
 
 
 def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
-    """The path where `put` succeeded: in the working folder, else among temporary files; None if in neither."""
+    """Try `put` in the working folder, then in the temporary folder; return the path, or None if both fail."""
     for folder in (Path.cwd, tempfile.gettempdir):
         with contextlib.suppress(OSError):
             path = Path(folder()) / name
@@ -185,7 +187,7 @@ def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a new file, or leave none. Raises OSError, as for a full disk."""
+    """Write a new file completely, or none. Raises OSError, as for a full disk."""
     try:
         path.write_bytes(content)
     except OSError:
@@ -201,7 +203,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Unlike Path.resolve, it accepts links in a circle."""
+    """The path with links resolved; a circle of links is accepted, unlike in Path.resolve."""
     return Path(os.path.realpath(path))
 
 
@@ -243,7 +245,7 @@ def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def _new_file_mode() -> int:
-    """By the user's umask; mkstemp would make it readable by its owner only."""
+    """Permissions by the user's umask; mkstemp would allow only the owner to read."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

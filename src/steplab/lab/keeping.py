@@ -43,7 +43,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Also while in use. Raises as Destination does for a file that is not replaced."""
+    """Copy the store, which may be in use. Raises as Destination does if `target` must not be replaced."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -52,26 +52,26 @@ def back_up_store(target: Path, *, store: Path | str | None = None, force: bool 
 
 
 def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
-    """The stored record of this id, its beginning, or a name that it alone has; by default the newest.
+    """The stored record with this id, beginning of an id, or unique name; by default the newest.
 
         run = steplab.load()
         run.median_s, run.interval_s, run.mfu
 
-    Raises UserError for none or several, and SteplabError for an unreadable store.
+    Raises UserError for no or several matches, and SteplabError for an unreadable store.
     """
     with open_store(store, write=False) as opened:
         return opened.get(record_id)
 
 
 def checked_line(what: str, text: str) -> str:
-    """Raises UserError, naming `what`, for several lines or unprintable text."""
+    """Return `text`. Raises UserError, with `what` as its subject, for several lines or unprintable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
 
 
 def checked_name(name: str) -> str:
-    """Raises UserError for several lines, unprintable or too long text."""
+    """Return `name`. Raises UserError for several lines, unprintable or too long text."""
     if not isinstance(name, str):
         raise UserError(f"a name must be text, not {type(name).__name__}")
     if len(name) > LONGEST_NAME:
@@ -80,7 +80,7 @@ def checked_name(name: str) -> str:
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """Named after its file by default (step.json.gz: step). Raises UserError for an invalid name."""
+    """An empty run, named after its file by default (step.json.gz: step). Raises UserError for an invalid name."""
     return Run(
         **new_head(),
         name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
@@ -96,7 +96,7 @@ def checked_import(path: Path, run: Run) -> Run:
 
 @contextmanager
 def named_file(path: Path | str) -> Iterator[None]:
-    """Turns errors of a file's content into UserError, with its path."""
+    """Add the file's path to errors of its content, and raise them as UserError."""
     try:
         yield
     except UserError:
@@ -116,7 +116,7 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record; if that fails, write it to a file. Raises NotStored with that file, or why there is none."""
+    """Store a record; if that fails, write it to a file. Raises NotStored, which names the file if one was written."""
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
@@ -134,8 +134,8 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Returns the changed record. Raises UserError for a tag that is not one printable word, and for removing an absent
-    one.
+    """Add and remove a record's tags, and return it. Raises UserError unless a tag is one printable word, and for
+    removing an absent tag.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
@@ -166,11 +166,11 @@ def _existing_store(path: Path | str | None) -> Store:
 
 
 def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | None = None) -> tuple[int, int]:
-    """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
+    """Store all records of JSON lines files, or none. Files may be compressed by gzip or xz; `-` is standard input.
 
-    Returns the numbers of added and existing records. Raises UserError for an unreadable file, one beyond the limits
-    or without records. Raises it for an invalid record, and SteplabError for the id of another
-    stored record, with file and line.
+    Returns the numbers of added and existing records. Raises UserError for a file that is unreadable, too large or
+    without records, and for an invalid record. Raises SteplabError for an id that another stored record has. Errors
+    name file and line.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:
@@ -184,7 +184,7 @@ def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | N
 
 
 def read_records(file: Path) -> list[Record]:
-    """Raises as `import_files` does."""
+    """The records of an export. Raises as `import_files` does."""
     found = [foreign.record for foreign in _records(file)]
     if not found:
         raise UserError(f"there is no record in {file}")

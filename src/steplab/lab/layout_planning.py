@@ -1,4 +1,4 @@
-"""Rank the layouts of a job, without torch or a GPU."""
+"""Rank the parallel layouts of a training job, without torch or a GPU."""
 
 import dataclasses
 import itertools
@@ -38,12 +38,12 @@ def plan_layout(
     store: Path | str | None = None,
     **fields: object,
 ) -> LayoutPlan:
-    """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
+    """Rank the factorisations of `gpus` into dp, fsdp, tp and pp by predicted step time and fit.
 
-    `spec` and `fields` are as in `measure`, without a layout. `links` are texts such as `network=45`, in GB/s that one
-    GPU reaches, or `network=400Gb/s`, an adapter's stated bandwidth; `profile` is a record of `steplab comm` that
-    replaces stated links. With checkpointing `auto` each layout has the fastest of none, selective and full. `tokens`:
-    of the whole training.
+    `spec` and `fields` are as in `measure`, without a layout. `links` are texts: `network=45` (achieved GB/s of a GPU)
+    or `network=400Gb/s` (an adapter's stated bandwidth). `profile` names a record of `steplab comm` that replaces them.
+    Checkpointing `auto` gives each layout the fastest of none, selective and full. `tokens`: tokens of the whole
+    training.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -77,9 +77,8 @@ def plan_layout(
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """The plan of a step's own layout, in nodes of a known GPU.
-
-    Raises Unsupported for a step of unpredictable time or memory on several GPUs.
+    """The predicted time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported for a step of
+    unpredictable time or memory on several GPUs.
     """
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
@@ -110,8 +109,8 @@ def plan_layouts(
     links: Sequence[str] = (),
     **given: Any,
 ) -> tuple[LayoutPlan, ...]:
-    """The plan of each alternative: every combination of the values. `grid` has a list for each field of the step,
-    `links` lists such as `network=200Gb/s,400Gb/s`, and `given` the common fields, as in `plan_layout`.
+    """Plan every combination of the values. `grid` lists values of the step's fields. A link may list values too, as
+    `network=200Gb/s,400Gb/s`. `given` are further arguments of `plan_layout`.
     """
     steps: list[dict[str, Any]] = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return tuple(

@@ -160,8 +160,6 @@ def _order(sort: str) -> tuple[str, bool]:
 
 
 def _first(rows: Iterable[Row], key: str | None, descending: bool, limit: int | None) -> list[Row]:
-    """The first `limit` rows by the field `key`, rows without it last. The others are not kept."""
-
     def place(row: Row) -> tuple[bool, bool, Scalar]:
         value = row.get(key) if key else 0
         return (value is None) != descending, isinstance(value, str), 0 if value is None else value

@@ -1,4 +1,4 @@
-"""This machine: its GPUs, measured peaks, and torchrun's processes."""
+"""Describe this machine: its GPUs, measured peaks, and torchrun's processes."""
 
 import atexit
 import ctypes
@@ -33,7 +33,7 @@ def doctor(
     on_progress: OnProgress = lambda progress: None,
     place: Place | None = None,
 ) -> Ceilings:
-    """Measure matmul and copy ceilings, and store them for later MFU figures. Raises UserError for an absent device,
+    """Measure peak matmul and copy rates, and store them for later MFU figures. Raises UserError for an absent device,
     SteplabError if the store cannot be written.
     """
     check_device(device)
@@ -43,7 +43,7 @@ def doctor(
 
 
 def visible_gpus() -> int:
-    """CUDA devices that torch will probably find."""
+    """Number of CUDA devices that torch will probably find."""
     try:
         if "+cpu" in importlib.metadata.version("torch"):
             return 0
@@ -55,7 +55,7 @@ def visible_gpus() -> int:
 
 
 def device_kind_here(name: str) -> str:
-    """The kind that a name probably is here, without importing torch."""
+    """The device kind (cuda, mps, cpu) that `name` probably means here, found without importing torch."""
     kind = name.partition(":")[0]
     if kind != "auto":
         return kind
@@ -71,7 +71,7 @@ class VisibleGpu:
 
 
 def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> VisibleGpu | None:
-    """By the CUDA driver (cuDeviceGetName and cuDeviceTotalMem), without a context; None if unreported."""
+    """A GPU's name and memory by the CUDA driver, without creating a context; None if unreported."""
     try:
         driver = load("libcuda.so.1")
     except OSError:
@@ -87,7 +87,7 @@ def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> Vi
 
 
 def is_first_rank() -> bool:
-    """True if this process stores and prints. Raises UserError if torchrun's variables contradict each other."""
+    """True for rank 0, which stores and prints. Raises UserError if torchrun's variables contradict each other."""
     around = torchrun_around()
     return around is None or around.is_first
 
@@ -95,13 +95,15 @@ def is_first_rank() -> bool:
 def fields_here(
     fields: Mapping[str, object], gpus: int | None = None, processes: int | None = None
 ) -> dict[str, object]:
-    """With the layout from `--gpus`, `--processes` or torchrun. Raises UserError for contradictions."""
+    """The step's fields, with the layout from `gpus`, `processes` or torchrun. Raises UserError for contradictions."""
     given, around = with_processes(fields, gpus, processes), torchrun_around()
     return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
 
 
 def spread_here(spec: StepSpec) -> StepSpec:
-    """Raises UserError if torchrun started another number of processes."""
+    """The step, by default with dp over torchrun's processes. Raises UserError if its layout needs another number of
+    processes.
+    """
     around = torchrun_around()
     if around is None or spec.layout.world_size == around.size:
         return spec
@@ -123,11 +125,11 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def is_told_here(failure: Failure) -> bool:
-    """True for the first rank, and the failed one."""
+    """True if this process reports the failure: rank 0, and the rank that failed."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 
 
 def let_the_first_store() -> None:
-    """Wait before this program exits: after an error torchrun ends all others."""
+    """Delay this program's exit, so that rank 0 can store: after an error torchrun ends all other ranks."""
     atexit.register(time.sleep, _FIRST_STORES_S)

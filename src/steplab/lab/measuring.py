@@ -30,19 +30,19 @@ def measure(
 ) -> Run:
     """Measure one training step in a separate process, and store the record.
 
-    `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with
-    the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping);
-    `steplab run --help` lists them:
+    `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with the
+    other fields as keywords, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping); `steplab
+    run --help` lists them:
 
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})
         run = steplab.measure("small", context=256, recipe="fast")  # precision, compile and others too
 
-    A layout of several processes starts them; under torchrun each process calls this with the same arguments, and the
-    first stores the record of all.
+    A layout of several processes starts them; under torchrun each process calls this with the same arguments, and rank
+    0 stores the record.
 
-    A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
-    for a request that is not supported, and SteplabError if the store cannot be written.
+    A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError for an
+    unsupported request, SteplabError if the store cannot be written.
     """
     given = fields if isinstance(spec, StepSpec) else fields_here(fields)
     chosen, name = choose_checkpointing(spread_here(asked_step("measure", spec, given))), checked_name(name)
@@ -68,7 +68,9 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """`device_kind`: a device's kind by its name, for a recipe. Raises UserError for an invalid request."""
+    """The step of a StepSpec or of fields. `device_kind` maps a device's name to its kind, which a recipe depends on.
+    Raises UserError for an invalid request.
+    """
     if isinstance(spec, StepSpec):
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")

@@ -36,7 +36,7 @@ def memory(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then watch the memory of one further step, in one record.
+    """Measure one training step as `measure` does, then record the memory of one further step.
 
     `spec` and `fields` are as in `measure`:
 
@@ -48,8 +48,8 @@ def memory(
     again. A file other than an earlier snapshot or its marks is replaced only with `force`, and the store never.
 
     A failed measurement is a record, as in `measure`. If only the watched step fails, the record has a note, and
-    `run.memory_profile` is None. Raises UserError for a request that is not supported, and SteplabError if the store or
-    the snapshot cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
+    `run.memory_profile` is None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot
+    cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
@@ -94,7 +94,7 @@ def _destinations(
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """By run id, for runs with watched memory on a CUDA device that the dry run supports."""
+    """Memory predictions by run id, for runs with a memory profile on a CUDA device that can be predicted."""
     from steplab.plan.memory import predict_memory
 
     remembered = functools.cache(predict_memory)  # runs of one step share a dry run
@@ -119,13 +119,13 @@ def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
 
 
 def marks_beside(snapshot: Path) -> Path:
-    """step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
+    """Path of the marks: step.marks.json for step.pickle, step.pickle.gz and step.pickle.xz."""
     return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
 
 
 def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """By owner if the snapshot has marks. Raises UserError for a file that is no snapshot, and for marks of another;
-    SteplabError for one without allocations.
+    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for a file that is
+    no snapshot, and marks of another. Raises SteplabError for a snapshot without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -148,9 +148,9 @@ def import_snapshot(
     or xz.
 
     The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. With the
-    marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else memory
-    from before the history, and since. Raises UserError for an unreadable file, another content, one beyond the limits,
-    or one without allocations.
+    marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else they are
+    memory from before the history, and since. Raises UserError for a file that is unreadable, no snapshot, too large,
+    or without allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

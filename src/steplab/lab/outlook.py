@@ -1,7 +1,5 @@
-"""The prospects of a step's changes: results of tried ones, and predicted gains of others.
-
-`plan time` predicts (for several processes `plan layout`) if it knows step and GPU, else a profile's findings; `plan
-memory` predicts the fit. `specs.changes.ORDER` ranks.
+"""Rank changes to a step by predicted gain, and keep results of tried ones. `plan time` predicts gains (`plan layout`
+for several processes), else a profile's findings; `plan memory` predicts the fit. `specs.changes.ORDER` ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,7 +35,7 @@ _LEAST_TRIAL_S = 1.0
 class Promise:
     share: float
     source: str
-    """A kind of finding, `plan time` or `plan layout`."""
+    """Source of the prediction: a kind of finding, `plan time` or `plan layout`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +63,7 @@ class Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """True if it was kept, failed, or saves no time although Python keeps up."""
+        """True if the change needs no further trial: it was kept, failed, or saves no time although Python keeps up."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -75,15 +73,15 @@ class Attempt:
 class Outlook:
     spec: StepSpec
     profile: Callable[[StepSpec], Run]
-    """Measures and profiles a step, if no other prediction exists."""
+    """Measure and profile a step; used if `plan` has no prediction."""
     store: Path | str | None
     keep_precision: bool
     opt_in: Collection[str] = ()
     attempts: list[Attempt] = field(default_factory=list)
     gone: set[tuple[str, str]] = field(default_factory=set)
-    """Field, value and resolved value of changes that are not tried again."""
+    """Field and value, or field and resolved value, of changes that are not tried again."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Unprofitable steps with a change and its room-maker; without it they may pay."""
+    """Steps that did not pay with an added memory-saving change; they may pay without it."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"
@@ -95,7 +93,7 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Once the first step is built. `may_profile`: there is time for a profile."""
+        """Read the first step's device. `may_profile`: there is time for a profile if no prediction exists."""
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -115,7 +113,7 @@ class Outlook:
             self._gpu, self._planned = gpu, {}
 
     def compile_s(self, spec: StepSpec) -> float:
-        """0 if the number of blocks is unknown."""
+        """Predicted seconds of compilation; 0 if the number of blocks is unknown."""
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
@@ -178,8 +176,9 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """The next one first. A trial takes `trial_s` seconds and compilation; with a process per turn (`alternating`)
-        only larger savings count. Memory is predicted on demand, because that takes up to a second.
+        """Untried changes, the most promising first. A trial takes `trial_s` seconds and compilation. Without
+        alternation in one process (`alternating`), only larger savings count. Memory is predicted on demand, because a
+        prediction takes up to a second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
@@ -218,8 +217,8 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """A change that does not fit, with another that needs less memory without effect on numbers, if both may fit.
-        Those that also save time come first, alone.
+        """Add a memory-saving change that does not alter numbers to one that does not fit, if both together may fit.
+        Changes that also save time are tried alone first.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong
@@ -234,7 +233,7 @@ class Outlook:
         return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
-        """Once one setting did not pay alone: noise may hide single savings."""
+        """The recipe's remaining settings as one change, once a single one did not pay: noise may hide it."""
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
         lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]
@@ -265,7 +264,7 @@ def now(spec: StepSpec, change: Change) -> tuple[str, str]:
 
 
 def waited(side: Any) -> bool | None:
-    """True if the device waited for the host; None: unknown."""
+    """True if the device waited for Python; None: not measured."""
     timing = side.run.timing if side and side.run else None
     return waits_for_host(timing.back_to_back) if timing else None
 

@@ -1,4 +1,4 @@
-"""Predict memory and time of a step on any hardware, and derive a model's needs at scale, without torch or a GPU."""
+"""Predict a step's memory and time on any GPU, and estimate a model's needs at scale, without torch or a GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,18 +38,18 @@ def on_cuda(device: str) -> str:
 
 
 DEFAULT_GPU = "H200 SXM"
-"""The GPU that steps are predicted for if none is named: the one whose records are fitted."""
+"""Default GPU of predictions: the one whose measurements they are fitted to."""
 
 
 def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object) -> PlannedStep:
-    """The predicted memory and time of a step on a GPU; a missing prediction has its reason instead.
+    """Predict the memory and time of a step on a GPU; `why_not` explains a missing prediction.
 
     `spec` and `fields` are as in `measure`. Neither torch nor a GPU is needed:
 
         planned = steplab.plan("2.7b", context=512, precision="bf16", gpu="H100 SXM")
         planned.memory.peak_bytes, planned.time.central_s
 
-    `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of the commands of their names.
+    `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of `steplab plan memory` and so on.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan", spec, fields, on_cuda), chosen.hardware)
@@ -60,14 +60,15 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
 def plan_memory(
     spec: StepSpec | str | None = None, *, gpu: Gpu | str | None = None, variant: str | None = None, **fields: object
 ) -> MemoryPrediction:
-    """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
+    """Predict the peak memory of a step on CUDA by category, for every rank of a layout.
 
     `spec` and `fields` are as in `measure`:
 
         steplab.plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
-    `gpu` is a known GPU, or one with other figures (costs.rates.gpu_named); default: every known one. `variant` is how
-    the ranks of a layout of dp alone share their state, as in `steplab ddp`: `torch_ddp:25`, `sharded`, `fsdp2`.
+    `gpu` is a known GPU's name, or a Gpu with other figures (costs.rates.gpu_named); default: every known one.
+    `variant`, for layouts of only dp, is a kind of data parallelism as in `steplab ddp`: `torch_ddp:25`, `sharded`,
+    `fsdp2`.
 
     Raises UserError for an invalid request, Unsupported for unpredictable memory.
     """
@@ -87,7 +88,7 @@ def _fit_on(card: HardwareSpec, found: MemoryPrediction) -> CardFit:
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
-    """Raises UserError where the layout is not of dp alone."""
+    """The data-parallel variant of this name. Raises UserError unless the layout is only dp."""
     if name is None:
         return None
     if spec.layout.world_size == 1 or spec.layout.world_size != spec.layout.dp:
@@ -107,8 +108,8 @@ def plan_time(
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
-    `fit` gives the fit of its memory; the time assumes enough. Raises UserError for an invalid request, Unsupported for
-    an unpredictable time.
+    `fit` says if memory suffices; the time assumes so. Raises UserError for an invalid request, Unsupported for an
+    unpredictable time.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), chosen.hardware)
@@ -149,7 +150,7 @@ def _tokens_of_batches(spec: StepSpec) -> int | None:
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
-    """Memory and time of each step; an unpredictable one has the reasons."""
+    """Predict memory and time of each step; `why_not` explains a missing prediction."""
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = []
     for spec in specs:
@@ -169,8 +170,8 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
 
 
 def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
-    """Predictions of the different training steps among these runs, by run id, for their known GPUs; at most
-    _MOST_PLANNED, the first and the last among them.
+    """Predictions by run id, for the different training steps of these runs on their known GPU. At most _MOST_PLANNED
+    steps are predicted, the first and the last included.
     """
     steps = {
         run.spec.as_predicted: run
@@ -205,15 +206,14 @@ def plan_accounting(
     counted_in: str = "H100 SXM",
     **fields: object,
 ) -> Accounting:
-    """Memory, devices and batch of a model at scale, by formula; see plan.accounting.
+    """Memory, devices and batch that a model needs at scale, by formula; see plan.accounting.
 
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
-    Args:
-        spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
-        gpu: the mesh's device, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
-        mesh: devices along each axis; `axes`: axes of the network for each, on a torus.
-        counted_in: the GPU in whose memories weights, gradients and optimizer state are counted.
+    Args: spec: with `fields`, as in `measure`; only model, batch and context count. gpu: the mesh's device, a known GPU
+    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of the
+    network for each, on a torus. counted_in: the GPU in whose memories weights, gradients and optimizer state are
+    counted.
 
     Raises UserError for an unknown device or an impossible mesh; Unsupported for a model with unknown parts.
     """
@@ -235,7 +235,9 @@ _MOST_PLANNED = 12
 def chosen_gpu(
     name: str, peaks: tuple[str, ...] = (), bandwidth: float | None = None, memory: str | None = None
 ) -> Gpu:
-    """peaks: texts such as bf16=989e12; memory: 96GiB. Raises UserError for another text."""
+    """The GPU of this name with changed figures. `peaks`: texts such as bf16=989e12, in FLOP/s; `memory`: such as
+    96GiB. Raises UserError for other texts.
+    """
     found: dict[str, float] = {}
     for text in peaks:
         dtype, _, value = text.partition("=")
@@ -253,7 +255,7 @@ _FORMATS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progress: None) -> list[TimeCheck]:
-    """Every run of the store with its prediction. Raises UserError without any."""
+    """Predict every run of the store, next to its measured time. Raises UserError without runs on a GPU."""
 
     def tell(done: int, total: int) -> None:
         on_progress(Progress(stage="predict", done=done, total=total))

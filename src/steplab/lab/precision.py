@@ -26,19 +26,19 @@ from steplab.specs.step_choices import Precision
 from steplab.specs.study import StudySpec
 
 AUDITED = ("fp16", "bf16")
-"""Audited by default: autocast's."""
+"""Precisions audited by default: autocast's."""
 TIMED: tuple[str, ...] = get_args(Precision)
-"""Timed by default, unless the step's other fields exclude them."""
+"""Precisions timed by default, if the step's other fields allow them."""
 PARTS = ("audit", "accumulation", "timings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
     numerics: tuple[Numerics, ...] = ()
-    """An audit per precision, in order; for sums alone, one record without a step."""
+    """One audit per precision, in order; a test of sums alone is one record without a step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
-    """None without timings."""
+    """Study of the timings; None without timings."""
 
 
 def precision(
@@ -62,7 +62,7 @@ def precision(
         steplab.show(found.numerics[0])
 
     `precisions` are audited and timed; by default fp16 and bf16 are audited, and all possible ones timed. A failing or
-    unsupported precision gives a record with a failure. Raises UserError if none is supported, and SteplabError if the
+    unsupported precision gives a record with a failure. Raises UserError if none is supported, SteplabError if the
     store cannot be written.
     """
     given = named_fields(model, fields)
@@ -108,7 +108,9 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """In these precisions, or in each that other fields allow: bf16_master needs an optimizer with masters."""
+    """The step in each of `precisions`, by default in all that its other fields allow: bf16_master needs an optimizer
+    with masters.
+    """
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

@@ -1,4 +1,4 @@
-"""Predict the memory of any model, and trace its operators; traces and their facts are kept."""
+"""Predict the memory of any model, and trace its operators on tensors without content; traces are cached on disk."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import ALONE
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
-"""A context that builds a step and yields a function that runs it; both emit events."""
+"""Context manager that builds a step and yields a function that runs it; the listener gets the events of both."""
 T = TypeVar("T")
 _LEFT = 512
 
@@ -42,11 +42,13 @@ class _Trace(msgspec.Struct, array_like=True, gc=False):
     phases: list[str]
     operators: list[Operator]
     runs: list[list[int]]
-    """Events of the build and of each run: 4 n + kind; n is a piece, an allocation in order, a phase or an operator."""
+    """Coded events of the build and of each run: 4 n + kind. n indexes a piece, an allocation in order, a phase or an
+    operator.
+    """
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
-    """`trace`, or its cached result; what: which trace of the step."""
+    """Cache `trace` on disk for a transformers model; `what` distinguishes traces of one step."""
     if spec.model.kind != "hf":
         return trace
     path = _folder() / f"{_key(spec, what)}.trace"
@@ -57,7 +59,7 @@ def kept(spec: StepSpec, what: str, trace: Open) -> Open:
 
 
 def kept_facts(spec: StepSpec, what: str, kind: type[T], find: Callable[[], T]) -> T:
-    """The dataclass from `find`, or its cached result for the same step."""
+    """Cache on disk what `find` returns for a transformers model; `what` is as in `kept`."""
     if spec.model.kind != "hf":
         return find()
     path = _folder() / f"{_key(spec, what)}.trace"
@@ -176,9 +178,8 @@ def memory_of(
     gpu: HardwareSpec | None = None,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
-    """Third-party models are traced if possible; `operators` then gets the step's operators.
-
-    gpu: decides cuBLAS's workspace; None: a Hopper.
+    """Predict a step's memory, by a trace for third-party models if possible. A trace appends the step's operators to
+    `operators`. gpu: determines the cuBLAS workspace; None: a Hopper GPU.
     """
     found = _memory_of(spec, variant, gpu, operators)
     return found if found.model else replace(found, model=facts_of(spec))
@@ -206,7 +207,7 @@ def _memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """`operators` then holds the last step's; compiled code reports none."""
+    """Like fake_step, cached; `operators` gets the operators of the last run. Compiled code reports none."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
@@ -232,12 +233,12 @@ def _open_traced(
 
 
 _DEEP = 12
-"""From this many blocks on, two are traced for all."""
+"""Models with at least this many blocks are traced with only two."""
 
 
 def _deep_model(spec: StepSpec) -> ForeignModel | None:
-    """A two-block configuration that stands for many equal blocks; None: trace the whole model. Optimizers that hold
-    memory of their own while they update are followed there alone.
+    """A model of two traced blocks that stands for many equal ones; None: trace the whole model. Its optimizers need no
+    temporary memory for the update.
     """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
@@ -250,9 +251,8 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """A traced model's operators in a later eager step, in order, as a compiler fuses them.
-
-    Raises Unsupported for a model that cannot be run on tensors without content.
+    """Operators of a traced model's eager step after the first, in execution order, for predicting fusion. Raises
+    Unsupported for a model that cannot be run on tensors without content.
     """
     deep = _deep_model(spec)
     if deep is None:
@@ -280,7 +280,7 @@ def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[O
 
 
 def spread_model(spec: StepSpec) -> ForeignModel | None:
-    """A third-party model as layouts divide it, by a trace, which takes seconds."""
+    """A third-party model's parts that layouts divide, by a trace, which takes seconds; None for other models."""
     if not is_traced(spec):
         return None
     known = _known(spec)
@@ -300,14 +300,14 @@ def _spread_over(whole: Known, spec: StepSpec, tp: int) -> Spread:
 
 
 def facts_of(spec: StepSpec) -> ModelFacts | None:
-    """Sizes of the model; None: only a trace knows them, which needs a package that is not installed."""
+    """Model sizes; None if a trace must find them, and torch or transformers is not installed."""
     if spec.model.shape is not None:
         return own_facts(spec.model.shape)
     return _known(spec).facts if is_traced(spec) else None
 
 
 def sizes_for_accounting(spec: StepSpec) -> Sizes:
-    """Raises Unsupported for a model with unknown or different blocks."""
+    """Sizes that accounting needs. Raises Unsupported for a model with unknown or unequal blocks."""
     if spec.model.shape is not None:
         return sizes_of(spec.model.shape)
     what, instead = f"an accounting for {spec.model.label}", "use `steplab plan memory` and `steplab plan layout`"

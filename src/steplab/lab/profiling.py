@@ -29,7 +29,7 @@ from steplab.specs.step import StepSpec
 
 _TRACES = (".json", ".json.gz", ".json.xz", ".sqlite")
 LONGEST_S = 60.0
-"""Longest dry run: 32 layers take a few seconds."""
+"""Timeout in seconds of a dry run; 32 layers take a few seconds."""
 
 
 def profile(
@@ -53,8 +53,8 @@ def profile(
         run.profile.kernels[0]
 
     `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file other than an
-    earlier trace is replaced only with `force`, and the store never. Under `nsys profile` its report has the steps, and
-    the record no profile.
+    earlier trace is replaced only with `force`, and the store never. Under `nsys profile` the nsys report has the
+    profiled steps, and the record has no profile.
 
     A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
     `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
@@ -95,12 +95,12 @@ def import_trace(
     step_range: str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; for a folder with
-    a trace per rank, of all ranks.
+    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; a folder with a
+    trace per rank gives all ranks' profile.
 
-    `name` is the file's by default. `step_range` is a shell pattern for names of ranges that are steps; None: torch's
-    and steplab's. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError for
-    an unreadable file, another content, or one beyond the limits.
+    `name` is the file's by default. `step_range` is a shell pattern that names of step ranges match; None: torch's and
+    steplab's names. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError
+    for a file that is unreadable, no trace, or too large.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
@@ -167,8 +167,8 @@ def read_profile(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> Profile:
-    """`source`: the program that wrote it; None: as the trace states. Raises UserError for a file that is no trace, or
-    beyond the limits.
+    """Read a trace. `source`: the program that wrote it; None: detect it. Raises UserError for a file that is no trace
+    or too large.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -178,15 +178,15 @@ def read_profile(
 
 
 def with_profile(run: Run, found: Profile) -> Run:
-    """Moves the measuring process's notes on the trace into the profile."""
+    """Add a profile to the run, and move the run's notes on the trace into it."""
     moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
     kept = tuple(note for note in run.notes if note not in moved)
     return dataclasses.replace(run, profile=dataclasses.replace(found, notes=moved + found.notes), notes=kept)
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """With the shares after compilation, or a note; only for an eager step on CUDA. A user's model runs in another
-    process.
+    """Add the predicted time shares after torch.compile, or a note why not. Only eager steps on CUDA get them. A user's
+    model runs in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

@@ -65,12 +65,11 @@ def recorder(
     timed. `model` names the modules in that profile.
 
     In several processes every rank opens a recorder after torch.distributed has a process group, and runs the same
-    steps; `tokens_per_step` is over all ranks. The first rank stores one record, with the samples of all and its own
-    profile.
+    steps; `tokens_per_step` is over all ranks. Rank 0 stores one record, with all ranks' samples and its own profile.
 
-    A loop that raises is stored with its earlier steps (by the first rank), and the exception passes on. Raises
-    SteplabError before the loop if the store cannot be written, and UserError for an absent device, steps that cannot
-    be profiled, FLOPs without a precision, and ranks without a process group.
+    A loop that raises is stored with its completed steps (by rank 0), and the exception passes on. Raises SteplabError
+    before the loop if the store cannot be written, and UserError for an absent device, steps that cannot be profiled,
+    FLOPs without a precision, and ranks without a process group.
     """
     from steplab.measurement.recorder import Recorder
 
@@ -114,7 +113,6 @@ def recorder(
 
 
 def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
-    """From a number, numpy's or a tensor. Raises UserError unless a record can have it."""
     try:
         number = float(given)  # type: ignore[arg-type]
     except OverflowError:
@@ -146,7 +144,6 @@ def _flops(given: object, precision: object) -> float | None:
 
 
 def _device_name(device: "torch.device | str") -> str:
-    """One CPU, also for torch's cpu:0. Raises UserError for an unknown name."""
     kind, _, index = str(device).partition(":")
     name = f"cuda:{index}" if kind == "cuda" and index else kind if index == "0" else str(device)
     check_device(name)

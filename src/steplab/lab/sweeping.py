@@ -44,13 +44,13 @@ class StudyJob:
     key: str
     what: str
     measure: Measure
-    """Stores the record. Raises SteplabError if impossible."""
+    """Measure and store the record. Raises SteplabError if that is impossible."""
     num_steps: int = 0
-    """Warm-up and measured; 0: unknown."""
+    """Number of warm-up and measured steps; 0: unknown."""
 
 
 def jobs_of(study: StudySpec) -> list[StudyJob]:
-    """Raises UserError for invalid options of a benchmark."""
+    """The study's measurements, in order. Raises UserError for invalid options of a benchmark."""
     watched = [part for part in study.parts if part.step]
     steps = [*study.cells, *(part.step for part in watched if part.step)]
     told = dict(zip(map(cell_key, steps), labels(steps), strict=True))
@@ -144,10 +144,10 @@ class SweepProgress:
     skipped: int
     what: str
     num_steps: int
-    """Warm-up and measured; 0: unknown."""
+    """Number of warm-up and measured steps; 0: unknown."""
     within: Progress | None = None
     record: Record | None = None
-    """None until it ended, or if refused."""
+    """The stored record; None while measuring, or if the measurement was refused."""
     refusal: str = ""
 
 
@@ -155,7 +155,7 @@ class SweepProgress:
 class SweepResult:
     study_id: str
     runs: tuple[Run, ...]
-    """The newest record of each timed step, also from earlier attempts."""
+    """The newest record of each timed step, also from before a resume."""
     num_measured: int
     num_failed: int
     refusals: tuple[str, ...]
@@ -173,12 +173,12 @@ def study(
 ) -> SweepResult:
     """Run a preset or a TOML file of measurements, as `steplab study` does; every record is stored.
 
-    `fields`, each a value or a list, replace every step's, as the options of `steplab study` do:
+    `fields`, each a value or a list, replace fields of every step, as the options of `steplab study` do:
 
         result = steplab.study("quick")
         steplab.report(study=result.study_id).save("page.html")
 
-    Otherwise as `sweep`. Raises UserError for an unknown preset or a file that is not a study.
+    Other arguments are as in `sweep`. Raises UserError for an unknown preset or a file that is not a study.
     """
     if isinstance(study, StudySpec):
         if fields:
@@ -204,8 +204,9 @@ def sweep(
         steplab.sweep(cells).runs
 
     `resume` continues the newest study of the same measurements, and repeats killed and timed-out ones. A failing step
-    is a record, and the study continues; its description has the reasons for refused benchmarks. `timeout_s` is for one
-    measurement. Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
+    becomes a record, and the study continues. The study's description lists refused benchmarks with reasons.
+    `timeout_s` limits one measurement. Raises SteplabError if the store cannot be written, UserError for a study that
+    needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)

@@ -34,13 +34,13 @@ from steplab.store.database import Store
 
 STEPS = 30
 STARTS, _SOON_S = 3, 60.0
-"""Starts of each side by `ab`, and longest first start in seconds for others by default."""
+"""Default number of starts of each side by `ab`; only one if the first took longer than _SOON_S seconds."""
 LEAST_GAIN = 0.003
-"""The smallest gain of a kept change, as a share; several add up."""
+"""Smallest time saving, as a share, that keeps a change."""
 _PLAIN = 0.03
-"""A difference beyond this share, after the fewest turns with an interval, gets no more turns."""
+"""Relative difference that stops measuring once there are enough turns for a confidence interval."""
 _MOST_ROUNDS = 2.5
-"""Most time of further turns, in multiples of the first."""
+"""Time limit of additional turns, in multiples of the first turns' time."""
 
 
 class StoredSession:
@@ -49,7 +49,7 @@ class StoredSession:
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
         self.left: dict[Side, Run] = {}
-        """In order."""
+        """Stored runs, in order of storing."""
 
     def __enter__(self) -> Self:
         self.session.__enter__()
@@ -75,9 +75,10 @@ class StoredSession:
     def seek_gain(
         self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
     ) -> None:
-        """Alternate two sides until their difference is plain, or a saving is ruled out; at most `steps` of each. Open
-        ratios get as many turns again, until `most_s` seconds have passed, or twice. Unless the session `alternates`, a
-        second side that does not fit fails.
+        """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each.
+
+        Undecided ratios get additional rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
+        `alternates`, a second side that does not fit in memory next to the first fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -99,15 +100,15 @@ class StoredSession:
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """The second side's time over the first's; None if one failed. With a process per turn, their spread is the
-        smallest difference that counts.
+        """Time ratio of the second side to the first; None if one failed. With a new process per turn, the spread
+        between processes is the threshold.
         """
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
         return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
-        """A side without turns is first measured alone."""
+        """End a side's process and store its run; a side that never ran is first measured alone."""
         if side not in self.left:
             if side.failure is None and side.run is None:
                 self.session.measure([side], side.spec.steps)
@@ -120,7 +121,7 @@ class StoredSession:
 class Compared:
     starts: tuple[tuple[Run, ...], ...]
     each: tuple[tuple[Ratio | None, ...], ...]
-    """By start, step time of each further side over the first's; None if one is missing."""
+    """Per start, time ratio of each further side to the first; None if a time is missing."""
 
     @property
     def ratios(self) -> tuple[Ratio | None, ...]:
@@ -143,18 +144,18 @@ def ab(
     on_side: Callable[[str], None] = lambda label: None,
     **fields: object,
 ) -> Compared:
-    """Measure two or more alternating steps, A B B A A B and so on, and compare each with the first.
+    """Measure two or more steps alternately (A B B A A B and so on), and compare each with the first.
 
-    `fields` are common to all sides, as in `measure`; `sides` has each side's own. A single side is compared with the
-    step without it. With `against`, a git revision, the first side imports its code from there:
+    `fields` are common to all sides, as in `measure`; `sides` has the fields that differ. A single side is compared
+    with the step without its fields. With `against`, a git revision, the first side imports its code from there:
 
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    Each side and start has a record. `starts`: how often each side is started anew, because two processes of one step
-    differ by more than turns of one process; None: `STARTS`, or one if a start takes over a minute.
-    `threshold` is the smallest difference that matters, as a share. `timeout_s` limits each side's warm-up and each
-    turn. Raises UserError if a step cannot be measured, or differs from the others in steps or device.
+    Each side and start has a record. `starts`: number of process starts of each side, because times differ more between
+    processes than within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the smallest
+    difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn. Raises UserError if a
+    step cannot be measured, or differs from the others in steps or device.
     """
     refuse_torchrun("alternate")
     if against and sides:
@@ -197,10 +198,10 @@ def label_of(number: int) -> str:
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Surroundings]:
-    """A temporary worktree of a revision.
+    """Check out a revision in a temporary worktree.
 
-    Its processes work in the same folder of the repository, and import from the worktree: a user's model, and steplab
-    if it is there. Raises UserError outside of a repository, and for an unknown revision.
+    Processes run in the same folder there. They import from the worktree: a user's model, and steplab if the repository
+    contains it. Raises UserError outside a git repository, and for an unknown revision.
     """
     here = Path.cwd().resolve()
     root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
@@ -221,8 +222,8 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 
 
 def _import_path(root: Path, tree: Path) -> str:
-    """The repository's entries of PYTHONPATH and `sys.path`, moved to the worktree: an editable installation
-    adds some.
+    """PYTHONPATH for the worktree: the repository's entries of PYTHONPATH and `sys.path`, such as an editable
+    install's, moved there.
     """
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = []
@@ -236,7 +237,6 @@ def _import_path(root: Path, tree: Path) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """True for Python's or a virtual environment's, which a repository may contain."""
     return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 
@@ -259,11 +259,11 @@ def try_findings(
     on_trial: Callable[[str], None] = lambda what: None,
     session: Callable[..., Session] = Session,
 ) -> Findings:
-    """The findings, with trials of changes to the spec's fields.
+    """Measure the changes that findings propose, and return the findings with these trials.
 
-    Each changed step alternates with the unchanged one. `timeout_s` limits each warm-up and turn. A failing change
-    gives a trial with a failure. Raises UserError for a run without a step, and SteplabError if the unchanged step
-    fails or runs on another device.
+    Each changed step is measured alternately with the unchanged one. `timeout_s` limits each warm-up and turn. A
+    failing change gives a trial with a failure. Raises UserError for a run without a step, and SteplabError if the
+    unchanged step fails or runs on another device.
     """
     if run.spec is None:
         what = (
@@ -341,7 +341,7 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
 
 
 def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """`auto` becomes the run's kind of device, so that a machine without it refuses."""
+    """The step on the run's kind of device instead of `auto`, so that a machine without one refuses."""
     kind = run.environment.device.kind if run.environment else None
     return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 

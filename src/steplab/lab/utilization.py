@@ -26,12 +26,12 @@ from steplab.units import counted
 class PeakFigure:
     flops_per_s: float | None
     source: str
-    """A data sheet, a measurement, or why it is unknown."""
+    """Data sheet or measurement of the peak, or why it is unknown."""
     measured: bool = False
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
-    """Against the known GPU's peak or this machine's measured one."""
+    """Add MFU and HFU to the run, by the GPU's stated peak or this machine's measured one."""
     if run.spec is None or run.environment is None:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
@@ -55,8 +55,9 @@ def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, sto
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
-    """Stated for a known GPU, else the highest that `steplab doctor` measured, because other work only lowers one: on
-    this device, with as many threads, on an idle machine.
+    """Peak FLOP/s: stated for a known GPU, else the highest that `steplab doctor` measured. A measurement counts if
+    device and number of threads match and the machine was idle. The highest counts, because other work only lowers a
+    measurement.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
@@ -87,7 +88,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
 
 
 def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
-    """MFU by each convention with known sizes, and HFU; empty for a failed or third-party step."""
+    """MFU by each convention whose sizes are known, and HFU; empty for a failed step, or unknown sizes."""
     step_s = run.median_s
     if run.spec is None or run.model is None or step_s is None:
         return ()
@@ -140,7 +141,6 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
 
 
 def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
-    """By executed FLOPs; other conventions may count more."""
     return [u for u in used if u.exceeds_peak and u.convention in ("causal", "counted", "as_executed")]
 
 
@@ -154,7 +154,7 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """By convention; without a closed form, counted during a run in one process."""
+    """Kind, convention and FLOPs per step; for models without a formula, FLOPs counted while running."""
     if model.is_counted:
         of_one: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
             ("mfu", "counted", model.needed_flops),

@@ -33,12 +33,12 @@ Samples = tuple[PhaseSamples, ...]
 Marks = tuple[Any, Any]
 
 LONGEST_HOLD_S = 0.5
-"""The longest hold before a step; Python fills the launch queue in less."""
+"""Longest time to hold the device before a step; Python fills the launch queue in less."""
 _MARGIN = 1.5
-"""Factor on Python's launch time; the next launch may take longer."""
+"""Factor on Python's measured launch time, because the next launch may take longer."""
 _LEAST_FLUSH_BYTES = 256 * MIB
 MOST_FLUSHES = 40
-"""Most flushes before a call: milliseconds, in which Python launches hundreds of kernels."""
+"""Most cache flushes before a call; they take milliseconds, in which Python launches hundreds of kernels."""
 _FLUSHES_TIMED = 20
 _LEAST_WARMUP_CALLS = 3
 
@@ -50,7 +50,7 @@ class Phase:
 
 
 def seconds_of(work: Callable[[], object], device: Device) -> float:
-    """By Python's clock, with the device idle at both ends."""
+    """Seconds by Python's clock; the device is idle at both ends."""
     device.synchronize()
     started = time.perf_counter()
     work()
@@ -126,7 +126,7 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Times by both clocks, with the device idle around each phase, and each phase's largest peak."""
+    """Time each phase by both clocks, with the device idle around it, and record its peak memory."""
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}
@@ -158,7 +158,7 @@ def lengthen_launch_queues() -> None:
 
 
 class HeadStart:
-    """Holds a device before timed work, equally on all ranks; methods are collective. CPUs are not held."""
+    """Hold a GPU before timed work, equally on all ranks; methods are collective. CPUs are not held."""
 
     def __init__(self, device: Device, collectives: Collectives, longest_s: float = LONGEST_HOLD_S) -> None:
         self._device, self._collectives, self._longest_s = device, collectives, longest_s
@@ -170,13 +170,13 @@ class HeadStart:
             device.synchronize()
 
     def give(self) -> None:
-        """Returns at once."""
+        """Hold the device; returns at once."""
         if self._device.asynchronous:
             self._device.hold(self.seconds)
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:
-        """For work that took `started_s` to launch on the slowest rank; returns whether the hold grew."""
+        """Lengthen the hold for work that took `started_s` to launch on the slowest rank. True if it grew."""
         slowest_s = max(self._collectives.host_gather(started_s))
         before_s, self.seconds = self.seconds, max(self.seconds, min(_MARGIN * slowest_s, self._longest_s))
         return self.seconds > before_s
@@ -262,7 +262,7 @@ class ColdCall:
     prepare: Callable[[], Any] = lambda: None
     num_flushes: int = 1
     num_waits: int = 0
-    """Timed calls where the device may have waited for Python."""
+    """Number of timed calls during which the device may have waited for Python."""
 
 
 class ColdCaches:
@@ -311,8 +311,8 @@ class ColdCaches:
         attempt: Callable[[int], Marks | None] | None = None,
         on_round: OnStep = lambda number: None,
     ) -> list[tuple[float, ...]]:
-        """Seconds of each call; each round begins with another call. A call is left out once `attempt` (default:
-        `run_ahead`) returns None for its place.
+        """Seconds of each call; each round begins with another call. Once `attempt` (default: `run_ahead`) returns None
+        for a call, it is dropped.
         """
         spans: list[list[Marks]] = [[] for _ in calls]
         left = list(range(len(calls)))
@@ -358,7 +358,7 @@ class ColdCaches:
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:
-    """None: the device has no cache to flush."""
+    """Buffer for flushing the device's cache; None if it has none."""
     if device.torch_device.type != "cuda":
         return None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))

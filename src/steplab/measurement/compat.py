@@ -27,7 +27,7 @@ def watch_refused_allocations() -> None:
 
 
 def last_refused_bytes() -> int | None:
-    """None: no allocation was refused since watching began."""
+    """Bytes of the last refused allocation; None without one since watching began."""
     return _refused[-1] if _refused else None
 
 
@@ -38,7 +38,7 @@ def spin(cycles: int) -> None:
 
 
 def bytes_in_message(message: str) -> int | None:
-    """The size in "Tried to allocate 2.00 GiB", which has two decimals."""
+    """Bytes in "Tried to allocate 2.00 GiB", which is rounded to two decimals."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     return round(float(found[1]) * _SCALES[found[2]]) if found else None
 
@@ -71,7 +71,7 @@ def memory_history() -> Iterator[None]:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """As torch.cuda.memory._dump_snapshot would pickle it."""
+    """Memory snapshot, as torch.cuda.memory._dump_snapshot would pickle it."""
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
     return snapshot
 
@@ -101,7 +101,7 @@ def kept_by_node(node: Any) -> list[Any]:
 
 
 def sequence_number(node: Any) -> int:
-    """Nodes of one thread are numbered in the order of their creation."""
+    """Number of an autograd node; nodes of one thread are numbered by creation."""
     number: int = node._sequence_nr()
     return number
 
@@ -116,7 +116,7 @@ def autocast_has_rule(op: str, device_type: str) -> bool:
 
 
 def is_made_of_parts(op: str) -> bool:
-    """True for a composite operator: autocast sees its parts."""
+    """True for a composite operator, because autocast sees its parts."""
     found = _kernels_of(op, "CompositeImplicitAutograd")
     return bool(found) and all(found)
 
@@ -126,7 +126,6 @@ def is_operator(op: str) -> bool:
 
 
 def _kernels_of(op: str, key: str) -> list[bool]:
-    """Overloads that write to `out` are left out."""
     found = []
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
         if not schema.overload_name.endswith("out"):

@@ -35,12 +35,12 @@ class StepTask(msgspec.Struct, kw_only=True):
     spec: StepSpec
     profiled_steps: int = 0
     trace: str | None = None
-    """Compressed if it ends in .gz; None: no profiled steps."""
+    """Path of the trace, compressed if it ends in .gz; None: no profiled steps."""
     snapshot: str | None = None
-    """File for the allocator's history of one further step."""
+    """Path for the allocator history of one further step."""
     marks: str | None = None
     turns: Turns | None = None
-    """The step waits for each of its turns in this session; None: it is measured at once."""
+    """Turns that the step waits for; None: it is measured at once."""
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
@@ -49,7 +49,7 @@ class AuditTask(msgspec.Struct, kw_only=True):
 
 
 class SharesTask(msgspec.Struct, kw_only=True):
-    """The times of an eager step once compiled."""
+    """Predict time shares of an eager step once compiled."""
 
     spec: StepSpec
     gpu: str
@@ -69,14 +69,14 @@ class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     work: str
-    """"module:function"."""
+    """Function that does the job, as "module:function"."""
     task: Any
     result: Any = None
-    """None if the cells are the result."""
+    """Type of the result; None if the cells are the result."""
     cell: Any = None
     facts: Any = None
     holds_device: bool = False
-    """True: it holds the device until Python is ahead, which needs longer launch queues (measurement.clock)."""
+    """Hold the device until Python is ahead, which needs longer launch queues (measurement.clock)."""
 
     def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
         module, _, function = self.work.partition(":")

@@ -10,9 +10,9 @@ class Progress:
     snapshot. In a report: predict and draw.
     """
     done: int
-    """Completed steps of this stage; while reading, bytes; while predicting, runs."""
+    """Completed steps of this stage; bytes while reading; runs while predicting."""
     total: int
-    """Steps or bytes of this stage, or 0."""
+    """Number of steps or bytes of this stage; 0: unknown."""
 
 
 OnProgress = Callable[[Progress], None]

@@ -41,7 +41,7 @@ class ProfiledSteps:
             )
         self.notes: list[str] = []
         self.trace: Path | None = None
-        """None: not yet complete, or failed."""
+        """Path of the trace; None until complete, or if profiling failed."""
         self._steps, self._module, self._path = steps, module, trace
         self._spans = Spans(nvtx=False)
         self._running = ExitStack()
@@ -51,7 +51,7 @@ class ProfiledSteps:
         return self._steps.start - 1 <= number < self._steps.stop
 
     def are_over(self, number: int) -> bool:
-        """Also where profiling fails, so that it holds on all ranks."""
+        """True once these steps have passed, even if profiling failed, so that ranks agree."""
         return number >= self._steps.stop
 
     def range(self, name: str) -> AbstractContextManager[object]:
@@ -106,7 +106,7 @@ Span = tuple[Any, Any]
 @dataclass(slots=True)
 class _Step:
     number: int
-    """From 0, without steps that raised."""
+    """Number from 0, without steps that raised."""
     start: Any
     end: Any = None
     parts: dict[str, list[Span]] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step that raises is not counted."""
+        """Time one step; a step that raises is not counted."""
         if self._inside:
             raise UserError("rec.step() inside another step; close the first one before the next begins")
         number, profiled = self._number, self._profiled
@@ -206,7 +206,7 @@ class Recorder:
                 self._timed.parts.setdefault(name, []).append((start, self._device.mark()))
 
     def finish(self, error: BaseException | None = None) -> Run:
-        """With `error`, a failed record; without one, all ranks meet here."""
+        """End the recording. With `error`, the record is a failure; else all ranks meet here."""
         self._device.synchronize()
         if self._profiled:
             self._profiled.end(self._number)
@@ -291,7 +291,7 @@ def _phase_name(given: object) -> str:
 
 
 def _open(device: str) -> Device:
-    """`auto` and `cuda` are the current GPU: the loop has chosen it for its process."""
+    """Open the device; `auto` and `cuda` mean the current GPU, which the loop chose."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{torch.cuda.current_device()}"
     return open_device(device)

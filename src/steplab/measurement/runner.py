@@ -22,7 +22,7 @@ from steplab.units import MIB
 
 T = TypeVar("T")
 TOLERATED_BYTES = 256 * MIB
-"""Libraries allocate some memory once and keep it."""
+"""Tolerated bytes, because libraries allocate some memory once and keep it."""
 
 
 class Broken(Exception):
@@ -36,7 +36,7 @@ class Runner:
         self.environment = read_environment(device.torch_device)
         observer.on_environment(self.environment)
         self.idle_bytes = allocated_bytes(device)
-        """Bytes allocated without a cell; None if the allocator does not count."""
+        """Bytes allocated before any cell; None if the allocator does not count."""
 
     def run(self, groups: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], None]) -> bool:
         try:

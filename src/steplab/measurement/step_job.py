@@ -46,7 +46,7 @@ Watch = Callable[[StepSpec, Device], Watcher]
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
-    """Raises UserError or Unsupported for an impossible request."""
+    """Measure the step. Raises UserError or Unsupported for an impossible request."""
     return measure_here(task.spec, observer, _watch(task, world), world, task.turns)
 
 
@@ -197,7 +197,7 @@ class _Cell:
         return self.watch(watcher, run) if watcher else run
 
     def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
-        """Empty unless one thread is faster: on a busy CPU threads wait for each other."""
+        """Step times with one thread; empty unless faster: on a busy CPU threads wait for each other."""
         threads, step = torch.get_num_threads(), find_phase(measured, "step")
         on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
         if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
@@ -267,12 +267,12 @@ class _Cell:
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
-        """Samples must not contain other ranks' build or compile time."""
+        """Wait for all ranks: samples must not contain others' build or compile time."""
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
     def compile(self) -> float:
-        """Seconds of the compiling step, or of recording graphs; no step time."""
+        """Seconds of the first step, which compiles or records graphs."""
         self.runner.begin("compile", 1)
         step = self.step
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)

@@ -1,5 +1,5 @@
-"""Data parallelism and a sharded optimizer, to be copied into other projects: torch alone is needed, Triton for one
-kernel, and sizes.py neither.
+"""Data parallelism and a sharded optimizer, to copy into other projects. It needs only torch, one kernel Triton, and
+sizes.py neither.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ _HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimize
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names at their first use: sizes.py is used without torch."""
+    """Import public names at first use, so that sizes.py works without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

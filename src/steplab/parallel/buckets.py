@@ -1,4 +1,4 @@
-"""Buckets of gradients that are sent together.
+"""Buckets of gradients that are averaged over ranks together.
 
 A `CollectiveBucket` is averaged everywhere by one all-reduce, in a flat buffer; a single gradient is reduced in
 autograd's own memory.
@@ -26,17 +26,17 @@ def aligned(tensor: Tensor) -> int:
 
 
 class Bucket(Protocol):
-    """Averages are the parameters' gradients, and may be changed until the next launch."""
+    """Gradients that are averaged together. Averages may be changed in place until the next launch."""
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of all the module's buckets outside torch's allocator."""
+        """Bytes that all buckets of the module hold outside torch's allocator."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start averaging; None counts as zero. The gradients then belong to the bucket."""
+        """Start averaging; None counts as zero. The caller must no longer use the gradients."""
 
     def wait(self) -> Sequence[Tensor | None]:
-        """Averages, each shaped as its parameter; None except on its owner."""
+        """Wait for the averages, each shaped as its parameter; None for parameters that other ranks own."""
 
     def release(self) -> None:
         """Drop gradients outside the bucket's memory."""
@@ -51,7 +51,7 @@ def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
 
 
 def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copies only gradients that are not there already."""
+    """Copy gradients into `targets`, unless they already are there; None becomes zero."""
     moved = [
         (target, gradient)
         for target, gradient in zip(targets, gradients, strict=True)
@@ -65,7 +65,9 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """`size` multiplies averages that only owners have: the number of ranks, else 1."""
+    """Add gradients that came after averaging, for a second averaging. `size` rescales averages before it: the number
+    of ranks if only owners have them, else 1.
+    """
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
         if average is not None:
@@ -80,16 +82,14 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of the parameter's gradient: optimizers are fastest on equal strides. Slow, so not for backward
-    passes.
-    """
+    """Strides for the parameter's gradient: optimizers are fastest on equal strides. Slow: not for backward passes."""
     if fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """True if each element of its stretch of memory occurs once, in any order."""
+    """True if the tensor has no gaps and no repeated elements, in any order of dimensions."""
     if not tensor.numel():
         return True
     expected = 1
@@ -102,7 +102,7 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 def is_shared(gradient: Tensor) -> bool:
     """True if autograd may still read a new gradient's memory: in `h + p[None]`, p's gradient is a view of h's. Only
-    the count of references shows it.
+    the storage's reference count shows it.
     """
     return _references(gradient) > references_of_its_own()
 
@@ -113,7 +113,9 @@ def _references(tensor: Tensor) -> int:
 
 @cache
 def references_of_its_own() -> int:
-    """References to an unshared gradient's memory in a hook, by this torch. The first call runs a backward pass."""
+    """Reference count of an unshared gradient's storage in a hook, for this torch version. The first call runs a
+    backward pass.
+    """
     found: list[int] = []
     with torch.enable_grad():
         parameter = torch.zeros(1, requires_grad=True)
@@ -123,7 +125,7 @@ def references_of_its_own() -> int:
 
 
 def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy unless it has these strides and the parameter's dtype."""
+    """The gradient in the parameter's dtype with these strides, copied only if necessary; zeros for None."""
     if gradient is not None and gradient.stride() == strides and gradient.dtype == parameter.dtype:
         return gradient
     made = torch.empty_strided(parameter.size(), strides, dtype=parameter.dtype, device=parameter.device)
@@ -209,14 +211,14 @@ class OwnedBucket:
         return self._averages
 
     def release(self) -> None:
-        """All lie in the bucket's own memory."""
+        """Nothing to drop: gradients lie in the bucket's buffer."""
 
 
 _ALL = "gradients with all their elements"
 
 
 def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
-    """Raise Unsupported for an embedding with sparse gradients; `holders` names what would hold them."""
+    """Raise Unsupported for an embedding with sparse gradients. `doing` and `holders` are words of the message."""
     for name, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             what, why = f"{doing} of {name or 'a module'} with sparse gradients", f"{holders} hold {_ALL}"

@@ -1,7 +1,7 @@
-"""The collectives of a group, which tests replace. Peer copies and torch's engine for meshes bypass it.
+"""The collectives of a process group, which tests replace. Peer copies and torch's DeviceMesh engines do not use this.
 
-Calls on tensors return at once; the wait is on the device's timeline. Host values go from CPU to CPU, so a GPU's queue
-need not drain. All ranks make every call in one order.
+Calls on tensors return at once; waits happen on the device's stream. Host values go from CPU to CPU, so GPU queues need
+not drain. All ranks make all calls in the same order.
 """
 
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from .errors import UserError
 
 class Pending(Protocol):
     def wait(self) -> None:
-        """Return when the result can be used; on a GPU, by later work of the current stream."""
+        """Wait for the result; on a GPU, only the current stream's later work waits."""
 
 
 class Collectives(Protocol):
@@ -25,28 +25,26 @@ class Collectives(Protocol):
         """Sum or average over ranks, in place."""
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
-        """`output` (size · n elements) becomes every rank's `part` (n elements), in the order of ranks."""
+        """Write every rank's `part` (n elements) to `output` (size · n elements), in the order of ranks."""
 
     def reduce_scatter(self, part: Tensor, tensor: Tensor, *, average: bool) -> Pending:
-        """`part` (n elements) becomes this rank's slice of the sum or average of `tensor` (size · n elements)."""
+        """Write this rank's slice of the sum or average of `tensor` (size · n elements) to `part` (n elements)."""
 
     def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
-        """`tensor` becomes the sum or average over ranks on that rank of the group; on others it is undefined."""
+        """Sum or average over ranks, in place on rank `destination`; elsewhere `tensor` becomes undefined."""
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
-        """`tensor` becomes the value of the group's rank `source`."""
+        """Overwrite `tensor` with that of the group's rank `source`."""
 
     def host_maximum(self, values: Tensor) -> Tensor:
-        """The maximum over ranks of each of these int64 values on the CPU; waits for all ranks."""
+        """Elementwise maximum over ranks of int64 values on the CPU; waits for all ranks."""
 
     def host_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks; waits for all ranks. The values are pickled."""
+        """Every rank's value, in the order of ranks; waits for all ranks. Values are pickled."""
 
 
 class GroupCollectives:
-    """A torch process group's collectives. Without a CPU backend it makes a gloo group for host values, together with
-    all ranks.
-    """
+    """Collectives of a torch process group. Without a CPU backend, all ranks create a gloo group for host values."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -100,7 +98,7 @@ class GroupCollectives:
         return values
 
     def _operation(self, tensor: Tensor, average: bool) -> tuple[Any, int]:
-        """The backend's operation, and the divisor that remains: only NCCL averages."""
+        """The reduce operation, and the divisor to apply afterwards: only NCCL averages."""
         if not average:
             return dist.ReduceOp.SUM, 1
         if self._backends.get(tensor.device.type) == "nccl":
@@ -109,7 +107,7 @@ class GroupCollectives:
 
 
 def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """None: all processes' group. Collectives pass through."""
+    """Wrap a process group; None: the default group. Collectives are returned unchanged."""
     left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on excluded ranks
     if group == left_out:
         raise UserError("this process is not in the group it was given")

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole module and a part of the batch; gradients are averaged over ranks.
+"""Data parallelism: each rank has the whole module and its part of the batch; gradients are averaged.
 
     model = DataParallel(module, strategy="bucketed")
     for batch in batches:
@@ -16,8 +16,8 @@ Four strategies give the same gradients and differ in their collectives:
 | `overlap`  | one a parameter                                | as its gradient is ready                       |
 | `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
 
-Buckets shrink towards the end of the backward pass, so that little is sent after it (sizes.py). If the loss is the mean
-over a rank's batch and all batches have one size, the averages are the gradients of the mean over the whole batch.
+Buckets shrink towards the end of the backward pass, so that little is sent after it (sizes.py). If the loss is a mean
+over the rank's batch and batches have equal sizes, averages are gradients of the mean over the whole batch.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -42,10 +42,10 @@ _PREFIX = "module."
 
 
 class DataParallel(nn.Module):
-    """A module with gradients averaged over the ranks of a group.
+    """Wrap a module, and average its gradients over the ranks of a group.
 
-    All ranks build it together, after the module is on its device. They check that modules and settings are equal, and
-    take rank 0's parameters and buffers. Buffers are not synchronised after that.
+    All ranks construct it together, after moving the module to its device. They check that modules and settings are
+    equal, and take rank 0's parameters and buffers. Buffers are not synchronised after that.
 
     `forward`, every attribute and the names in `state_dict()`, `named_parameters()` and `named_buffers()` are the inner
     module's, so a checkpoint of either loads into the other.
@@ -60,12 +60,12 @@ class DataParallel(nn.Module):
             elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before
             the next backward pass. Code that needs all gradients (the norm for clipping) must combine all ranks.
 
-    Several of these modules in one group must run backward and synchronise in one order on all ranks. Every
-    synchronisation compares orders and raises UserError on all ranks if they differ. Ranks already waiting in a
-    collective do so until its timeout.
+    Several DataParallel modules in one group must run backward and synchronise in the same order on all ranks. Every
+    synchronisation compares orders and raises UserError on all ranks if they differ. Ranks already in a collective wait
+    until its timeout.
 
-    Finish every backward pass on all ranks before dropping this: peer copies' memory is freed only after all launches,
-    so the rank would wait for messages never sent. A RuntimeWarning reports this.
+    Synchronise after every backward pass before dropping this: freeing peer copies' memory waits for messages that
+    would never be sent. A RuntimeWarning reports this.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class DataParallel(nn.Module):
         transport: str | PeerMemory = "collectives",
         to_owners: bool = False,
     ) -> None:
-        """Raises UserError for an invalid setting, without joined processes, or if ranks differ; Unsupported for sparse
-        gradients, or a transport that these ranks lack.
+        """Raises UserError for an invalid setting, without a process group, or if ranks differ. Raises Unsupported for
+        sparse gradients or an unsupported transport.
         """
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
@@ -125,7 +125,7 @@ class DataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Average the gradients since the last call; every rank calls it before the optimizer's step.
 
-        Until then gradients in transit are not in `.grad`, and optimizers' `step` raises UserError. To discard a failed
+        Until then `.grad` lacks gradients in transit, and optimizers' `step` raises UserError. To discard a failed
         backward pass, call this on all ranks, then `zero_grad`.
 
         Raises UserError within `no_sync`, for a parameter unfrozen since, and for ranks that synchronise other modules
@@ -135,8 +135,8 @@ class DataParallel(nn.Module):
             pass
 
     def finish_in_parts(self, parts: int = 4) -> Generator[list[nn.Parameter], None, None]:
-        """Like finish_gradient_synchronization, but yields parameters as soon as they have averages, to update them
-        meanwhile:
+        """Like finish_gradient_synchronization, but yield parameters as soon as they have averages, to update them
+        early:
 
             for parameters in model.finish_in_parts():
                 update.of(parameters)  # steplab.ops.update.UpdateByParts(optimizer)
@@ -175,19 +175,19 @@ class DataParallel(nn.Module):
 
     @property
     def owners(self) -> Mapping[Tensor, int]:
-        """With `to_owners`, the rank that has each parameter's average; otherwise empty."""
+        """Map each parameter to the rank that has its averaged gradient; empty without `to_owners`."""
         return self._owners or {}
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of `peer_copy` on this rank's device, outside torch's allocator; else 0."""
+        """Device bytes that `peer_copy` allocates outside torch's allocator; else 0."""
         return self._reducer.shared_bytes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Every rank loads the same. Raises UserError for `assign=True`, which would separate parameters from
+        """Load the same state on every rank. Raises UserError for `assign=True`, which would separate parameters from
         buckets.
         """
         if assign:
@@ -239,7 +239,6 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """Without repeated elements, as in an expanded mask; `strides` are the repeating tensor's."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -264,7 +263,7 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """A collective call for peer_copy."""
+    """Build the buckets; for peer_copy a collective call."""
     if transport != "collectives" and groups and collectives.size > 1:
         from .peer_copies import peer_buckets  # it needs Triton
 
@@ -276,7 +275,7 @@ def buckets_of(
 
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    """Raise UserError, on all ranks, if they differ in a setting, or in a tensor's form, given in words by name."""
+    """Raise UserError on all ranks if their settings differ, or the descriptions of their tensors (name to text)."""
     everyone = collectives.host_gather((dict(settings), dict(tensors)))
     first_settings, first_tensors = everyone[0]
     for rank, (others_settings, others_tensors) in enumerate(everyone):

@@ -1,9 +1,9 @@
-"""Parameters in one buffer, owner by owner, so that exchanging them needs few calls and no copies.
+"""Parameters in one buffer, grouped by owner, so that exchanging them needs few calls and no copies.
 
-For S bytes on N ranks: `broadcast` takes N calls and S bytes; `all_gather` of padded equal shares 1 call and (N - 1)/N
-S bytes; `peer_copy` copies shares into the others' buffers.
+For S bytes on N ranks, `broadcast` takes N calls and S bytes. `all_gather` of padded equal shares takes 1 call and (N -
+1)/N S bytes. `peer_copy` copies shares directly into the other ranks' buffers.
 
-`auto` gathers on GPUs unless padding exceeds an eighth, and broadcasts on CPUs, where gloo's all-gather needs its own
+`auto` gathers on GPUs unless padding exceeds an eighth, and broadcasts on CPUs, where gloo's all-gather needs extra
 memory: 75 parameters of 38 MB on 4 ranks took 302 ms by `all_gather`, 95 by `broadcast`.
 """
 
@@ -25,14 +25,14 @@ _LINE = 0
 
 
 class ParameterCopies:
-    """Owners copy updated parameters into the other ranks' buffers, without a collective.
+    """Copies of updated parameters into the other ranks' buffers, without a collective.
 
-    After its update each rank signals that it reads no old parameters. Then copy engines work during the next forward
-    pass, in its order; a signal announces each buffer.
+    Each rank signals that it no longer reads old parameters. Then copy engines work during the next forward pass, in
+    its order. A signal announces each buffer.
     """
 
     def __init__(self, memory: PeerMemory, sizes_bytes: Sequence[int]) -> None:
-        """A collective call; sizes are equal on all ranks."""
+        """Allocate buffers of these sizes, equal on all ranks; a collective call."""
         self._memory = memory
         self._sizes = tuple(sizes_bytes)
         *self._starts, end = [0, *accumulate(pages(size) for size in sizes_bytes)]
@@ -56,7 +56,7 @@ class ParameterCopies:
         return self._own[self._starts[place] : self._starts[place] + self._sizes[place]]
 
     def begin(self) -> None:
-        """Later starts wait until all ranks have called this."""
+        """Signal that this rank no longer reads old parameters; copies wait for all ranks' signals."""
         self._num_exchanges += 1
         with torch.cuda.device(self._gpu):
             self._memory.follow_current(_LINE)
@@ -64,7 +64,7 @@ class ParameterCopies:
             self._memory.await_signals(_LINE, self._done_reading, self._num_exchanges)
 
     def start(self, place: int, begin_bytes: int, num_bytes: int) -> "ArrivingCopies":
-        """Copy this part of this rank's buffer to all others; all ranks start buffers in one order."""
+        """Copy this part of this rank's buffer to all ranks. All ranks copy buffers in the same order."""
         self._num_copied += 1
         begin, count = self._starts[place] + begin_bytes, len(self._peers)
         targets = [self._bases[peer] + begin for peer in self._peers]
@@ -76,7 +76,7 @@ class ParameterCopies:
         return ArrivingCopies(self, self._num_copied)
 
     def wait(self, number: int) -> None:
-        """The current stream waits until `number` buffers have been copied on all ranks."""
+        """Let the current stream wait until `number` copies of all ranks have arrived."""
         with torch.cuda.device(self._gpu):
             self._memory.current_awaits(self._arrived, number)
 
@@ -93,7 +93,7 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], ranks: Collectives, exchange: Exchange
     ) -> None:
-        """Parameters keep their memory until `move_in`."""
+        """Plan the buffer; parameters keep their memory until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
         self._elements, width = [param.numel() for param in params], params[0].element_size()
@@ -122,19 +122,19 @@ class FlatParameters:
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:
-        """True if a step may have changed any of these; False if all have been frozen from the beginning."""
+        """True if a step may have changed a parameter; False if all have always been frozen."""
         used = any(param.requires_grad or param.grad is not None for param in self.params)
         self._used = self._used or used
         return self._used and self._buffer.numel() > 0
 
     def bring_back(self) -> None:
-        """Move parameters with other memory back into the buffer."""
+        """Move parameters that were given other memory back into the buffer."""
         address, width = self._buffer.data_ptr(), self._buffer.element_size()
         placed = enumerate(zip(self.params, self._slots.starts, strict=True))
         self._move_in([i for i, (p, start) in placed if p.numel() and p.data_ptr() != address + start * width])
 
     def start_exchange(self) -> None:
-        """Read nothing before `wait`."""
+        """Start the exchange; parameters must not be read before `wait`."""
         start, end = self._slots.bounds[self._ranks.rank]
         if self._copies is not None:
             width = self._buffer.element_size()

@@ -32,8 +32,8 @@ AXES = ("pp", "dp", "fsdp", "tp")
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """A collective call. Raises UserError for an unknown axis, a size below 1, or a product other than the number of
-    ranks.
+    """Create the mesh; a collective call. Raises UserError for an unknown axis, a size below 1, or a product other than
+    the number of ranks.
     """
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -60,7 +60,7 @@ def data_share(mesh: DeviceMesh) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A submodule; its parameters are gathered together when its forward pass begins."""
+    """A submodule whose parameters are gathered together when its forward pass begins."""
 
     module: nn.Module
     low_precision: bool = True
@@ -70,9 +70,9 @@ class Unit:
 class Sharding:
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    """Dtype of the gradients' average; None: their own."""
+    """Dtype in which gradients are averaged; None: their own."""
     reshard_after_forward: bool = True
-    """True: gathered parameters are freed after forward and gathered again for backward."""
+    """Free gathered parameters after forward, and gather them again for backward."""
 
 
 def lay_out(
@@ -84,7 +84,7 @@ def lay_out(
     wrap_units: Callable[[], None],
     sharding: Sharding,
 ) -> None:
-    """Lay the module out in place; all ranks of the mesh call it together.
+    """Split and shard the module in place; all ranks of the mesh call it together.
 
     Args:
         module: equal on ranks that differ only in dp, fsdp and tp.
@@ -100,15 +100,15 @@ def lay_out(
 
 
 def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Each rank cuts its part out of its copy, without a message."""
+    """Cut each rank's part out of its full copy, without communication."""
     names = [name for name, _ in module.named_modules()]
     present = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     parallelize_module(module, mesh, present, src_data_rank=None)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
-    """Shards along fsdp, and replicates along dp. Raises Unsupported for a parameter that units share with each other
-    or with the rest, and for sparse gradients.
+    """Shard parameters along fsdp, and replicate along dp. Raises Unsupported for sparse gradients, and for a parameter
+    shared between a unit and other modules.
     """
     refuse_shared(module, units)
     refuse_sparse(module, "sharding", "shards")
@@ -145,8 +145,8 @@ def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None]:
-    """Backward passes inside send nothing; the next one outside sends all. `keep_gathered` saves the next forward
-    pass's gathering.
+    """Accumulate gradients without communication; the next backward pass outside sends their sum. `keep_gathered` saves
+    gathering in the next forward pass.
     """
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
@@ -164,7 +164,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-"""By name; `interleaved` takes several stages a rank, the others one."""
+"""Pipeline schedules by name; only `interleaved` takes several stages per rank."""
 
 
 def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
@@ -186,7 +186,7 @@ class Pipeline:
         last_output: Tensor,
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
-        """Shapes are of one microbatch on this rank.
+        """All shapes are those of one microbatch on this rank.
 
         Args:
             stages: on their device, in the order of `stage_numbers`.
@@ -214,7 +214,9 @@ class Pipeline:
         self._schedule = SCHEDULES[schedule](given, microbatches, loss_fn=loss)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Every rank gives the whole batch. Returns the batch's mean loss on ranks with the last stage, else None."""
+        """Run both passes; every rank passes the whole batch. Returns the batch's mean loss on ranks with the last
+        stage, else None.
+        """
         losses: list[Tensor] = []
         given = (inputs,) if self._gives_input else ()
         target = targets if self._gives_target else None

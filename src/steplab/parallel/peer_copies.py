@@ -36,13 +36,13 @@ from .sizes import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, 
 
 COPIES, MEANS = range(2)
 Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""To one peer: targets, sources and sizes in bytes."""
+"""Copies to one peer: target addresses, source addresses and sizes in bytes."""
 
 
 def peer_buckets(
     groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory, owners: Owners | None = None
 ) -> list["PeerBucket"]:
-    """One module's buckets; a collective call. They share `memory`, which is freed with the last of them."""
+    """Create one module's buckets; a collective call. They share `memory`, which is freed with the last bucket."""
     divisions = [
         divided([p.nbytes for p in group], memory.size, None if owners is None else [owners[p] for p in group])
         for group in groups
@@ -54,7 +54,9 @@ def peer_buckets(
 
 
 class PeerCopies:
-    """Memory shared by one module's buckets. It does not refer to them, so that dropping them frees it at once."""
+    """Memory and counters that one module's buckets share. It holds no reference to finished buckets, so dropping them
+    frees it at once.
+    """
 
     def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
         self.memory = memory
@@ -81,12 +83,14 @@ class PeerCopies:
         )
 
     def landing(self, on_rank: int, of_rank: int) -> int:
-        """Address of one rank's ring for another's gradients."""
+        """Address, on rank `on_rank`, of the ring buffer that receives rank `of_rank`'s gradients."""
         ring = (of_rank - on_rank - 1) % self.memory.size
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
-        """Start of `num_bytes` unused bytes of the rings; equal on all ranks."""
+        """Reserve `num_bytes` in every ring and return the offset, equal on all ranks. Waits for buckets that still use
+        them.
+        """
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
@@ -110,7 +114,7 @@ class PeerCopies:
         return False
 
     def start(self, chunk: "Chunk", addresses: Sequence[int], room: int) -> None:
-        """Send a chunk out, start its means, and send the previous chunk's home."""
+        """Send a chunk's gradients to owners, start averaging, and send the previous chunk's averages home."""
         memory, before = self.memory, self._unreturned
         returned = self.num_launched
         self.num_launched += 1
@@ -143,7 +147,9 @@ class PeerCopies:
             self._unreturned = None
 
     def copy(self, copies: Sequence[Copies]) -> None:
-        """Between several peers in turns: one begins when the next rank has ended the turn before."""
+        """Start copies to each peer. With several peers they go in turns: a rank waits until the next rank has ended
+        the previous turn.
+        """
         if not self.go_home or len(self.peers) == 1:
             targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
             if targets:
@@ -158,7 +164,7 @@ class PeerCopies:
             self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
 
     def await_launch(self, number: int) -> None:
-        """The current stream waits until chunks up to this number are home."""
+        """Let the current stream wait until chunks up to this number are averaged on this rank."""
         self.return_last()
         if self._num_awaited < number:
             self.memory.current_awaits(self._means_told, number)
@@ -166,7 +172,7 @@ class PeerCopies:
 
 
 class Chunk:
-    """The part of a bucket's launches that is equal in all of them."""
+    """Addresses and sizes of a chunk that are equal in all launches."""
 
     def __init__(
         self,
@@ -177,7 +183,7 @@ class Chunk:
         landing: int,
         dtype: torch.dtype,
     ) -> None:
-        """`landing`: its place within the bucket's."""
+        """`landing`: offset of the chunk within the bucket's landing area."""
         rank, borders = copies.memory.rank, division.chunks[number]
         overlaps = [division.overlaps(number, peer) for peer in copies.peers]
         self._sent = [
@@ -214,7 +220,7 @@ class PeerBucket:
     def __init__(
         self, copies: PeerCopies, parameters: Sequence[nn.Parameter], division: Division, starts: Sequence[int]
     ) -> None:
-        """`starts`: by rank, the beginning of its kept part of the bucket."""
+        """`starts`: for each rank, offset of the bucket in its shared memory."""
         self._copies = copies
         self._parameters = tuple(parameters)
         self._strides = [layout_of(parameter) for parameter in self._parameters]
@@ -228,7 +234,7 @@ class PeerBucket:
         ]
         self._sources: list[Tensor] = []
         self.number = 0
-        """Number of its last chunk in the last launch, from 1; 0 before."""
+        """Number of the last chunk in the latest launch, from 1; 0 before any."""
         self.landing = (0, 0)
 
     def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
@@ -278,19 +284,19 @@ class PeerBucket:
 
 
 def _gradients_told_by(rank: int) -> int:
-    """Counter of landed launches from this rank; on that rank itself, of turns."""
+    """Counter of `rank`'s chunks that arrived here; the own rank's counts turns."""
     return 2 * rank
 
 
 def _means_told_by(rank: int) -> int:
-    """Counter of launches with this rank's means in the bucket."""
+    """Counter of chunks whose averages `rank` has delivered here."""
     return 2 * rank + 1
 
 
 BLOCK = 4096
 PIECES = 8
 UNIT_BYTES = 16
-"""Pieces begin at multiples of this and are given in it: the compiler then knows the alignment."""
+"""Alignment of pieces and unit of their offsets in bytes, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3
 
 
@@ -311,7 +317,6 @@ class Means:
             compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
 
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
-        """`aligned`: all numbers begin at multiples of 16 bytes."""
         # Triton's own launch decides what to compile for: places and sizes of 64 bits, and numbers that are multiples
         # of nothing. With negative counts the kernel does no work.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
@@ -359,7 +364,6 @@ def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHE
 
 @triton.jit
 def _mean(target_ptr, own_ptr, others_ptr, distance, count, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the mean of one block's first `count` numbers; with a constant count the compiler removes the mask."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     total = tl.load(own_ptr + places, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""Memory that one host's ranks share, lines of work on it, and counters for their waits.
+"""Memory that one host's ranks share, with streams and counters to order copies between GPUs.
 
 A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory: a line sets another rank's,
 and waits on the device until one has reached a value.
@@ -25,20 +25,18 @@ from .sizes import COUNTER_BYTES
 class Piece(NamedTuple):
     own: int
     start_bytes: int
-    """Place in the target and in the others' numbers; a multiple of 16."""
+    """Offset in the target and in the other ranks' gradients; a multiple of 16."""
     num_bytes: int
 
 
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
 _HELD_CYCLES = 20_000_000
-"""GPU cycles, some ten milliseconds."""
 
 
 class PeerMemory:
-    """Operations of one host's GPUs on each other's memory, by address. Lines are 0 and 1.
-
-    `device` must be the current one at every use. Tests replace all methods, for processes on a CPU.
+    """Copies and averages between the GPUs of one host, by address, on two lines numbered 0 and 1. `device` must be
+    current at every use. Tests on CPUs replace all methods.
     """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -66,8 +64,8 @@ class PeerMemory:
         self._means = Means(device, self.size - 1)
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """Bytes on every rank: this rank's (uint8, zero) and each rank's address. Also zero counters. Every rank calls
-        it once.
+        """Allocate zeroed bytes and counters on every rank. Returns this rank's bytes (uint8) and each rank's address.
+        A collective call, made once.
         """
         # The only private module in use: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
@@ -91,7 +89,7 @@ class PeerMemory:
         torch.cuda.synchronize(self.device)
 
     def _choose_lines(self) -> None:
-        """The pair of streams with waits that slow the current stream least; all ranks test together."""
+        """Choose the pair of streams whose waits slow the current stream least; all ranks test together."""
         pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
         least_ms = [float("inf")] * _PAIRS
         for trial in range(_TRIALS * _PAIRS):
@@ -121,35 +119,35 @@ class PeerMemory:
         return begin.elapsed_time(end)
 
     def follow_current(self, line: int) -> None:
-        """The line's next work waits for all work already given to the current stream."""
+        """Let the line's later work wait for all work queued on the current stream."""
         event = self._ready.cuda_event
         self._driver.record(event, self._current())
         self._driver.wait_event(self._lines[line], event)
 
     def follow_line(self, line: int, other: int) -> None:
-        """The line's next work waits for all work already given to another line."""
+        """Let the line's later work wait for all work queued on the line `other`."""
         event = self._ready.cuda_event
         self._driver.record(event, self._lines[other])
         self._driver.wait_event(self._lines[line], event)
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
-        """The current stream's next work waits until these counters of this rank are at least `value`."""
+        """Let the current stream's later work wait until these counters of this rank are at least `value`."""
         self._await(self._current(), counters, value)
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Copy from address to address of any ranks, in any order; at least one byte each."""
+        """Copy between addresses of any ranks, in any order; each size is at least one byte."""
         self._driver.copy(self._lines[line], targets, sources, sizes_bytes)
 
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
-        """Write target + start = (own + (others + start)) / size for each piece. The others' numbers begin at `others`,
-        `distance_bytes` apart, and are summed in this order in float32 at least.
+        """Write target + start = (own + (others + start)) / size for each piece. Other ranks' gradients begin at
+        `others`, `distance_bytes` apart. Sums are in float32 or wider, in this order.
         """
         self._means.start(self._lines[line], pieces, target, others, distance_bytes, dtype)
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
-        """Set these (rank, counter) when all earlier work of the line is done and visible."""
+        """Set each (rank, counter) to `value` once all earlier work of the line is done and visible."""
         operations = self._operations.get(places)
         if operations is None:
             addresses = [self._counters[rank] + counter * COUNTER_BYTES for rank, counter in places]
@@ -183,8 +181,6 @@ _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 
 
 class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a wait or a write."""
-
     _fields_ = (
         ("operation", ctypes.c_uint64),
         ("address", ctypes.c_uint64),
@@ -234,7 +230,7 @@ class CudaDriver:
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
-        """Waits until the number at each address is at least a value."""
+        """Operations that wait until the number at each address is at least a value."""
         return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
@@ -282,8 +278,8 @@ def open_peer_memory(
     group: dist.ProcessGroup | Collectives | None,
     parameters: Sequence[nn.Parameter],
 ) -> PeerMemory:
-    """The given memory, or a new one for these parameters' GPUs; a collective call. Raises Unsupported for gradients
-    that it cannot copy, and for ranks out of reach.
+    """Return the given memory, or open one for these parameters' GPUs; a collective call. Raises Unsupported for
+    gradients that cannot be copied, and for GPUs that cannot reach each other.
     """
     _refuse_uncopied(parameters)
     if not isinstance(transport, str):

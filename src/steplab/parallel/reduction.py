@@ -1,4 +1,4 @@
-"""Averages one module's gradients over ranks, whatever the ranks' backward passes did.
+"""Average one module's gradients over ranks, even if ranks' backward passes differ.
 
 Buckets are launched in one fixed order, each once; then all ranks exchange flags, so no rank waits for another thing. A
 gradient that is absent on some ranks counts as zero there. After a late gradient its bucket is launched again: the
@@ -33,15 +33,15 @@ from .sizes import grouped, runs_of
 
 class Strategy(NamedTuple):
     bucket_bytes: float
-    """Largest bucket of several gradients; 0: one bucket a gradient."""
+    """Largest size of a bucket with several gradients; 0: one bucket per gradient."""
     during_backward: bool
     one_at_a_time: bool
-    """True: wait for each collective before the next."""
+    """Wait for each collective before launching the next."""
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """`bucket_size_mb` (1e6 bytes) is of `bucketed`. Raises UserError for an unknown name, or a size that is not
-    positive.
+    """The strategy of this name; `bucket_size_mb` (1e6 bytes) applies to `bucketed`. Raises UserError for an unknown
+    name or a size that is not positive.
     """
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
@@ -62,7 +62,7 @@ class LaunchOrder:
         self.checksum = 0
 
     def join(self) -> int:
-        """Number of a new module, equal on all ranks."""
+        """Register a module and return its number, equal on all ranks."""
         self._num_modules += 1
         return self._num_modules
 
@@ -93,7 +93,7 @@ class GradientReducer:
         launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
-        """`owners`, filled by `make_buckets`: each average is only on its parameter's owner."""
+        """With `owners`, filled by `make_buckets`, only a parameter's owner gets its average."""
         self.active = True
         self._owners = owners
         self._names, self._parameters = names, tuple(parameters)
@@ -152,7 +152,7 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """All ranks raise together: none may wait in the exchange of parameters."""
+        """Raise UserError on all ranks alike: no rank may wait alone in the exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
             by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._collectives.rank
@@ -164,7 +164,7 @@ class GradientReducer:
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average all gradients; a collective call. Yields the parameters of at most `parts` parts as their averages
+        """Average all gradients; a collective call. Yields the parameters in at most `parts` parts, as their averages
         arrive.
         """
         with self._told_by_its_error():
@@ -189,8 +189,8 @@ class GradientReducer:
             self._begin()
 
     def _exchange(self, present: Sequence[bool], late: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """Exchange two flags per parameter (present; late: after its bucket's launch); returns those that hold on any
-        rank. Raises UserError, on all ranks, for different modules or orders of launches.
+        """Combine two flags per parameter over ranks: present, and late (after its bucket's launch). Returns flags that
+        hold on any rank. Raises UserError on all ranks if modules or launch orders differ.
         """
         compared = self._module, self._launches.checksum
         values = [*compared, *(-value for value in compared), *present, *late]
@@ -208,7 +208,6 @@ class GradientReducer:
 
     @contextmanager
     def _told_by_its_error(self) -> Iterator[None]:
-        """A failed reducer needs no warning when it is dropped."""
         try:
             yield
         except BaseException:
@@ -261,7 +260,7 @@ class GradientReducer:
 
 
 def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """The hook does nothing once the reducer is gone: a parameter may outlive it."""
+    """A hook that does nothing once the reducer is gone: a parameter may outlive it."""
 
     def called(*arguments: Any) -> None:
         living = reducer()

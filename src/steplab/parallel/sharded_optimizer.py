@@ -32,8 +32,8 @@ class _Sent:
 
 
 def merge_shards(shards: Sequence[StateDict]) -> StateDict:
-    """The full state dict from every rank's shard, without copies. Raises UserError unless all ranks of one run are
-    there, each once.
+    """Merge all ranks' shards into the full state dict, without copies. Raises UserError unless each rank of one run is
+    there exactly once.
     """
     if not all("shard" in shard for shard in shards) or not shards:
         raise UserError("only shards can be merged; give what state_dict() returned on each rank")
@@ -47,8 +47,8 @@ def merge_shards(shards: Sequence[StateDict]) -> StateDict:
 
 
 def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) -> StateDict:
-    """The full state dict on rank 0, in CPU memory; empty elsewhere. All ranks call it. Tensors go one at a time, so a
-    device holds one more at most.
+    """The full state dict in CPU memory on rank 0; empty elsewhere. All ranks call it. Tensors are sent one by one, so
+    a device holds at most one more.
     """
     sent: list[Tensor] = []
 
@@ -100,7 +100,7 @@ def options(group: dict[str, Any], names: bool = False) -> dict[str, Any]:
 
 
 def check_loadable(state_dict: StateDict, groups: Sequence[dict[str, Any]], owned: Sequence[int]) -> None:
-    """Raise UserError unless the state dict is for these groups and has this rank's state."""
+    """Raise UserError unless the state dict has these parameter groups and this rank's state."""
     saved = [len(group["params"]) for group in state_dict.get("param_groups", [])]
     present = [len(group["params"]) for group in groups]
     if saved != present:
@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     found_inf: Tensor
     grad_scale: Tensor | None
-    """Set while a gradient scaler calls `step`: its verdict, and the remaining divisor."""
+    """Set while a gradient scaler calls `step`: the divisor that gradients still need; None if unscaled."""
 
     def __init__(
         self,
@@ -148,15 +148,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Shard the parameters; a collective call.
 
-        Args:
-            params, kwargs: as for `optimizer_cls`.
-            group: None: all processes.
-            bucket_size_mb: exchange in buckets of about that size (1e6 bytes), in the order of `params`, so that the
-                next forward pass can begin after the first (`overlap_with`). Default: one bucket a dtype.
-            exchange: one all-gather a bucket; one broadcast a bucket and owner; `auto`: the better of these for the
-                device (flat_parameters.py); or `peer_copy` between one host's GPUs, with parameters outside torch's
-                allocator (later groups travel by collectives).
-            owners: existing owners: `DataParallel.owners`, if it was built with `to_owners`.
+        Args: params, kwargs: as for `optimizer_cls`. group: None: all processes. bucket_size_mb: exchange in buckets of
+        about that size (1e6 bytes), in the order of `params`, so that the next forward pass can begin after the first
+        (`overlap_with`). Default: one bucket a dtype. exchange: `all_gather`, once per bucket; `broadcast`, once per
+        bucket and owner; `auto`, the better for the device (flat_parameters.py); or `peer_copy` between one host's
+        GPUs, with parameters outside torch's allocator (groups added later use collectives). owners: existing owners:
+        `DataParallel.owners`, if it was built with `to_owners`.
 
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers over
         all parameters together (LBFGS), for parameters that share memory without being one `nn.Parameter`, and for
@@ -194,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Elements of trained parameters by owner; none exceeds (total + (size - 1) · largest) / size."""
+        """Number of trained elements that each rank owns; at most (total + (size - 1) · largest) / size."""
         return tuple(self._loads)
 
     @property
@@ -203,14 +200,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of `peer_copy`'s parameters on this rank, outside torch's allocator."""
+        """Bytes of this rank's parameters that `peer_copy` holds outside torch's allocator."""
         return self._copies.shared_bytes if self._copies else 0
 
     def owner(self, param: Tensor) -> int:
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters keep their owners. If one rank's optimizer refuses, all raise."""
+        """Add a group; earlier parameters keep their owners. If one rank's optimizer refuses, all ranks raise."""
         if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)
             return
@@ -231,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()
 
     def _add_to_local(self, added: dict[str, Any]) -> None:
-        """All ranks or none: a rank with the group would wait for the others in the next exchange."""
+        """Add the group on all ranks or none: otherwise ranks would wait for each other in the next exchange."""
         assert self._local is not None
         refused: Exception | None = None
         try:
@@ -291,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [found[param] for param in params]
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Ranks with different parameters would wait for each other, or overwrite weights."""
+        """Raise UserError if ranks differ: they would wait for each other, or overwrite weights."""
         mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
         for rank, theirs in enumerate(self._ranks.host_gather(mine)):
             if theirs != mine:
@@ -307,8 +304,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update owned parameters and exchange them; `closure` is evaluated once, on every rank.
 
-        Modules of `overlap_with` wait for theirs later. After an overflow a gradient scaler's step does nothing, on all
-        ranks. Raises UserError, on all ranks, if the scaler has not asked all of them.
+        Modules given to `overlap_with` wait for their parameters later. After an overflow a gradient scaler's step does
+        nothing. Raises UserError if the scaler did not combine all ranks' overflows.
         """
         assert self._local is not None
         self.wait()
@@ -326,7 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """A rank that skipped a step alone would leave the others waiting."""
+        """True on all ranks alike: a rank that skipped a step alone would leave others waiting."""
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))
@@ -342,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def overlap_with(self, *modules: nn.Module) -> None:
-        """Let each of these modules wait for its parameters before its forward pass, instead of `step` for all.
+        """Let each module wait for its parameters before its forward pass, instead of in `step`.
 
         Name modules that use parameters in `forward`: the embedding, each block, the head. Otherwise call `wait` before
         reading parameters. It needs `bucket_size_mb`, because a bucket arrives as a whole.
@@ -362,7 +359,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             module.register_state_dict_pre_hook(arrive)
 
     def wait(self) -> None:
-        """Return when all parameters of the last step have arrived (on a GPU, for the current stream)."""
+        """Wait until all parameters of the last step have arrived; on a GPU, only the current stream waits."""
         for flat in self._flats:
             flat.wait()
 
@@ -392,8 +389,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UserError("a ShardedOptimizer cannot be copied or pickled: build another, or save state_dict()")
 
     def state_dict(self, *, gather: bool = False) -> StateDict:
-        """This rank's shard. With `gather`, which all ranks call, rank 0 gets the full state in CPU memory, the others
-        an empty dict.
+        """This rank's shard. With `gather`, a collective call, rank 0 gets the full state in CPU memory, others an
+        empty dict.
         """
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}
@@ -409,8 +406,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gather_shards(shard, device, self._ranks) if gather else shard
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Every rank loads a full state dict, or its shard, with the groups' options. Raises UserError for other
-        groups, or a shard without this rank's state.
+        """Load the options and this rank's state from a full state dict or this rank's shard. Raises UserError for
+        other groups, or a shard without this rank's state.
         """
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}

@@ -1,4 +1,4 @@
-"""Decisions from sizes of tensors, equal on every rank because their inputs are; without torch.
+"""Grouping and placing of tensors by size, without torch; equal inputs give equal results on all ranks.
 
 - `grouped`: gradients sent together. Each begins at a multiple of 16 bytes, for vectorised optimizers.
 - `owners_in`: each parameter's owner. Parameters stay whole: Muon and Adafactor depend on their shape.
@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 ALIGNMENT_BYTES = 16
 MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""Largest bucket as a share of all gradients from its first on, and its least share of the given size."""
+"""Largest bucket as a share of the remaining gradients, and as a least share of `bucket_bytes`."""
 
 
 def grouped(
     sizes_bytes: Sequence[int], bucket_bytes: float, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Groups of indices, from sizes in order of readiness; a group has one kind, and groups are in order of completion.
+    """Group indices of gradients, given by size in order of readiness. A group has one kind; groups are in order of
+    completion.
 
     A group of several has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after
     it. If sending takes up to half as long as the pass, a bucket of half the rest leaves before the next is complete.
@@ -47,8 +48,8 @@ def aligned_bytes(num_bytes: int) -> int:
 
 
 def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
-    """Owners by elements: the largest parameter first, each to the rank with the least. `loads`, elements by rank, is
-    updated. Ties go to the earlier parameter and lower rank.
+    """Owner of each parameter: the largest parameters first, each to the rank with the fewest elements. `loads`,
+    elements per rank, is updated. Ties go to the earlier parameter and lower rank.
     """
     owners = [0] * len(elements)
     for index in sorted(range(len(elements)), key=lambda index: (-elements[index], index)):
@@ -59,13 +60,13 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Owners of groups of parameters, by elements: each group, and all together, are spread evenly."""
+    """Owners of each group's parameters, given by elements; each group and the total are spread evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 
 
 def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Runs of neighbours, by index; each ends once it has `bucket_bytes`."""
+    """Split indices into consecutive runs; a run ends once it has `bucket_bytes`."""
     found: list[list[int]] = []
     filled: float = bucket_bytes
     for index, size_bytes in enumerate(sizes_bytes):
@@ -95,7 +96,7 @@ class OwnerSlots:
 def owner_slots(
     elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int, *, even: bool
 ) -> OwnerSlots:
-    """Places for tensors of one dtype by their owners, ranks below `size`. `even`: equal slots."""
+    """Place tensors of one dtype in a buffer with a slot per owner, ranks below `size`. `even`: equal slots."""
     shares = shares_of(elements, element_bytes, owners, size)
     ends = list(accumulate([max(shares)] * size if even else shares))
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -114,7 +115,7 @@ def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int]
 
 
 def worth_padding(shares: Sequence[int], device_type: str) -> bool:
-    """True if one collective of padded slots is better than one per owner."""
+    """True if one collective on padded slots is better than one per owner."""
     return device_type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
 
 
@@ -124,17 +125,17 @@ def _aligned(num_elements: int, element_bytes: int) -> int:
 
 
 PAGE = 256
-"""Bytes that buckets, their parts and landing places are aligned to."""
+"""Alignment in bytes of buckets, their parts and landing areas."""
 PART_BYTES = 40 * 2**20
-"""Largest part of a rank in a chunk; on two H200s 10 MiB, 20 MiB and undivided buckets slowed backward more
+"""Largest part of a rank in a chunk, in bytes. On two H200s, 10 MiB, 20 MiB and undivided buckets slowed backward more
 (docs/ddp.md).
 """
 WINDOW_BYTES = 512_000_000
-"""Gradients with landing places at a time, so that bursts need not wait; at least three of the largest bucket: on its
-way out, in the means, on its way home.
+"""Bytes of gradients that can be in transit at once, so that bursts need not wait. At least three of the largest bucket
+fit: being sent, averaged, and returned.
 """
 NUM_COUNTERS, COUNTER_BYTES = 2, 64
-"""Counters that a rank has of each rank; each has its own cache line."""
+"""Number of counters per pair of ranks, and their distance: each has its own cache line."""
 
 
 class Overlap(NamedTuple):
@@ -148,9 +149,9 @@ class Division(NamedTuple):
     sizes_bytes: Sequence[int]
     order: Sequence[int]
     chunks: Sequence[Sequence[int]]
-    """Borders of each chunk's parts, in bytes from the bucket's beginning, rank by rank."""
+    """Boundaries of the ranks' parts in each chunk, in bytes from the bucket's beginning."""
     owners: Sequence[int] | None
-    """The rank that keeps each gradient's mean; None: all ranks get all means."""
+    """Rank that keeps each gradient's average; None: all ranks get all averages."""
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +159,7 @@ class Division(NamedTuple):
 
     @property
     def landing_bytes(self) -> int:
-        """A bucket's share of each ring of landing places."""
+        """Bytes that the bucket needs in each ring."""
         return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
@@ -196,14 +197,16 @@ def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None)
 
 class Places(NamedTuple):
     starts: Sequence[Sequence[int]]
-    """For each rank, bytes to its kept part of each bucket."""
+    """For each rank, offsets of its kept part of each bucket, in bytes."""
     rings_start: int
     ring_bytes: int
     num_bytes: int
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """A ring is a rank's part of the window; with uneven parts it has room for three of the largest."""
+    """Place all buckets and rings. A ring has a rank's share of the window, or room for three of the largest uneven
+    parts.
+    """
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)
     ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))

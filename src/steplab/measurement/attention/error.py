@@ -20,11 +20,9 @@ from steplab.specs.attention import AttentionSpec
 from steplab.units import MIB
 
 RESULTS = ("output", "queries", "keys", "values")
-"""The output, and the inputs' gradients."""
+"""Names of the output and of the inputs' gradients."""
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
-"""Scores computed in float64 within a second or two."""
 _MOST_BYTES = 256 * MIB
-"""Largest float64 results, kept while implementations are tried."""
 _PIECE_BYTES = 256 * MIB
 
 
@@ -54,7 +52,7 @@ class Reference:
         self._repeats = spec.heads // spec.num_kv_heads
         self._heads: list[_Head] = []
         self.plain: dict[str, _Distance] | None = None
-        """None if plain attention does not fit."""
+        """None if plain attention runs out of memory."""
         places = [(batch, group) for batch in range(spec.batch) for group in range(spec.num_kv_heads)]
         scores = spec.queries * spec.num_keys * self._repeats
         most = _MOST_SCORES[inputs.q.device.type] // scores
@@ -66,7 +64,7 @@ class Reference:
 
     @property
     def checked_heads(self) -> int:
-        """Query heads with results; 0 if one head would take too long."""
+        """Number of query heads checked; 0 if one head would take too long."""
         return len(self._heads) * self._repeats
 
     @property
@@ -74,7 +72,7 @@ class Reference:
         return sum(tensor.nbytes for head in self._heads for tensor in head.exact)
 
     def look_at_plain(self, spec: AttentionSpec, inputs: Inputs) -> None:
-        """Raises torch's error if plain attention does not fit."""
+        """Measure plain attention's error. Raises torch's error if it runs out of memory."""
         found = {name: _Distance() for name in RESULTS}
         for head in self._heads:
             q_RSD, k_KD, v_KD, do_RSD = self._head(inputs, head.batch, head.group)

@@ -40,7 +40,7 @@ def measure_attention(
     world: World | None = None,
     make: MakeAttention = make_attention,
 ) -> None:
-    """Raises UserError or Unsupported for an impossible request."""
+    """Measure the cells. Raises UserError or Unsupported for an impossible request."""
     study = task.study
     device = open_device(study.device)
     for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):

@@ -21,7 +21,6 @@ MakeAttention = Callable[[AttentionSpec], AttentionFn]
 
 
 def make_attention(spec: AttentionSpec) -> AttentionFn:
-    """Raises Unsupported for an unknown implementation."""
     function = attention_named(spec.implementation)
     if spec.compile == "off":
         return function
@@ -30,7 +29,7 @@ def make_attention(spec: AttentionSpec) -> AttentionFn:
 
 
 def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
-    """Normally distributed, equal for equal shape and seed."""
+    """Normally distributed inputs; shape and seed determine them."""
     dtype = TORCH_DTYPES.get(spec.dtype, torch.float32)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
 
@@ -133,7 +132,7 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 
 
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Measures memory as well; returns output and gradients."""
+    """Run forward and backward, measuring memory; returns output and gradients."""
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
     variant.first_call_s = first_s + (variant.first_call_s or 0.0)
     gauge = Gauge(device)
@@ -154,7 +153,7 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
 
 
 class Gauge:
-    """Bytes beyond those allocated at its creation."""
+    """Count bytes allocated since its creation."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -163,7 +162,7 @@ class Gauge:
         self._before = allocated_bytes(device)
 
     def now(self) -> int | None:
-        """None: the allocator does not count."""
+        """Bytes allocated since creation; None if the allocator does not count."""
         after = allocated_bytes(self._device)
         return after - self._before if after is not None and self._before is not None else None
 
@@ -174,14 +173,14 @@ class Gauge:
 
 
 class SavedTensors:
-    """Counts autograd's saved storages on a CPU, where the allocator does not count."""
+    """Count storages that autograd saves on a CPU, whose allocator does not count."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.leaves}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A pack hook. The storage is held, so that its address is not reused."""
+        """Pack hook that holds the storage, so that its address is not reused."""
         storage = tensor.untyped_storage()
         self._storages[storage.data_ptr()] = storage
         return tensor

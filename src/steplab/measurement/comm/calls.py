@@ -19,12 +19,12 @@ from steplab.specs.comm import CommSpec
 _PIECE = 2**24
 _SENTINEL = 99.0
 _EXACT = 256
-"""Whole numbers up to this are exact in bf16."""
+"""Largest whole number up to which bf16 represents all exactly."""
 
 
 class Buffers:
-    """`send` has one rank's data, `receive` the result; one tensor for a collective in place. An average is compared
-    through its sum, which is exact.
+    """Data sent (`send`) and result (`receive`) of one rank; one tensor for in-place collectives. Averages are checked
+    by their sum, which is exact.
     """
 
     def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Buffers:
         self.receive = self.send if in_place else torch.full((num_received,), _SENTINEL, dtype=dtype, device=device)
 
     def compare(self) -> tuple[int, int, str]:
-        """Received elements, wrong ones, and the first wrong one in words."""
+        """Numbers of received and of wrong elements, and a description of the first wrong one."""
         num_wrong, first = 0, ""
         for piece, index in _pieces(self.receive):
             expected = self._expected(index)
@@ -109,7 +109,7 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
-    """The whole message is averaged as one gradient, in the bucket."""
+    """Average the whole message as one gradient, in a bucket."""
     from steplab.parallel.peer_copies import peer_buckets  # it needs Triton
 
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)

@@ -39,12 +39,12 @@ from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
-"""Multiple of the requested warm-up; then even unsettled calls are timed."""
+"""Longest warm-up, as a multiple of the requested one; then even unstable calls are timed."""
 _SETTLED = 1.5
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
-"""Calls that the device's launch queue holds."""
+"""Most calls queued in a row: the device's launch queue holds them."""
 _TRIED = 5
 _LONGEST_HOLD_S = 0.25
 
@@ -58,7 +58,7 @@ class Together:
         self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
 
     def slowest_s(self, seconds: float) -> float:
-        """Equal on all ranks."""
+        """Seconds of the slowest rank, equal on all ranks."""
         longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
         return max(int(longest), 1) / NS_PER_S
 
@@ -88,7 +88,7 @@ def time_calls(
 
 
 def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int]) -> RankTimes:
-    """`samples_of`: calls per sample -> number of samples."""
+    """Time rows of calls without waits between them. `samples_of` maps calls per sample to a number of samples."""
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
@@ -160,7 +160,9 @@ class _Found:
 def measure_comm(
     task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """Collective, and each rank's observer gets all cells. Raises Unsupported for an impossible request."""
+    """Measure all cells; a collective call, and every rank's observer gets them. Raises Unsupported for an impossible
+    request.
+    """
     assert world is not None  # the study has at least two processes
     study = task.study
     for index in task.numbers:
@@ -192,7 +194,7 @@ def _libraries(study: CommStudy) -> dict[str, str]:
 
 
 Group = tuple[dist.ProcessGroup | None, GroupCollectives | None]
-"""A cell's group, and its members' collectives; None for these if this rank is no member."""
+"""A cell's process group and its collectives; None on ranks outside it."""
 
 
 def _group_of(world: World, transport: str, backend: str, size: int) -> Group:

@@ -19,7 +19,7 @@ from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 
 CHECKED_STEPS = 2
-"""The second step reads the parameters and the optimizer state of the first."""
+"""Number of compared steps: the second step reads parameters and optimizer state of the first."""
 
 
 class OneProcess:
@@ -51,7 +51,7 @@ class OneProcess:
         return max(self._world.collectives.host_gather(found))
 
     def _share_of(self, module: nn.Module) -> Iterator[Tensor]:
-        """A collective call: a sharded parameter is gathered."""
+        """Yield this rank's tensors; a collective call, because sharded parameters are gathered."""
         return islice(map(_whole, module.parameters()), self._world.rank, None, self._world.size)
 
     def _on_device(self, tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class MeasuredVariant:
     def __init__(
         self, study: DdpStudy, variant: Variant, world: World, baseline_bytes: int | None, observer: Observer
     ) -> None:
-        """A collective call; `baseline_bytes` are already allocated."""
+        """Build the variant; a collective call. `baseline_bytes` are already allocated."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
         self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
@@ -133,7 +133,7 @@ class MeasuredVariant:
         self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Times only the communication: messages sent again or, with another transport, gradients averaged."""
+        """Time communication alone: repeat the messages, or average gradients with other transports."""
         kind = self._variant.kind
         if kind == "none":
             return (), ()
@@ -250,7 +250,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 _ROOM = 0.92
-"""Largest share of the device's memory that the baseline and a variant may take together."""
 _LET_GO_S = 3.0
 _SPARE = 1.2
 """Assumed ratio of a variant's peak to the baseline's, for buckets and gaps between blocks."""
@@ -274,9 +273,7 @@ class _Session:
         self._study, self._world, self.runner, self._traces = study, world, runner, traces
         self._baseline: VariantStep | None = None
         self._before: Samples = ()
-        """Samples of the baseline since the last variant, if it does not stay in memory."""
         self._one_process: OneProcess | None = None
-        """None: it had no room."""
         runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:

@@ -31,7 +31,9 @@ from steplab.specs.step import StepSpec
 
 class VariantStep(ModelStep):
     def __init__(self, spec: StepSpec, variant: Variant, world: World) -> None:
-        """A collective call. Raises UserError or Unsupported on every rank if the variant is not possible."""
+        """Build the step; a collective call. Raises UserError or Unsupported on every rank if the variant is not
+        possible.
+        """
         device = world.device.torch_device
         workload = build_workload(spec, device)
         if workload.module is None or workload.make_batch is None:
@@ -55,13 +57,13 @@ class VariantStep(ModelStep):
 
     @property
     def shared_bytes(self) -> int:
-        """Device memory of the transport outside torch's allocator."""
+        """Device bytes that the transport holds outside torch's allocator."""
         called, optimizer = self.distributed.call, self.optimizer
         gradients = called.shared_bytes if isinstance(called, DataParallel) else 0
         return gradients + (optimizer.shared_bytes if isinstance(optimizer, ShardedOptimizer) else 0)
 
     def messages(self) -> tuple[Messages, ...]:
-        """A collective call that runs a step; empty if messages are unknown."""
+        """Messages of one step, which this runs on all ranks; empty if unknown."""
         if self._variant.kind == "fsdp2":
             units, sharding = units_of(self.module), sharding_of(self.module, self._spec)
             return fsdp_messages(self.module, units, sharding, self._world_size, self._spec.micro_steps)
@@ -77,7 +79,7 @@ class VariantStep(ModelStep):
 
 
 _ALIGNED = 128
-"""Messages begin at multiples of this many elements, as separate tensors do."""
+"""Alignment of messages in elements, as for separate tensors."""
 
 
 class RecordingCollectives:

@@ -14,7 +14,7 @@ from steplab.records.failure import FailureKind
 class Cause:
     words: str
     kind: FailureKind
-    """error for a fault of the code; crashed or timeout for the machine's, which `--resume` measures again."""
+    """Kind `error` for faults of the code; crashed or timeout for the machine's, which `--resume` measures again."""
 
 
 _XID = "`dmesg | grep Xid` has the driver's reason"
@@ -47,7 +47,7 @@ _CAUSES: tuple[tuple[str, FailureKind, str], ...] = (
 
 
 def cause_of(text: str) -> Cause | None:
-    """None if the text, an error's or a process's last lines, is unknown."""
+    """Cause and remedy for an error's text or a process's last lines; None if unknown."""
     for pattern, kind, words in _CAUSES:
         if re.search(pattern, text, re.IGNORECASE):
             return Cause(words=words, kind=kind)

@@ -36,7 +36,7 @@ _CLOSE = 1.1
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
-    """The job of `doctor`. Raises Unsupported for an absent device."""
+    """Measure the ceilings, for `doctor`. Raises Unsupported for an absent device."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
     others = OtherProcesses()

@@ -15,7 +15,6 @@ from steplab.specs.step_choices import FP8
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
-"""Timed cycles: some milliseconds."""
 
 
 class Device:
@@ -28,7 +27,7 @@ class Device:
         self.torch_device = torch_device
 
     def reserve_marks(self, count: int) -> None:
-        """Prepare `count` marks, so that making one inside a loop takes almost no time."""
+        """Create `count` marks ahead, so that a loop spends no time on it."""
 
     def mark(self) -> Any:
         """A point on the device's timeline, after all work launched so far."""
@@ -36,11 +35,10 @@ class Device:
         return time.perf_counter_ns()
 
     def has_passed(self, mark: Any) -> bool:
-        """True if the device has finished all work launched before a mark."""
         return True
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """The device must have been synchronised since both marks."""
+        """Seconds between marks; synchronise the device after both first."""
         return float((end - start) / NS_PER_S)
 
     def synchronize(self) -> None:
@@ -55,7 +53,7 @@ class Device:
         """Start a new high-water mark at the memory allocated now."""
 
     def allocator_state(self) -> AllocatorState | None:
-        """Bytes the allocator holds now; None without a count."""
+        """Bytes that the allocator holds now; None if it does not count."""
         return None
 
     def peak(self, phase: str) -> PeakMemory | None:
@@ -100,7 +98,7 @@ class CudaDevice(Device):
             compat.spin(round(seconds * self._spin_rate()))
 
     def _spin_rate(self) -> float:
-        """Cycles per second of the spinning kernel, timed once: GPUs count different clocks."""
+        """Clock cycles per second of the spinning kernel, timed once: GPUs count different clocks."""
         if not self._spins_per_s:
             compat.spin(1)  # loads the kernel
             start = self.mark()
@@ -162,7 +160,7 @@ def _devices_here() -> list[str]:
 
 
 def host_peak_bytes() -> int:
-    """Largest resident set of this process so far."""
+    """Largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB  # macOS counts bytes, Linux KiB
 
@@ -172,7 +170,6 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def _has_capability(device: torch.device, least: tuple[int, int]) -> bool:
-    """True for NVIDIA GPUs of this compute capability or a higher one."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= least
 

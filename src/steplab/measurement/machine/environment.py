@@ -64,7 +64,7 @@ def read_environment(device: torch.device) -> Environment:
 
 
 def read_clocks(environment: Environment, device: torch.device) -> Environment:
-    """The environment with the GPU's present clocks, power limit, temperature and other processes."""
+    """Add the GPU's present clocks, power limit, temperature and other processes."""
     environment = dataclasses.replace(environment, flash_triton=_flash_triton(device))
     if device.type != "cuda" or environment.device.uuid is None:
         return environment
@@ -136,7 +136,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _dotted(version: int) -> str:
-    """cuDNN reports 91900 for 9.19.0, and 8902 for 8.9.2."""
+    """Dotted version; cuDNN reports 91900 for 9.19.0, and 8902 for 8.9.2."""
     scale = 10_000 if version >= 90_000 else 1_000
     return f"{version // scale}.{version % scale // 100}.{version % 100}"
 

@@ -35,7 +35,7 @@ def failure_from(error: BaseException, stage: str, spec: StepSpec | None, device
 
 
 def place_of(error: BaseException) -> str:
-    """Origin of an error in the user's code or a model library's, as 'model.py:12'; else empty."""
+    """File and line of an error in user or model code, as 'model.py:12'; else empty."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_underneath(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 

@@ -5,9 +5,9 @@ import time
 import psutil  # type: ignore[import-untyped]  # it has no types
 
 _SHORTEST_S = 0.5
-"""The shortest useful interval: processor clocks count in steps of 10 ms."""
+"""Shortest useful interval in seconds: processor clocks count in steps of 10 ms."""
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""Processor states without work, and Linux's that also count in user and nice."""
+"""States without work; Linux counts the guest states in user and nice too."""
 
 
 class OtherProcesses:
@@ -15,7 +15,7 @@ class OtherProcesses:
         self._started_s, self._elsewhere_s = time.perf_counter(), _elsewhere_s()
 
     def mean_cpus(self) -> float | None:
-        """Mean number of processors kept busy by others; None after too short a time."""
+        """Mean number of processors that other processes used; None after too short a time."""
         elapsed_s = time.perf_counter() - self._started_s
         if elapsed_s < _SHORTEST_S:
             return None
@@ -23,7 +23,7 @@ class OtherProcesses:
 
 
 class Suspension:
-    """The samples' clock stops while suspended and does not show it."""
+    """Detect suspension, during which the samples' clock stops."""
 
     def __init__(self) -> None:
         self._before_s = _suspended_s()

@@ -36,7 +36,7 @@ class Reading:
 
 
 def read(uuid: str) -> Reading | str:
-    """The GPU's present state, or the reason that it cannot be read."""
+    """Present state of the GPU, or the reason that it cannot be read."""
     try:
         import pynvml
     except ImportError:
@@ -47,7 +47,7 @@ def read(uuid: str) -> Reading | str:
         return _in_one_line(f"NVML cannot be started: {error}")
 
     def ask(function, *arguments, scale: float, most: float, least: float = 0.0):  # type: ignore[no-untyped-def]
-        """In base units; None if unreported or impossible."""
+        """Value in base units; None if unreported or impossible."""
         try:
             value = function(handle, *arguments) * scale
             return value if least < value < most else None
@@ -95,7 +95,7 @@ class Meter:
         self._began = self._counters()
 
     def stop(self, num_steps: int) -> Energy | None:
-        """The steps' energy, and the end of this meter."""
+        """Stop, and return the energy of `num_steps` steps."""
         began, ended = self._began, self._counters()
         seconds, joules, limited_s = (end - begin for begin, end in zip(began, ended, strict=True))
         with contextlib.suppress(Exception):
@@ -128,7 +128,7 @@ def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def _other_processes(pynvml: Any, handle: Any) -> int | None:
-    """A container sees only its own."""
+    """Number of other processes on the GPU; in a container only its own are visible."""
     try:
         return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except Exception:

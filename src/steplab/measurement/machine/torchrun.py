@@ -19,12 +19,12 @@ class ProcessPlace:
     rank: int
     size: int
     local_rank: int
-    """Number among one launcher's processes, usually one machine's."""
+    """Rank among one launcher's processes, usually on one machine."""
     local_size: int
 
     @property
     def is_first(self) -> bool:
-        """The first process stores and prints."""
+        """True for the process that stores and prints."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
@@ -51,9 +51,8 @@ class Torchrun(ProcessPlace):
 
 
 def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-    """None without torchrun, or if it started only one process.
-
-    Raises UserError if the variables are contradictory or incomplete.
+    """The launcher's variables; None without torchrun or with only one process. Raises UserError if they are
+    contradictory or incomplete.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -76,7 +75,7 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
 
 
 def place_in(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """Raises UserError if a variable is not a number."""
+    """Rank and size from the environment. Raises UserError if a variable is not a number."""
     return ProcessPlace(
         rank=_number("RANK", environment),
         size=_number("WORLD_SIZE", environment),

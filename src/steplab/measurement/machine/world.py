@@ -19,7 +19,7 @@ from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""The last resort: processes.conversation learns sooner of a rank that died or hangs."""
+"""Last resort; processes.conversation notices a dead or hanging rank sooner."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +29,9 @@ class World:
     host: str
     device: Device
     backend: str
-    """nccl or gloo."""
     collectives: Collectives
     folder: Path | None = None
-    """Private, for temporary files; None under torchrun."""
+    """Private folder for temporary files; None under torchrun."""
 
     def leave(self) -> None:
         dist.destroy_process_group()
@@ -49,7 +48,7 @@ def meeting_place(around: Torchrun) -> Store:
 
 @cache
 def _store_of(around: Torchrun) -> Store:
-    """The first process serves it, unless the launcher does."""
+    """Connect to the store; the first process serves it, unless the launcher does."""
     serves = around.is_first and not around.agent_store
     address, listening = around.address, None
     if around.is_on_one_machine and not around.agent_store:

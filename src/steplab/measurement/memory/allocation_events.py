@@ -30,7 +30,7 @@ class Operator:
     start_ns: int
     end_ns: int
     first_address: int | None
-    """None: its first input is no tensor."""
+    """Address of the first input; None if it is no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,10 @@ class MemoryEvent:
     time_ns: int
     address: int
     num_bytes: int
-    """Reserved bytes; negative for a release."""
+    """Negative for a release."""
     operator: Operator | None
-    """Innermost in its thread."""
     ranges: tuple[str, ...]
-    """Open in its thread, innermost last."""
+    """Ranges open in the event's thread, innermost last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +60,10 @@ class Sighting:
 
 class AllocationEvents:
     def __init__(self, roots: Sequence[Any], device: torch.device) -> None:
-        """`roots`: the profiler's trees of events, one or more per thread."""
+        """Read the profiler's event trees, one or more per thread."""
         self._device = device
         self.memory: list[MemoryEvent] = []
         self.ranges: list[Range] = []
-        """Outer before inner."""
         self._sightings: dict[int, list[Sighting]] = {}
         waiting: list[tuple[Any, Operator | None, tuple[str, ...]]] = [(root, None, ()) for root in roots]
         while waiting:

@@ -74,7 +74,7 @@ class StepSightings:
         self._own(self._next_moment(), "gradients", gradients)
 
     def begin_forward(self) -> None:
-        """Forget the previous micro-step: its memory is reused."""
+        """Forget tensors of the previous micro-step, whose memory is reused."""
         self.kept.clear()
         self.block_inputs.clear()
         self.block_input_addresses.clear()
@@ -184,7 +184,7 @@ _Seen = TypeVar("_Seen", Owned, Saved)
 
 class StepMarks:
     def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
-        """`sightings` None: a step without phases. `autocast`: weights are cast."""
+        """Match sightings with allocations; `sightings` None: a step without phases. `autocast`: weights are cast."""
         (step,) = [marked for marked in events.ranges if marked.name == STEP]
         self._events, self._sightings, self._autocast = events, sightings, autocast
         self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]

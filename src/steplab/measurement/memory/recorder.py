@@ -50,7 +50,7 @@ class MemoryRecorder:
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Runs two steps, and records the second. The marks name gaps."""
+        """Run two steps and record the second. Returns notes; the marks name gaps."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device
@@ -80,7 +80,6 @@ class MemoryRecorder:
     def _watch_step(
         self, step: Step, sightings: StepSightings | None, lines: PythonLines | None
     ) -> tuple[dict[str, Any] | None, dict[int, int], Marks]:
-        """The allocator's history; without one, the bytes of earlier storages by address; and the counted memory."""
         before = {} if self._on_cuda else storages_in_sight()
         self._device.reset_peak()
         with compat.memory_history() if self._on_cuda else nullcontext():

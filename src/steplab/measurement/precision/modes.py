@@ -49,16 +49,16 @@ clone contiguous flip new_empty new_full new_ones new_zeros ones_like repeat rol
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
 """Operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
 MOVES = frozenset((_VIEWS + _COPIES).split())
-"""Operations that compute nothing and keep the type."""
+"""Operations that move data without computing or changing its type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
-"""A model's own casts."""
+"""Casts that the model itself calls."""
 
 
 def op_name(function: Any) -> str:
-    """Without the underscores of operators: `a @ b` is matmul."""
+    """Name without an operator's underscores: `a @ b` is matmul."""
     name = str(getattr(function, "__name__", function))
     bare = name.strip("_") if name.startswith("__") else name
     return bare[1:] if name.startswith("__r") and is_operator(bare[1:]) else bare
@@ -92,7 +92,6 @@ _MATMULS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
 )
 _MATMUL_WORDS = ("convolution", "attention")
-"""Parts of the names of operators that multiply matrices and have many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
@@ -118,7 +117,7 @@ class Place:
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
     def module(self) -> str:
-        """Also of a backward node; '' outside of any."""
+        """Name of the current module, also in a backward node; '' outside any."""
         if self.phase == "forward":
             return self._open[-1]
         node = running_node()
@@ -182,7 +181,6 @@ class Operators(TorchDispatchMode):
             self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """`b` is a transposed view."""
         if not (a.data_ptr() in self._casts and b.data_ptr() in self._casts):
             return
         (_, a_MS, of_a), (_, b_NS, of_b) = self._casts[a.data_ptr()], self._casts[b.data_ptr()]
@@ -202,7 +200,7 @@ class Operators(TorchDispatchMode):
         return Fp8Losses(error=own[0], flushed=own[1], saturated=own[2], amaxes=tuple((*of[3:],) for of in histories))
 
     def matmuls(self, steps: Sequence[Products] = ()) -> tuple[MatmulAudit, ...]:
-        """`steps`: training steps of the same products, for histories."""
+        """Audit per matmul; `steps` are training steps of the same products, for histories."""
         names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
             MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key, steps))  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ _HISTORY = 8
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """Without a step, the accumulation study. A failure of the model is part of the record. Raises UserError or
+    """Audit a step, or run the accumulation study without one. A failure of the model is recorded. Raises UserError or
     Unsupported for an impossible request.
     """
     spec = task.spec
@@ -186,7 +186,6 @@ class _AuditedStep:
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """A micro-step without optimizer, compilation and CUDA graphs."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
         eager = dataclasses.replace(spec, compile="off", cuda_graph="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)

@@ -30,7 +30,7 @@ class Tally:
     _was_compared: bool = True
 
     def add(self, tensor: Tensor, reference: Tensor | None) -> None:
-        """`reference`: the tensor's `kinds_of` in the fp32 run."""
+        """Count a tensor's values; `reference`: `kinds_of` the same tensor in fp32."""
         x = tensor.detach()
         if x.numel() == 0:
             return
@@ -95,7 +95,7 @@ class Exponents:
         self._counts = found if self._counts is None else self._counts + found
 
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """(exponent, count), ascending."""
+        """Pairs of exponent and count, by ascending exponent."""
         found = self._counts.tolist() if self._counts is not None else []
         return tuple((index + _LOWEST_EXPONENT, count) for index, count in enumerate(found) if count)
 
@@ -103,7 +103,7 @@ class Exponents:
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Key = tuple[str, str, int]
-"""Module, kind of its tensor, and number among those."""
+"""Module, kind of its tensor, and number within that kind."""
 
 
 class _Seen:
@@ -123,7 +123,7 @@ class NumericsWatch:
     ) -> None:
         """`low`: the audited type. `reference`: the fp32 run; None: this is it."""
         self.exponents = Exponents()
-        """Exponents of `all_gradients`, in a reference alone."""
+        """Exponents of `all_gradients`; filled only in the fp32 run."""
         self.all_gradients = Tally()
         """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference

@@ -28,7 +28,7 @@ Send = Callable[[Any, Any], None]
 _STEP_MESSAGES_EVERY_S = 0.1
 _OF_EVERY_RANK = ("stage", "step", "failed", "refused", "ended")
 _ENDED_FROM_OUTSIDE_S = 20.0
-"""A failed process waits to be ended: its exit would hide the cause from other ranks."""
+"""Seconds that a failed process waits to be killed: its exit would hide the cause from other ranks."""
 _FOLDER_KEPT_S = 0.25
 """The meeting folder outlasts the parent: a rank that opens its store there would block for minutes without it."""
 
@@ -188,7 +188,6 @@ def _place(frame: FrameType) -> str:
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LINKED_WITHIN_S = 10.0
-"""A library empty for longer is not being written."""
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> Path | None:

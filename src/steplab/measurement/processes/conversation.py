@@ -43,21 +43,20 @@ from steplab.units import format_time
 
 CHILD = "steplab.measurement.processes.child"
 STALL_S = 600.0
-"""All ranks may go without progress for this long: compiling a large model reports nothing for minutes."""
+"""Most seconds without progress on all ranks: compiling a large model reports nothing for minutes."""
 _POLL_S = 0.2
 _CAUSE_S = 5.0
-"""Time for another rank to name the cause after the first sign of trouble."""
+"""Seconds to wait for the failing rank's cause after the first sign of trouble."""
 _ANSWER_S = 3.0
 EXIT_S = 10.0
-"""Time for processes to end after their last message."""
+"""Seconds for processes to exit after their last message."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
-"""Words in the error of a rank that lost another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
     folder: Path | None = None
-    """Working folder, also for importing a user's model; None: this process's."""
+    """Working folder, from which a user's model is imported; None: this process's."""
     environment: Mapping[str, str] | None = None
     """All environment variables; None: this process's."""
 
@@ -66,7 +65,7 @@ HERE = Surroundings()
 
 
 class Listener:
-    """Keeps the latest of each kind."""
+    """Keep the latest message of each kind."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class Listener:
         self.measured: Run | None = None
         self.is_ready = False
         self.under_way: Sequence[int] = ()
-        """Possible causes if the process dies now."""
+        """Cells that may be the cause if the process dies now."""
         self.result: Any = None
-        """None until it arrives, or if the cells are the result."""
+        """Result message; None before it arrives, or if the cells are the result."""
         self.refusal: SteplabError | None = None
         self.answered = False
         self.renew: Callable[[], None] = lambda: None
@@ -316,7 +315,7 @@ class Conversation:
         return self._named(rank, crash(code, rank.stage, rank.process.last_lines()))
 
     def _hung(self, what: str) -> Failure:
-        """Several ranks report their whereabouts: a rank that waits for others is not the cause."""
+        """Failure by a hang. A rank that waits for others is not the cause, so whereabouts are compared."""
         if self._is_alone:
             (rank,) = self._ranks
             return Failure(kind="timeout", message=what, phase=rank.stage, last_lines=rank.process.last_lines())
@@ -355,5 +354,5 @@ def standing(where: Whereabouts) -> str:
 
 
 def is_suffered(failure: Failure) -> bool:
-    """True if the failure only reports that another rank is gone."""
+    """True if a failure only reports another rank's loss."""
     return failure.kind in ("error", "timeout") and any(word in failure.message for word in _LOST_CONNECTION)

@@ -1,10 +1,7 @@
-"""Measures a cell in child processes, and turns their ends into a record.
+"""Measure cells in child processes, and turn the processes' ends into records.
 
-A child (`processes.child`) leads its own session, so Ctrl-C reaches only the parent, which ends the child and
-everything it started.
-
-Measures the cells of a benchmark in child processes: one set for all cells, and a new set after each cell that ends
-them.
+A child (`processes.child`) leads its own session, so Ctrl-C reaches only the parent, which ends the child. A
+benchmark's cells share one set of processes, replaced after each cell that ends it.
 """
 
 import dataclasses
@@ -34,7 +31,6 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB, format_bytes
 
 _PROCESS_BYTES = 128 * MIB
-"""Memory of a process with only torch loaded."""
 
 
 def measure_in_child(
@@ -162,13 +158,12 @@ class Cells(Generic[Cell]):
     labels: Sequence[str]
     failed: Callable[[int, Failure], Cell]
     groups: Sequence[Sequence[int]] | None = None
-    """Numbers of alternating cells, by group; None: each alone."""
+    """Groups of cell numbers that alternate; None: each alone."""
     essential: frozenset[int] = frozenset()
-    """Cells that all others need: no new processes start if one of them ends its own."""
+    """Cells that all others need; if one ends its processes, measuring stops."""
     device: str = "auto"
     processes: int = 1
     traces: Path | None = None
-    """Folder for a trace of each cell; None: no traces."""
 
     def request(self, groups: Sequence[Sequence[int]]) -> Request:
         traces = str(self.traces) if self.traces else None

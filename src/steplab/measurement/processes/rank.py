@@ -42,7 +42,7 @@ class Rank:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def serve(self) -> Failure | None:
-        """Raises a refusal's SteplabError."""
+        """Do the job on this rank; returns a failure. Raises a refusal's SteplabError."""
         remove_what_was_cut_off(keep_compiled_code_private())
         if self._around.is_on_one_machine:
             keep_to_loopback(os.environ)
@@ -173,7 +173,7 @@ def _prints_on_stderr() -> Iterator[None]:
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End while the work still waits for other ranks: an orderly exit of libraries may crash or wait."""
+    """Exit at once while work waits for other ranks: an orderly exit may crash or hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,9 +1,7 @@
-"""Starts measuring processes, ends their whole sessions, and reports how they ended.
+"""Start measuring processes in their own sessions, end these, and report how they ended.
 
-Temporary folders of commands. The next command removes leftovers of a killed one.
-
-A command, and each process that it passes the lock to, holds a lock on its folder. The kernel releases it with the last
-of them, however they end, also in containers.
+Commands, and processes that inherit the lock, lock their temporary folder. The kernel releases a lock with its last
+holder, also in containers. The next command removes unlocked leftovers.
 """
 
 import contextlib
@@ -29,7 +27,7 @@ _LAST_LINES = 12
 
 
 def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Failure:
-    """For a process that ended without a last message, or closed its connection and did not end (None)."""
+    """Failure of a process that ended without a result; return code None: it did not end."""
     if returncode is None:
         name, message = None, f"the process closed its connection during {stage} and did not end"
     elif returncode < 0:
@@ -50,7 +48,7 @@ def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Fa
 
 
 def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Failure:
-    """A user's code may have written it."""
+    """Failure for an unreadable message, which a user's code may have written."""
     message = f"the process sent an unreadable message during {stage}: {why}"
     return Failure(kind="error", message=cleaned(message), phase=stage, last_lines=last_lines)
 
@@ -61,7 +59,7 @@ def named(failure: Failure, rank: int, host: str | None) -> Failure:
 
 
 class Started:
-    """Leads its session; standard streams go to a file."""
+    """A process that leads its own session; its output goes to a file."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class Started:
             ) from error
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """Negative for a signal, None if still running after `wait_s`."""
+        """Exit code, negative for a signal; None if still running after `wait_s`."""
         if self._process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)
@@ -123,7 +121,7 @@ _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 class Scratch:
     path: Path
     lock: int
-    """Descriptor for a process that may outlive this one."""
+    """File descriptor of the lock, for a process that may outlive this one."""
 
 
 @contextmanager

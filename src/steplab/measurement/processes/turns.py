@@ -34,7 +34,6 @@ _JOB = "step"
 _FEWEST_TURNS = 10
 """Turns of each side, steps permitting; fewer than eight cannot distinguish a difference from chance."""
 _ALTERNATING_ROUNDS = 2
-"""Turns of each side with a process per turn: A B B A."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,10 +42,10 @@ class Side:
     spec: StepSpec
     surroundings: Surroundings = HERE
     failure: Failure | None = None
-    """Reason that it is not, or no longer, measured; else None."""
+    """Reason that the side cannot be measured; else None."""
     run: Run | None = None
     earlier: Run | None = None
-    """The record of its earlier processes' turns; None: this is its first process."""
+    """Record of turns in earlier processes; None in its first process."""
     failed_in: Environment | None = None
     conversation: Conversation | None = field(default=None, repr=False)
     listener: Listener | None = field(default=None, repr=False)
@@ -63,7 +62,7 @@ class Side:
 
 
 class Session:
-    """Alternating steps; a context manager that ends their processes."""
+    """Context manager of alternating steps; on exit it ends their processes."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class Session:
         """
         self.id = new_id()
         self.alternating: str | None = None
-        """Reason that each turn has a separate process; None: processes stay alive."""
+        """Reason that each turn needs a new process; None: processes stay alive."""
         self.timeout_s = timeout_s
-        """For sides that enter from now on."""
+        """Timeout for sides that enter later."""
         self._on_progress, self._loads_ahead = on_progress, loads_ahead
         self._spare: Conversation | None = None
         self._loading: Listener | None = None

@@ -20,9 +20,8 @@ from steplab.records.validation import cleaned, first_problem
 from steplab.units import MIB, format_bytes
 
 MOST_BYTES = 256 * MIB
-"""A record of ten million samples."""
+"""Largest message, for a record of ten million samples."""
 _PATIENCE_S = 10
-"""Longest pause of the other end within a message."""
 _NULL = msgspec.Raw(b"null")
 
 Kind = Literal[
@@ -47,7 +46,7 @@ class Request(msgspec.Struct, kw_only=True):
     job: str
     task: msgspec.Raw
     device: str = "auto"
-    """Device of several processes: auto, cuda or cpu; a single process finds it in its task."""
+    """Device of several processes: auto, cuda or cpu; a single process's task names it."""
     processes: int = 1
     folder: str | None = None
     """Private folder where several processes meet; None for a single one, and under torchrun."""
@@ -58,7 +57,7 @@ class Whereabouts:
     state: str
     """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
     line: str
-    """Innermost line of code outside torch and Python's library."""
+    """Innermost line of code outside torch and the standard library."""
 
 
 class Wire:
@@ -67,13 +66,13 @@ class Wire:
         self._lock = threading.Lock()
 
     def send(self, kind: Kind, value: object = None) -> None:
-        """Ignores that the other process is gone."""
+        """Send a message; does nothing if the other process is gone."""
         text = encode({"kind": kind, "value": value})
         with self._lock, contextlib.suppress(OSError):
             self.connection.send_bytes(text)
 
     def receive(self) -> Message | None:
-        """None if the other process is gone. Raises BadMessage if it is unreadable."""
+        """Receive a message; None if the other process is gone. Raises BadMessage if unreadable."""
         try:
             text = self.connection.recv_bytes(MOST_BYTES)
         except BlockingIOError:
@@ -102,7 +101,7 @@ def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
 
 
 def read(text: bytes | msgspec.Raw, type: Any) -> Any:
-    """For values of records: texts are cleaned, and impossible numbers raise BadMessage."""
+    """Decode a value; texts are cleaned, and impossible numbers raise BadMessage."""
     value = cleaned(decoded(text, type))
     problem = first_problem(value)
     if problem is not None:

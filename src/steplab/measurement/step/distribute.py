@@ -48,7 +48,7 @@ from steplab.specs.step import STAGES_A_RANK, StepSpec
 from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
-"""(parameters, class of the optimizer, **its options) -> the optimizer"""
+"""Function of parameters, optimizer class and **options that returns the optimizer."""
 
 
 def make_whole(
@@ -60,15 +60,14 @@ def make_whole(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distributed:
     module: nn.Module
-    """Has the parameters that this rank updates."""
     call: Callable[..., Any] | None
-    """Runs a rank's batch; None for a pipeline."""
+    """Function that runs a rank's batch; None for a pipeline."""
     data_index: int = 0
     """Number of this rank's batch; ranks with equal numbers share it."""
     finish_gradients: Callable[[], None] | None = None
-    """Called after backward to complete this rank's gradients; None: backward does."""
+    """Complete this rank's gradients after backward; None: backward does."""
     finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]] | None = None
-    """The same, but yields parameters as their gradients are complete; None: all are updated afterwards."""
+    """Like finish_gradients, but yield parameters as gradients complete; None: all are updated afterwards."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context for all micro-steps except the last: gradients accumulate on each rank, unsent."""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -198,7 +197,7 @@ def _in_stages(
 
 
 def forget_the_whole(device: torch.device) -> None:
-    """Frees the whole model's memory, which would count in the step's peaks."""
+    """Free the whole model's memory, which would count in peaks."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -281,7 +280,7 @@ def _make_sharded(
     optimizer: type[torch.optim.Optimizer],
     **options: Any,
 ) -> ShardedOptimizer:
-    """Parameters travel as gradients do, and each part of the model waits for its own."""
+    """Build an optimizer whose transport is the gradients'; each module waits for its parameters."""
     assert variant.bucket_size_mb is not None
     made = ShardedOptimizer(
         parameters,

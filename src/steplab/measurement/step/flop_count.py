@@ -23,7 +23,7 @@ _ALL_BACKENDS = [
 class CountedFlops:
     executed: float
     needed: float | None
-    """Without recomputation; None: the step has no forward phase."""
+    """FLOPs without recomputation; None if the step has no forward phase."""
 
 
 def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
@@ -47,7 +47,6 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
 
 
 def _formulas() -> dict[Any, Any]:
-    """Missing in torch, or wrong there for shared heads."""
     aten = torch.ops.aten
     found: dict[Any, Any] = {aten._grouped_mm: _grouped_flops} if hasattr(aten, "_grouped_mm") else {}
     for kind in ("flash", "efficient", "cudnn"):
@@ -59,7 +58,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_: object) -> int:
-    """Over the whole square: two products forward, five backward, of all query heads."""
+    """FLOPs over the whole square: two products forward, five backward, of all query heads."""
     (batch, heads, queries, width), key, value = shapes[backward : backward + 3]
     columns = 3 * width + 2 * value[-1] if backward else width + value[-1]
     return int(2 * batch * heads * queries * key[-2] * columns)

@@ -32,7 +32,7 @@ _REMOVE = (
 
 
 class CudaGraphs:
-    """The graphs share one pool of memory, because they are replayed in recorded order."""
+    """CUDA graphs that share a memory pool, because replay follows the recorded order."""
 
     def __init__(self, device: torch.device) -> None:
         # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each. Its kernels precede a
@@ -83,7 +83,7 @@ def _free_random_numbers(device: torch.device) -> None:
 
 class GraphedStep:
     def __init__(self, step: BuiltStep, device: Device, model: str, recorder: CudaGraphs | None = None) -> None:
-        """Raises Unsupported for a user's whole step."""
+        """Wrap a built step. Raises Unsupported for a user's whole step."""
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
             why = "its factory returns a whole step; its batches and optimizer are unknown"
@@ -95,11 +95,11 @@ class GraphedStep:
         self.batches = step.batches
         self.phases: tuple[Phase, ...] = ()
         self.peak: PeakMemory | None = None
-        """While recording: a replay allocates nothing. None: the device keeps no high-water mark."""
+        """Peak while recording, because replays allocate nothing; None if the device keeps none."""
         self.phase_peaks: dict[str, PeakMemory] = {}
 
     def record(self) -> None:
-        """Raises Unsupported for an unrecordable step."""
+        """Record the step. Raises Unsupported if that is impossible."""
         with self._recorder.apart():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*capturable=True.*")  # it is captured below
@@ -113,7 +113,7 @@ class GraphedStep:
             self.peak = replace(peak.with_larger_of(self.peak or peak), phase="step")
 
     def launched(self) -> ModelStep:
-        """The step before recording, which allocates; the recording is freed."""
+        """Free the recording, and return the original step."""
         self.phases = ()
         self._recorder.forget()
         self._device.free_unused()

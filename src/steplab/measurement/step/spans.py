@@ -25,7 +25,6 @@ def activities_on(device: torch.device) -> list[ProfilerActivity]:
 
 class Spans:
     def __init__(self, *, nvtx: bool) -> None:
-        """`nvtx` needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
         self._open: list[AbstractContextManager[None]] = []

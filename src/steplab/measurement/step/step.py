@@ -47,7 +47,7 @@ class WholeStep:
 
 
 def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "BuiltStep":
-    """A user's whole step is one phase, `step`. Raises Unsupported for a layout that does not fit."""
+    """Build a step; a user's whole step is one phase, `step`. Raises Unsupported for an impossible layout."""
     if workload.step is not None:
         if world is not None:
             why = "its factory returns a whole step, which steplab cannot divide into phases"
@@ -86,7 +86,6 @@ class ModelStep:
         self._autocast = _autocast(spec, device)
         self.distributed = make_ready(module, spec, world, self._autocast, variant)
         self.module = self.distributed.module
-        """Before compilation."""
         if world is not None:
             torch.manual_seed((spec.seed * _DATA_SEEDS + self.distributed.data_index + 1) % 2**63)
         # Made before any timing and swapped between micro-steps: the data loader is not measured here.
@@ -98,7 +97,6 @@ class ModelStep:
         self.loss: Tensor | None = None
         """A micro-step's mean loss, between its passes; a pipeline's after both, on ranks with the last stage."""
         self.on_gradients: Callable[[], None] = unseen
-        """Called after a step's last backward pass."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
@@ -163,7 +161,7 @@ class ModelStep:
             self._end_backward()
 
     def make_gradients_unsent(self) -> None:
-        """Every rank then has its own gradients, which the next synchronisation sends."""
+        """Run both passes without communication; the next synchronisation sends the gradients."""
         with self.distributed.no_sync():
             for _ in range(self._num_micro_steps):
                 self.forward()
@@ -174,7 +172,7 @@ class ModelStep:
         self._end_backward()
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
-        """Stages enter autocast, as forward passes do."""
+        """Run a pipeline; its stages enter autocast, as forward passes do."""
         self._micro_steps_begun += 1
         tokens_BT, targets_BT = self._batch()
         with self.distributed.around():
@@ -287,8 +285,8 @@ def _to_bf16(tensor: Tensor) -> Tensor:
 
 
 def unseen() -> None:
-    """The gradients are not looked at."""
+    """Do nothing with the gradients."""
 
 
 def _discard(_: object) -> None:
-    """The return value of a user's step is ignored."""
+    """Ignore the return value of a user's step."""
