@@ -159,7 +159,8 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
     """Group cells by panel and series over the size that varies; None if no series has two sizes.
 
-    Repeated measurements share a series, unless nothing else distinguishes the cells.
+    A second size, such as the model's, tells the series apart. Repeated measurements share a series, unless nothing
+    else distinguishes the cells.
     """
     rest = varying(cells)
     axis = next((field for field in _QUANTITIES if field in rest), None)
@@ -167,9 +168,11 @@ def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[R
         return None
     rest.remove(axis)
     rest = [field for field in rest if field not in HOW] or rest
+    other = next((f for f in AXES if f in rest and len(_distinct(cells, [f])) <= _MOST_SERIES), None)
     panel_fields: list[str] = []
     while len(rest) > 1 and len(_distinct(cells, rest)) > _MOST_SERIES:
-        panel_fields.append(min(rest, key=lambda field: _PANEL_ORDER.get(field, 99)))
+        movable = (field for field in rest if field != other)
+        panel_fields.append(min(movable, key=lambda field: _PANEL_ORDER.get(field, 99)))
         rest.remove(panel_fields[-1])
     titles, names = _labels(cells, panel_fields), _labels(cells, rest)
     panels: dict[str, dict[str, list[RunCell]]] = {title: {} for title in titles.values()}
