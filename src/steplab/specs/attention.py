@@ -28,8 +28,7 @@ backward pass."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """One cell: queries of shape [batch, heads, queries, dim], keys and values of shape [batch, kv_heads, keys, dim].
-    """
+    """One cell: queries of shape [batch, heads, queries, dim]; keys and values of [batch, kv_heads, keys, dim]."""
 
     batch: Annotated[int, Declared(help="Sequences", least=1)] = 1
     heads: Annotated[int, Declared(help="Query heads", least=1)] = 1
@@ -202,7 +201,6 @@ def cells_of_grid(
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
-    """Grid with fields replaced. An override of `sequence` drops the grid's `queries` and `keys`, and vice versa."""
     lists = as_grid(grid)
     if "sequence" in overrides:
         lists.pop("queries", None)
@@ -213,7 +211,7 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
-    """Cells of all grids; each grid's first field varies slowest. Raises UserError if there are none."""
+    """Cells of all grids; the first field varies slowest. Raises UserError without cells."""
     cells = cells_of_grids(grids, lambda grid: map(resolve_attention, products(grid)))
     if not cells:
         raise UserError("no cells to measure; give each field of the grid at least one value")
@@ -221,7 +219,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
-    """Cell with these fields. Raises UserError with an invalid field, its value and the valid ones."""
+    """The cell. Raises UserError with an invalid field, its value and the valid ones."""
     for name in fields:
         if name not in FIELDS:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")

@@ -33,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Reason that the step's attention cannot run on the device, such as no backward pass on a CPU; None: it can."""
+    """Reason that the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent
@@ -46,7 +46,7 @@ def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
 
 
 def chosen_attention(spec: StepSpec) -> str:
-    """Name of the attention that runs: for sdpa, the first in torch's order that supports the step."""
+    """The step's attention; sdpa becomes the first kernel in torch's order that supports the step."""
     if spec.attention != "sdpa":
         return spec.attention
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)

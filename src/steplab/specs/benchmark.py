@@ -34,7 +34,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[Options]):
-    """Declaration of one benchmark command, such as `steplab comm`."""
+    """Declaration of a benchmark command."""
 
     name: str
     """Name of the command, and of the table in a study."""
@@ -45,7 +45,7 @@ class Benchmark(Generic[Options]):
     cells: Mapping[str, StepField]
     """Fields of a cell, by name."""
     options: type[Options]
-    """Dataclass of the options that are not fields of a cell."""
+    """Dataclass of the options outside cells."""
 
     @property
     def own(self) -> Fields:
@@ -61,8 +61,7 @@ class Benchmark(Generic[Options]):
         return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
-        """Content of a study's table, with options converted to their types. Raises UserError for an unknown name or a
-        wrong type."""
+        """A study's table with its options converted. Raises UserError for an unknown name or a wrong type."""
         options, known, found = {field.key: field for field in self.own}, self.names, dict[str, object]()
         for name, value in table.items():
             if name not in known:

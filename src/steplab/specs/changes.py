@@ -41,12 +41,11 @@ FREEING = ("attention", "loss", "precision")
 """Fields whose changes may need less memory and no more time; they are tried first if a step does not fit. One that
 leaves the numbers equal is tried together with a time-saving change that alone does not fit."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
-"""Hardware on which the recipe was measured, by kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One candidate change of a step: a field, and the value to set it to."""
+    """One value for one field of a step."""
 
     field: str
     """Name of the field in study files."""
@@ -113,7 +112,7 @@ class Change:
         return dataclasses.replace(self, needs={**self.needs, **made})
 
     def made(self, spec: StepSpec) -> StepSpec:
-        """Step with this change and its `needs` applied. Raises UserError as with_fields does."""
+        """Step with the change and its `needs`. Raises UserError as with_fields does."""
         return with_fields(spec, {**self.needs, self.field: self.value})
 
     def is_supported(self, spec: StepSpec) -> bool:
@@ -202,7 +201,7 @@ CHANGES = (
         replaces=("block", "default", "reduce-overhead"),
     ),
 )
-"""All changes, in the order of trial if no savings are predicted."""
+"""In the order of trial without predicted savings."""
 
 
 def words_with(own: str, others: Sequence[str]) -> str:
@@ -270,7 +269,6 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
 
 
 def recipe_help() -> str:
-    """Help text of --recipe: its settings for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
         values = dict[str, list[str]]()

@@ -44,7 +44,7 @@ def check_checkpointing(name: str) -> None:
 
 
 def is_recomputed(checkpointing: str, block: int) -> bool:
-    """True if a block is recomputed as a whole, matmuls included; blocks count from 0. False for selective. Raises
+    """True if the whole block is recomputed, matmuls included; blocks count from 0. False for selective. Raises
     UserError for auto, which must be resolved first."""
     if checkpointing == AUTO:
         raise UserError("checkpointing auto is not chosen here; name none, selective, full, first_K or every_N")

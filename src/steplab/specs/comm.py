@@ -26,7 +26,6 @@ _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
-"""Collectives of the backends that lack some."""
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
 _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
@@ -106,7 +105,7 @@ class CommSpec:
 
     @property
     def message_bytes(self) -> int:
-        """Size of the message after rounding, in bytes; S in nccl-tests."""
+        """Message size after rounding, in bytes; S in nccl-tests."""
         return self.message_elements * self.element_bytes
 
     @property
@@ -183,7 +182,7 @@ class CommStudy:
 
 
 def numbers_of(processes: object) -> list[int]:
-    """Numbers of processes, from one value or a list. Raises UserError for text that is not a whole number."""
+    """Numbers in one text or a list. Raises UserError for text that is not a whole number."""
     listed = processes if isinstance(processes, (list, tuple)) else [processes]
     texts = [str(number).strip() for number in listed if number is not None]
     if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
@@ -227,7 +226,7 @@ def _least_bytes(world_size: int) -> int:
 
 
 def worlds_of(num_processes: int) -> list[int]:
-    """World sizes to measure: powers of two up to the number of processes, and that number. For six: 2, 4 and 6."""
+    """World sizes to measure: powers of two, and the number of processes. For six: 2, 4 and 6."""
     powers = [2**exponent for exponent in range(1, num_processes.bit_length()) if 2**exponent < num_processes]
     return [*powers, num_processes]
 
@@ -237,7 +236,6 @@ def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | Non
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Supported names; if there are none, the first name, so that CommSpec refuses it."""
     return [name for name in named if name in known] or [named[0]]
 
 

@@ -36,7 +36,6 @@ _TOLD = {
 }
 """Help and default of step fields that differ in this study."""
 COLLECTIVES = "collectives"
-"""Default transport, which works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """Ways to send gradients, by their names in DataParallel."""
 UPDATES = (AFTER, OVERLAPPED)
@@ -232,8 +231,8 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """Variants that the options request. `small`: bucket sizes default to those for a CPU. Raises UserError for an
-    invalid option, and for one that no variant uses."""
+    """Variants that the options request. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused
+    options."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))

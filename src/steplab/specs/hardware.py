@@ -92,13 +92,13 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """Every known GPU, without TPUs, in the order of hardware.toml."""
+    """Every known GPU, in the file's order."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
 @functools.cache
 def accelerators() -> tuple[HardwareSpec, ...]:
-    """Every known GPU and TPU, in the order of hardware.toml."""
+    """Every known GPU and TPU."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
@@ -108,8 +108,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """GPU with this short name or torch device name, without regard to case and spaces. A family's name, such as H100,
-    means its SXM module, else the one with most memory. Raises UserError with the known names."""
+    """GPU with this short name or torch's, without regard to case and spaces. H100 means its SXM module, else the one
+    with most memory. Raises UserError with the short names."""
     return _named(name, catalogue())
 
 
@@ -144,7 +144,6 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """GPUs and TPUs in the text of a hardware file, each figure with its citation."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 

@@ -76,7 +76,7 @@ def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
 
 
 def check_device(name: str, there: Sequence[str] = ()) -> None:
-    """Raise UserError if a device's name is invalid. The message lists the existing devices, `there`."""
+    """Raise UserError for an invalid name, with the existing devices, `there`."""
     kind, colon, index = name.partition(":")
     if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
         return
@@ -102,8 +102,8 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """Number of processes and their device, cuda or cpu. Raises UserError unless exactly one number is given and is at
-    least 1, and for a contradicting device."""
+    """Number of processes and their device, cuda or cpu. Raises UserError for two numbers or none, for one below 1, and
+    for a contradicting device."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

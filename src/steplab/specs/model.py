@@ -118,22 +118,21 @@ class TransformerShape:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values, over all heads."""
+        """Width of the keys over all heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def query_key_value_widths(self) -> tuple[int, int, int]:
-        """Widths of queries, keys and values, each over all heads."""
+        """Widths of queries, keys and values over all heads."""
         return self.d_model, self.kv_width, self.kv_width
 
     @property
     def feed_forward_layers(self) -> tuple[str, ...]:
-        """Names of the linear layers; the last projects back to the residual stream."""
+        """Names of its linear layers, in order."""
         return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
 
     @property
     def has_norm_biases(self) -> bool:
-        """True if norms have biases; RMSNorm never has."""
         return self.norm == "layernorm" and self.biases == "all"
 
 
@@ -186,7 +185,7 @@ class ModelSpec:
     name: str
     """A built-in size, `hf:PATH/config.json`, or `package.module:function`."""
     kind: ModelKind
-    """Builder: transformer (steplab's own model), hf (the transformers library) or factory (the user's function)."""
+    """Builder: transformer (steplab's own), hf (the transformers library) or factory (the user's function)."""
     shape: TransformerShape | None = None
     """Sizes of a built-in model; None for other kinds, whose parameters are counted after building."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
@@ -221,7 +220,7 @@ class ModelSpec:
         return self.configured("max_position_embeddings") or self.configured("n_positions")
 
     def configured(self, name: str) -> int | None:
-        """Whole number in a transformers configuration; None if it is absent or the model is of another kind."""
+        """Whole number in a transformers configuration; None: absent, or another kind of model."""
         config = self.hf_config or {}
         text = config.get("text_config", config)  # models that also take images nest the language model's part
         value = text.get(name) if isinstance(text, dict) else None
@@ -229,8 +228,8 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """Build the spec of a model; `overrides` replace sizes of a built-in one. Raises UserError for an unknown name, an
-    unreadable configuration, or an override that does not apply."""
+    """Spec of a model; `overrides` replace built-in sizes. Raises UserError for an unknown name, an unreadable
+    configuration, or an override that does not apply."""
     overrides = overrides or {}
     if name in MODEL_SIZES:
         valid = [field.name for field in dataclasses.fields(TransformerShape)]

@@ -13,8 +13,7 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Lines for the model, in the order of its forward pass; empty if it stays plain. Undefined names are the model's.
-    """
+    """Lines for the model, in the order of its forward pass; empty for a plain one. Undefined names are the model's."""
     return _with_imports_first(_model(spec))
 
 

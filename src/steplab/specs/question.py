@@ -22,7 +22,6 @@ class Expression(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froze
     """A value computed from each row: a field, or a quotient."""
 
     value: str
-    """Field of the row."""
     over: str = ""
     """Field to divide by."""
     against: dict[str, Value] = {}
@@ -36,8 +35,6 @@ class Expression(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froze
 
 
 class Column(Expression, kw_only=True, frozen=True):
-    """A column of the question's table."""
-
     header: str = ""
     """Heading; empty: the field's name in words."""
     interval: bool = False
@@ -50,9 +47,8 @@ class Figure(Expression, kw_only=True, frozen=True):
     where: Where = {}
     """Filter of the question's rows."""
     take: Literal["range", "min", "max", "median", "a_doubling"] = "range"
-    """Reduction of the rows to one figure. a_doubling: median growth where `along` doubles."""
+    """a_doubling: median growth where the field `along` doubles."""
     along: str = ""
-    """Field that doubles, for a_doubling."""
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -93,25 +89,20 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     derives: Derivation | None = None
     why: str = ""
     measure: str = ""
-    """Command that measures the records for the answer."""
 
 
 class Chapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Questions on one topic."""
-
     title: str
     question: list[Question]
 
 
 class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """All chapters of a file of questions."""
-
     title: str
     chapter: list[Chapter]
 
 
 def load_questions(source: str) -> Questions:
-    """Read a preset or a TOML file. Raises UserError if it is not a set of questions."""
+    """Read a preset or a TOML file. Raises UserError if it has no questions."""
     content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
     try:
         return msgspec.convert(content, Questions)

@@ -21,7 +21,7 @@ Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """StepSpec with these fields and defaults for the others. Raises UserError for an invalid field, with the valid
+    """StepSpec with these fields, and defaults for others. Raises UserError for an invalid field, with the valid
     values, and for a field without an effect on this step."""
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
@@ -34,7 +34,7 @@ def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
 
 
 def products(grid: Grid) -> list[dict[str, object]]:
-    """All combinations of the grid's values; the first field varies slowest."""
+    """All combinations; the first field varies slowest."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -56,8 +56,8 @@ def resolve_grid(grid: Grid) -> list[StepSpec]:
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """Copy of the spec with changed fields; keys are as in study files, values are text. Raises UserError for an
-    invalid value, and Unsupported for an unsupported step."""
+    """Copy with changed fields, named as in study files. Raises UserError for an invalid value, and Unsupported for an
+    unsupported step."""
     parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
     changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}

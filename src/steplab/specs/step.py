@@ -231,7 +231,7 @@ def refuse_unserved_block_ops(spec: StepChoices) -> None:
 
 
 def refuse_unserved_graph(device: str) -> None:
-    """Raise Unsupported if the device has no CUDA graphs. `auto` passes, because it is resolved later."""
+    """Raise Unsupported for a device without CUDA graphs. `auto` passes: it is resolved later."""
     kind = device.partition(":")[0]
     if kind in ("cpu", "mps"):
         why = "CUDA graphs are recorded and replayed by a CUDA GPU"
@@ -243,7 +243,6 @@ _REFUSALS = (
     *(refuse_unserved_triton_optimizer, refuse_unserved_update, refuse_unserved_block_ops, refuse_unserved_masters),
     refuse_unserved_fp8,
 )
-"""Checks that a step's fields fit each other; each raises UserError or Unsupported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +271,6 @@ class StepSpec(StepChoices):
 
 
 STEP_FIELDS: tuple[StepField, ...] = declared_fields(StepSpec)
-"""Declared fields of StepSpec, the model first."""
 FIELDS: dict[str, StepField] = {field.key: field for field in (*STEP_FIELDS, *SIZE_FIELDS)}
 """Every field that can be set or swept, model sizes included, by its name in study files and options."""
 CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field in STEP_FIELDS if field.choices}
@@ -280,7 +278,7 @@ CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field 
 
 
 def describe(spec: StepSpec) -> str:
-    """Settings of the step in words; defaults of fields that are `quiet` are left out."""
+    """The step's settings in words, without `quiet` defaults."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]

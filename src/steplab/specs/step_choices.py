@@ -36,7 +36,7 @@ OVERLAPPED: Final = "overlapped"
 IN_FLIGHT = ("overlap", "bucketed")
 """Data-parallel strategies that send gradients during the backward pass."""
 FP8 = ("fp8", "fp8_torchao")
-"""Precisions that multiply in fp8 in the blocks' linear layers."""
+"""Precisions with fp8 products in the blocks' linear layers."""
 WITH_MASTERS = ("bf16_master", *FP8)
 """Precisions with bf16 weights and fp32 master weights in the optimizer."""
 KEEPS_MASTERS = "adamw_triton"
@@ -442,7 +442,7 @@ class StepChoices:
 
     @property
     def tokens_of_all(self) -> int:
-        """Tokens in a step of all ranks: batch x context x micro-steps x data-parallel ranks."""
+        """Tokens in a step: batch x context x micro-steps x data-parallel ranks."""
         return self.tokens * self.micro_steps * self.layout.data_ranks
 
     @property

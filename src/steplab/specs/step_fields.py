@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from steplab.errors import UserError
 
 Spec = Any
-"""A specs.step.StepSpec; that module imports this one, hence no type here."""
+"""A specs.step.StepSpec; that module imports this one."""
 
 LARGEST = 2**63 - 1
 """Largest valid count; a larger one fits neither a tensor's size nor a database column."""
@@ -69,14 +69,14 @@ class Declared:
     quiet: bool = False
     """True to omit the default from descriptions, and from tables in which all rows have it."""
     rank: int = 0
-    """Priority of the table column: a narrow terminal drops the highest ranks first, and never rank 0."""
+    """Priority of the column: a narrow terminal drops the highest ranks first, and never 0."""
     role: Literal["size", "what", "how", "device"] = "what"
     """size: can be the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
     else distinguishes cells. device: like how, but ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
     """Position of a size among the candidates for the x axis."""
     panel: int = 99
-    """Position of the field in the order in which a crowded chart is split into panels."""
+    """Order in which fields split a crowded chart into panels."""
     order: tuple[str, ...] = ()
     """Known values of a text field in chart order; a field with choices uses their order."""
     baseline: Scalar = None
@@ -97,7 +97,7 @@ class StepField:
     type: type
     """Type of the value: int, float, bool, str, another type, or a sequence of values."""
     annotation: Any
-    """The annotated type with its alternatives, such as None."""
+    """The type with its alternatives, such as None."""
     choices: tuple[str, ...]
     """Valid values; empty if the field is not a choice."""
     default: Any
@@ -135,7 +135,7 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Reason that the field is refused for this step; None if it has an effect."""
+        """Reason to refuse the field for this step; None if it has an effect."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
@@ -157,7 +157,7 @@ class StepField:
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """Convert text to the field's type, or check a value of that type. Raises UserError for an invalid one."""
+        """Convert text to the field's type; its own type passes. Raises UserError for an invalid value."""
         if self.type is bool:
             return _truth(self.key, given)
         if self.type is int:
@@ -172,7 +172,7 @@ class StepField:
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:
-        """Raise UserError, with the valid values, if the value is invalid."""
+        """Raise UserError, with the valid values, for an invalid one."""
         about = self.about
         if value is None:
             return

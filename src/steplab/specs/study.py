@@ -1,4 +1,4 @@
-"""A study: steps to time, and further measurements. The steps are the union of products of field values.
+"""A study: steps to time, in products of field values, and further measurements.
 
 In TOML, each `[[grid]]` is one product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
 `[[precision]]` are grids of steps that are also profiled, watched or audited. `[[attention]]`, `[[comm]]`, `[[ddp]]`
@@ -73,8 +73,7 @@ class StudySpec:
 
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
-    """Study of all steps in these grids; each grid's first field varies slowest. Raises UserError for an empty study.
-    """
+    """Study of all steps in these grids; the first field varies slowest. Raises UserError for an empty study."""
     cells = cells_of_grids(grids, resolve_grid)
     if not cells:
         raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
@@ -114,13 +113,13 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Parts without duplicates, ordered by command: `doctor` first, because the others use its results."""
+    """Parts without duplicates; `doctor` first, because the others use its results."""
     found = [part for number, part in enumerate(parts) if part not in parts[:number]]
     return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
 
 
 def labels(cells: Sequence[StepSpec]) -> list[str]:
-    """Label of each step, made of the fields in which the steps differ; a single step's label is its model."""
+    """Label of each step, from the fields that differ; a single step's label is its model."""
     values = {field: [field.value(cell) for cell in cells] for field in STEP_FIELDS}
     # A field with an effect on only some of them needs no word: another field decides that, and has one.
     telling = [field for field, found in values.items() if len(set(found) - {None}) > 1] or [FIELDS["model"]]
@@ -136,8 +135,8 @@ def in_common(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """Read a study from a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an
-    unknown preset, an unreadable file, or a file that is not a study."""
+    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset, an
+    unreadable file, or a file that is not a study."""
     content = content_of("study", source, STUDIES, _hint)
     try:
         return _study(source, content, overrides)
@@ -192,7 +191,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
 
 
 def _flat(grid: Mapping[str, object]) -> dict[str, object]:
-    """Fields with dotted names restored: TOML reads `model.num_layers = 4` as a nested table."""
+    """Fields with dotted names: TOML reads `model.num_layers = 4` as a nested table."""
     flat: dict[str, object] = {}
     for name, value in grid.items():
         if isinstance(value, Mapping):
@@ -203,7 +202,6 @@ def _flat(grid: Mapping[str, object]) -> dict[str, object]:
 
 
 def preset_names(folder: str) -> tuple[str, ...]:
-    """Names of the presets in a folder of this package."""
     found = (files("steplab.specs") / folder).iterdir()
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")))
 
