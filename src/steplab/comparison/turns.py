@@ -77,7 +77,7 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, ...]:
-    """For each compared step, its ratio over the starts that have one; `each` is a list per start."""
+    """For each compared step, its ratio over the starts that have one; `each` has a list of ratios per start."""
     sides = ([ratio for ratio in side if ratio] for side in zip(*each, strict=True))
     return tuple(of_starts(found) if found else None for found in sides)
 

@@ -128,7 +128,7 @@ class TransformerShape:
 
     @property
     def feed_forward_layers(self) -> tuple[str, ...]:
-        """Names of its linear layers, in order."""
+        """Names of the feed-forward block's linear layers, in order."""
         return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
 
     @property
