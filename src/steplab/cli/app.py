@@ -1,6 +1,4 @@
-"""The program: its commands, and the one place that turns an error into a line on stderr and an exit code. It
-corrects values of options before cyclopts converts them.
-"""
+"""Registers the commands and runs them; any error becomes one line on stderr and an exit code."""
 
 import codecs
 import difflib
@@ -44,7 +42,7 @@ _MOST = 2**63 - 1
 
 
 def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Correct what cyclopts and shells would misread.
+    """Correct option values that cyclopts and shells would misread.
 
     cyclopts takes "none" and "null" for a missing option, and rounds fractions for whole numbers. No shell expands the
     ~ of `--store=~/runs.db`.
@@ -68,7 +66,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _asked_instead(hint: Any, text: str) -> str | None:
-    """The requirement that a number violates; None also for a text that is no number, which cyclopts reports."""
+    """Requirement that a number violates; None if it violates none. cyclopts itself reports text that is no number."""
     try:
         if hint is int:
             return "a whole number" if "." in text else None if abs(int(text)) <= _MOST else "below 2^63"
@@ -81,9 +79,9 @@ def _asked_instead(hint: Any, text: str) -> str | None:
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _NARROWEST = 20
-"""Fewest columns that help is drawn for: rich never finishes `--help` in one or two."""
+"""Smallest width in columns to draw help in: rich never finishes `--help` in one or two."""
 _MISSPELT = 0.8
-"""Least likeness of another command's option to count as a misspelling of this command's, as --gpu and --gpus."""
+"""Smallest similarity, from 0 to 1, to suggest this command's option for another command's, as --gpus for --gpu."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -95,7 +93,6 @@ _OF_THE_MACHINE = {
     errno.ENOMEM: "the memory is full",
     errno.EAGAIN: "the limit of processes is reached (`ulimit -u`)",
 }
-"""Operating system errors that are not defects of steplab, each with a remedy."""
 
 
 def docstring_of(file: Path) -> str:
@@ -127,7 +124,7 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 
 def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
-    """Returns the exit code; every error is one line on stderr.
+    """Run a command and return the exit code; every error is one line on stderr.
 
     `ending` knows the signal behind a KeyboardInterrupt.
     """
@@ -173,9 +170,8 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
 
 
 def _open_what_is_closed() -> None:
-    """Open /dev/null for each standard stream that the caller closed (`>&-`); otherwise the next file takes its
-    place.
-    """
+    """Open /dev/null for each standard stream that the caller closed (`>&-`); otherwise the next opened file becomes
+    it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

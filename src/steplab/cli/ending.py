@@ -1,4 +1,4 @@
-"""Signals that end the program: the first stops the work, later ones do not disturb tidying up.
+"""Handles signals that end the program: the first stops the work, later ones do not disturb tidying up.
 
 It imports almost nothing, so a signal during the program's imports is handled too.
 """
@@ -12,7 +12,7 @@ from types import FrameType
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.01
 TIDYING_S = 3.0
-"""Further signals are ignored for this time after the first, while processes end and results are stored."""
+"""Time after the first signal in which further ones are ignored, while processes end and results are stored."""
 
 
 class Ending:

@@ -57,9 +57,9 @@ def field_options(
     with_defaults: bool = True,
     others: Collection[StepField] = (),
 ) -> Callable[[_Class], _Class]:
-    """Give a subclass of GivenFields an option per field: text or a flag for `declared`, the field's type for `others`.
+    """Class decorator that adds one option per field: text or a flag for `declared`, the field's type for `others`.
 
-    Declared fields are listed under `group`, the others (and with None all) under their own heading.
+    Help lists declared fields under `group`, and the others, or all if it is None, under their own headings.
     """
 
     def add(cls: _Class) -> _Class:
@@ -102,15 +102,14 @@ def step_options(without: Collection[str] = (), *, with_defaults: bool = True) -
 
 
 class GivenFields:
-    """Given options of a step, or of a benchmark whose cells are all combinations. specs.resolve decides the fields
-    left out.
-    """
+    """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
+    others."""
 
     declared: ClassVar[tuple[StepField, ...]] = ()
     others: ClassVar[tuple[StepField, ...]] = ()
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
-        """Raises UserError for a list."""
+        """Values by field name. Raises UserError for a list of values."""
         given = {field: value for field, value in self._given(self.declared).items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
@@ -144,7 +143,7 @@ class StepOptions(GivenFields):
 
 
 def fields_in(text: str) -> dict[str, object]:
-    """The fields of a step that options in one text set, such as '--precision bf16 --compile block'.
+    """Step fields that a text of options sets, such as '--precision bf16 --compile block'.
 
     Raises UserError for unbalanced quotes, and cyclopts' errors for anything but options of a step with values.
     """
@@ -178,7 +177,6 @@ class MeasurementOptions:
     timeout: Annotated[str | None, Parameter(help=f"{timeout_help('measuring')} [default: none]", group=_OUTPUT)] = None
 
     def spec(self) -> "StepSpec":
-        """Raises UserError for an invalid request."""
         from steplab.lab.machine import device_kind_here, fields_here
 
         fields = self.step.fields() | {"recipe": self.recipe}
@@ -226,7 +224,7 @@ class OutputOptions(FileOptions):
 
 @options
 class PageOptions(FileOptions):
-    """Output options of commands that also write pages; an --output that names a folder is its report.md."""
+    """Output options of commands that also write pages. If --output is a folder, its report.md is written."""
 
     in_folder: ClassVar[bool] = False
     output: Annotated[
@@ -235,7 +233,7 @@ class PageOptions(FileOptions):
     format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
     def __post_init__(self) -> None:
-        """A folder exists, or has neither a suffix nor a format of one file."""
+        """Replace a folder by a file in it. A new folder has no suffix, and --format names no format of one file."""
         named = self.output
         if named and (named.is_dir() or not (named.suffix or named.exists() or self.format in _ONE_FILE)):
             suffix = {"latex": "tex", "table": "txt"}.get(self.format or "md", self.format or "md")

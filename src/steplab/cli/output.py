@@ -23,9 +23,9 @@ def chosen_format(
 ) -> str:
     """The format of --format, else of --output's suffix, else the first allowed.
 
-    `allowed` defaults to FORMATS, plus PAGE for commands that take it. Call it before the work begins: it raises
-    UserError for a format that the command does not write, and for an output or a file in `beside` that must not be
-    replaced; SteplabError for a file that cannot be created.
+    `allowed` defaults to FORMATS, plus PAGE and PICTURE for commands that write pages. Call it before the work begins:
+    it raises UserError for a format that the command does not write, and if --output or a file in `beside` must not be
+    replaced. It raises SteplabError for a file that cannot be created.
     """
     allowed = allowed or ((*FORMATS, PAGE, PICTURE) if isinstance(out, PageOptions) else FORMATS)
     output = out.output
@@ -46,10 +46,10 @@ def chosen_format(
 
 
 def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = "table") -> None:
-    """Print the text, or write it to --output, whole or not at all.
+    """Print the text, or write it to --output completely or not at all.
 
     A long text may come in pieces of whole lines. Control characters are escaped (steplab.printing); a name ending in
-    .gz compresses. `kind` is a format. Raises as `chosen_format`, and SteplabError if writing fails.
+    .gz compresses. `kind` is the text's format. Raises as `chosen_format`, and SteplabError if writing fails.
     """
     pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
     colored = stdout_color(out)
@@ -65,9 +65,7 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
 
 
 def emit_document(document: "Document", chosen: str, out: FileOptions, *, stored: str = "") -> None:
-    """Print the document, or write it to --output. `stored`: ids that an error names, so that no measurement seems
-    lost.
-    """
+    """Print the document, or write it to --output. Errors name the `stored` ids, so that no measurement seems lost."""
     try:
         emit(render(document, chosen, color=stdout_color(out)), out, chosen)
     except SteplabError as error:
@@ -91,12 +89,11 @@ def _destination(path: Path, out: FileOptions) -> Destination:
 
 
 def say_stored(what: str, record_id: str) -> None:
-    """Name the stored record on stderr, and the command that draws it."""
     say(f"{what} {record_id}; `steplab report {record_id} --output page.html` draws it")
 
 
 def stdout_color(out: FileOptions | None = None) -> bool:
-    """True if the output is a terminal, TERM is not dumb, and NO_COLOR is unset."""
+    """True if colors are allowed: the output is a terminal, TERM is not dumb, and NO_COLOR is unset."""
     if out is not None and out.output is not None:
         return False
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -116,7 +113,7 @@ def write_report(
     named: bool = False,
     chapter: str | None = None,
 ) -> None:
-    """Write the records as a page (html, or md and latex in a file) or as tables; the verdict of a page is printed too.
+    """Write the records as tables or as a page (html, or md and latex in a file); the verdict of a page is printed too.
 
     `named`: the user gave the ids.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steplab.lab.sweeping import SweepProgress
 
 _LONG_S = 10.0
-"""From this time, long stages report again, and the time left is estimated."""
+"""Seconds after which a long stage reports again, and from which the time left is shown."""
 _SHORT_S = 2.0
 
 _STAGES = {
@@ -82,7 +82,7 @@ def shown(stage: str) -> Iterator[None]:
 
 @contextmanager
 def measuring_step(spec: StepSpec, measured: MeasurementOptions, out: StoreOptions) -> Iterator[dict[str, Any]]:
-    """The keyword arguments of a measurement, with progress. Raises UserError for an invalid timeout."""
+    """Yield keyword arguments for a measurement, and show its progress. Raises UserError for an invalid timeout."""
     with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         how = {"name": measured.name, "store": out.store, "timeout_s": measured.timeout_s()}
         yield {**how, "on_progress": line.within}
@@ -97,7 +97,7 @@ def say_failed(record: Run) -> None:
 def measuring(
     num_cells: int, line_of: Callable[[Any], str], name: str, timeout: str, out: StoreOptions
 ) -> Iterator["Measuring"]:
-    """How to measure the cells of a benchmark, with a line for each when it ends.
+    """Yield keyword arguments for measuring a benchmark; each cell prints `line_of` it when it ends.
 
     Raises UserError for an invalid timeout.
     """
@@ -115,9 +115,8 @@ class ProgressLine:
     """Shows stage, progress, time elapsed and, in a sweep, time left."""
 
     def __init__(self, *, num_steps: int = 0, resume: bool = False) -> None:
-        """`num_steps`: warm-up and measured steps, for estimating the time left. `resume`: the sweep continues a stored
-        study.
-        """
+        """`num_steps`: warm-up and measured steps, to estimate the time left. `resume`: the sweep continues a stored
+        study."""
         self._num_steps, self._resume = num_steps, resume
 
     def __enter__(self) -> Self:
@@ -193,7 +192,6 @@ class ProgressLine:
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: "SweepProgress") -> None:
-        """Show a cell of a sweep that runs or has ended."""
         if self._resume and not self._stage:
             self._stage = "resumed"
             made = f"{counted(progress.skipped, 'measurement')} already made"

@@ -1,1 +1,1 @@
-"""Two records -> their differences, figure by figure: pure functions from stored samples to records.comparison."""
+"""Compares records figure by figure: pure functions from stored samples to records.comparison."""

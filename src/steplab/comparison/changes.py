@@ -1,9 +1,9 @@
-"""Changes of level in a series of figures.
+"""Finds changes of level in a series of figures.
 
 The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), as in MongoDB
 (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023). It cuts the series at the largest energy distance
-between both parts, if a permutation test rules out chance, and repeats in each part. Distances are of logarithms, so
-changes are ratios.
+between both parts, if a permutation test rules out chance, and repeats in each part. Distances are between logarithms,
+so changes are ratios.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9  # of sums of distances, which differ by their order
 
 
 def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangePoint, ...]:
-    """Changes of level by more than `threshold`, a share, in the order of the positive values.
+    """Changes of level by more than `threshold`, a fraction, in order. All values must be positive.
 
     About ten values are needed: fewer have too few orders for a p below `SIGNIFICANT`.
     """

@@ -1,7 +1,7 @@
-"""Compares two sets of records, cell by cell and figure by figure; the package's entry point.
+"""Compares two sets of records by cell and figure; the package's entry point.
 
-Two records may be compared if their measured cells and conditions match, field by field. Below the figures, time
-differs by part of the model and memory by tensor.
+Two records are comparable if their cells and conditions match in every field. Time differences are also split by part
+of the model, memory differences by tensor.
 """
 
 import shlex
@@ -41,7 +41,7 @@ _SELECTS = ("CUDA_VISIBLE_DEVICES",)
 
 
 def conditions(record: Record) -> Row:
-    """Kind, device and versions, which must match; commits may differ."""
+    """Conditions of a comparison, which must match: kind, device and versions, but not commits."""
     found: Row = {"kind": kind_of(record).name, "device": record.device_name, "steplab": record.steplab_version}
     if isinstance(record, Run) and record.profile and record.timing is None:
         found["source"] = record.profile.source
@@ -61,7 +61,7 @@ def whole_key(record: Record, cell: MeasuredCell) -> Row:
 
 
 def _flash_triton(env: Environment | None) -> Row:
-    """Kernels behind flash_triton; records without that field had Hopper's only with Triton 3.6."""
+    """Kernels behind flash_triton, as a condition. Records without that field had Hopper's only with Triton 3.6."""
     if env is None or env.device.kind != "cuda" or env.triton is None:
         return {}
     had_hopper = env.device.compute_capability == "9.0" and env.triton.startswith("3.6.")
@@ -83,11 +83,11 @@ _NOTICEABLE_BYTES = 0.001
 
 _Group = tuple[str, str, tuple[int, ...] | None]
 _Part = tuple[str, str, str]
-"""Phase, range and category of kernels; range or category is empty."""
+"""Phase, range and category of kernels; either range or category is empty."""
 
 
 def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
-    """Phases and ranges (without ranges, kernel categories) with other device time in B, largest difference first."""
+    """Differences of GPU time by phase and range, largest first; by kernel category if a profile lacks ranges."""
     by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
     least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
@@ -123,7 +123,7 @@ def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount
 
 
 def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
-    """Groups of tensors alive at the peak with other bytes in B, largest change first, by category, module and shape.
+    """Differences of bytes at the memory peak by category, module and shape of tensors, largest first.
 
     Records hold only the largest allocations, so small ones may be missing.
     """
@@ -196,7 +196,8 @@ class _Cell:
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
 
     def samples(self, first: MeasuredFigure) -> _Samples:
-        """Samples of the same figure in each success; a phase and a kernel category may share a name."""
+        """Record id and samples of this figure in each successful record. A phase and a kernel category may share a
+        name."""
         told = (first.group, first.name)
         return [
             (record.id, figure.samples)
@@ -218,15 +219,14 @@ class _Pair:
 
     @property
     def in_turns(self) -> list[tuple[Run, Run]]:
-        """Runs that alternated, a pair for each start of both; empty unless every run is in one."""
+        """Pairs of runs that alternated, one pair per start; empty unless every run is in a pair."""
         starts = [(a, b) for a in self.a.runs for b in self.b.runs if took_turns(a, b)]
         return starts if len(starts) == len(self.a.runs) == len(self.b.runs) else []
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons that the machine may explain a difference of times. None with enough processes per side, which show
-        their own spread, or for alternating runs, which share disturbances.
-        """
+        """Disturbances that may explain a difference of times, with the runs. Empty for alternating runs, which share
+        them, and with enough processes per side, which show their own spread."""
         if min(len(self.a.good), len(self.b.good)) >= FEWEST or self.in_turns:
             return []
         found: dict[str, list[str]] = {}
@@ -249,8 +249,10 @@ def compare(
     threshold: float | None = None,
     allow: Collection[str] = (),
 ) -> Comparison:
-    """Matching records of one side count as its processes. `allow` names fields that may differ. `threshold` is the
-    smallest difference that matters, as a share; None: the defaults of comparison.samples.
+    """Compare two sets of records. Several matching records of one side count as its processes.
+
+    `allow` names fields that may differ. `threshold` is the smallest difference that matters, as a fraction; None: the
+    defaults of comparison.samples.
 
     Raises Inconclusive, with the fields, if no cells match. Raises UserError for kinds that are not comparable, and for
     an allowed field that is absent or would mix cells of one side.
@@ -349,9 +351,8 @@ def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator
 def _ratio(
     pair: _Pair, figure: MeasuredFigure, of_a: _Samples, of_b: _Samples, threshold: float | None, num_decided: int
 ) -> Ratio | None:
-    """The ratio with its uncertainty: paired by step for alternating runs; exact for bytes; None for a few single
-    times, which have no interval.
-    """
+    """Ratio of B to A with its uncertainty. Alternating runs are paired by step; bytes are exact. None for a few single
+    times, which have no interval."""
     a, b = ([samples for _, samples in side] for side in (of_a, of_b))
     by_id = dict(of_a + of_b)
     together = [
@@ -377,7 +378,7 @@ def _one_per_step(runs: Sequence[Run], samples: Sequence[tuple[float, ...]]) -> 
 
 
 def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
-    """For rates made of step times, the value at the median step."""
+    """Median of the samples; for rates, the value at the median step time."""
     samples = [sample for block in blocks for sample in block]
     if figure.group == "speed" and all(samples):
         return 1 / median(1 / sample for sample in samples)

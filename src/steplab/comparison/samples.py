@@ -8,16 +8,16 @@ For two step functions that alternated on one machine, a few steps at a time:
     ratio.decision   # higher, lower, same, not higher or undecided
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: undecided
 
-For consecutive processes, pass `[samples]` for each and `in_turns=False`; for several per side, a list per process.
+For one process per side, pass `[samples]` and `in_turns=False`; for several processes, a list for each.
 
-Units are resampled: turns; processes, if each side has `FEWEST`; else samples. They are drawn in runs of neighbours,
-because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992), as long as the cube root of
-their number (Hall, Horowitz and Jing, Biometrika 82, 1995). For turns, each sample is first divided by the median of
-both sides around its turn; turns of A and B are drawn together, so common slowdowns cancel.
+The bootstrap resamples units: turns; processes, if each side has `FEWEST`; else samples. It draws runs of neighbours,
+because neighbouring steps are similar (circular block bootstrap, Politis and Romano, 1992). A run's length is the cube
+root of the number of units (Hall, Horowitz and Jing, Biometrika 82, 1995). For turns, each sample is first divided by
+the median of both sides around its turn; turns of A and B are drawn together, so common slowdowns cancel.
 
 B is higher if the whole percentile interval lies above the threshold and the test of Mann and Whitney (1947) agrees.
-One alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks also detect
-differences too small to matter. benchmarks/compare_alarms.py counts alarms on recorded samples.
+Either criterion alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks also
+detect differences too small to matter. benchmarks/compare_alarms.py counts alarms on recorded samples.
 """
 
 import itertools
@@ -29,20 +29,18 @@ from steplab.records.comparison import Decision, Ratio
 from steplab.stats import CONFIDENCE
 
 Blocks = Sequence[Sequence[float]]
-"""Samples in order of time, a list per turn or process."""
+"""Samples in order of time: one list per turn or process."""
 
 FEWEST = 6
-"""Fewest units for an interval. The least p of 6 turns, 2 / 2**6, is below `ALPHA_IN_TURNS`."""
+"""Smallest number of units for an interval. With 6 turns p can be 2 / 2**6, which is below `ALPHA_IN_TURNS`."""
 ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
-"""Largest p of a difference, for processes and for turns. Turns allow few exchanges and remove common slowdowns, so
-their interval is the stricter of the two.
-"""
+"""Significance levels for processes and for turns. Few turns allow no lower p; common slowdowns cancel in turns, so
+their interval is the stricter criterion."""
 IN_TURNS = 0.01
-"""Threshold for alternating samples: differences come from the code."""
+"""Default threshold for alternating samples, whose differences come from the code."""
 SEPARATE = 0.05
-"""Threshold for one process per side. Pairs of processes with equal steps on quiet H200s, in this repository's records,
-differ by up to 5.0 %, half of them by more than 0.4 % (benchmarks/compare_alarms.py).
-"""
+"""Default threshold for one process per side. Equal steps on quiet H200s differ by up to 5.0 % between two processes,
+and by more than 0.4 % in half of the recorded pairs (benchmarks/compare_alarms.py)."""
 
 _REPLICATES = 1000
 _AT_ONCE = 2_000_000  # values resampled together, to bound memory
@@ -57,10 +55,10 @@ def compare_samples(
 ) -> Ratio:
     """Ratio of B's median to A's, with 95 % interval, test and decision.
 
-    `in_turns`: blocks i of A and B ran next to each other. `threshold` is the smallest difference that matters, as a
-    share; None: `IN_TURNS`, or `SEPARATE` for samples of one process. `num_decided` ratios share the probability of a
-    false alarm. `margin` is the logarithmic difference between separate starts on the machine, the least half width
-    with one process per side.
+    `in_turns`: blocks i of A and B ran next to each other. `threshold`: the smallest difference that matters, as a
+    fraction; None: `IN_TURNS`, or `SEPARATE` for samples of one process. `num_decided`: number of ratios that share the
+    probability of a false alarm. `margin`: logarithmic difference between separate starts on the machine, the least
+    half width with one process per side.
 
     Raises ValueError for a side without samples, a sample that is not positive, or unpaired turns.
     """
@@ -108,7 +106,7 @@ def compare_samples(
 
 
 def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
-    """For exact values, such as bytes; the interval is the ratio. Raises ValueError unless both are positive."""
+    """Ratio of exact values, such as bytes; its interval has no width. Raises ValueError unless both are positive."""
     if a <= 0 or b <= 0:
         raise ValueError("both values must be above zero")
     threshold = IN_TURNS if threshold is None else threshold
@@ -129,7 +127,7 @@ def _rows_of(blocks: list[Any]) -> Any:
 
 
 def _aligned(a: Any, b: Any) -> list[Any]:
-    """Both sides' turns over the median of the turn and its two neighbours."""
+    """Turns of both sides, each divided by the median of the turn and its two neighbours."""
     import numpy as np
 
     both = np.concatenate([a, b], axis=1)
@@ -155,7 +153,7 @@ def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
 
 
 def _rows(random: Any, num_units: int, count: int) -> Any:
-    """(count, num_units): indices of resampled units, in circular runs of neighbours."""
+    """Indices of resampled units, of shape (count, num_units), in circular runs of neighbours."""
     import numpy as np
 
     length = max(1, round(num_units ** (1 / 3)))
@@ -173,7 +171,7 @@ def _medians(resampled: Any) -> Any:
 def _decided(
     interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float
 ) -> tuple[Decision, str]:
-    """The decision, and the reason if it is weaker than the interval's."""
+    """Decision, and the reason if it is weaker than the interval's alone."""
     if interval is None or p is None:
         return "undecided", ""
     found = by_interval(*interval, threshold)
@@ -201,9 +199,9 @@ def _fewest(alpha: float, *, in_turns: bool) -> int:
 
 
 def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, fewest: int) -> int | None:
-    """Further units per side, at least to `fewest`, for an interval as narrow as the threshold.
+    """Further units per side for an interval as narrow as the threshold, at least `fewest` in all.
 
-    Its width falls with the square root of the units. A ratio still undecided then equals the threshold.
+    The interval's width falls with the square root of the units. A ratio still undecided then equals the threshold.
     """
     if interval is None:
         return max(fewest - num_units, 1)
@@ -214,7 +212,7 @@ def _more(interval: tuple[float, float] | None, threshold: float, num_units: int
 
 
 def mann_whitney(a: Any, b: Any) -> float:
-    """Two-sided p of Mann and Whitney's test; ties get mean ranks.
+    """Two-sided p of the Mann-Whitney test; ties get mean ranks.
 
     Exact up to 30 values, given the ties; beyond, the normal approximation with corrections for ties and continuity.
     Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
@@ -233,7 +231,7 @@ def mann_whitney(a: Any, b: Any) -> float:
 
 
 def mann_whitney_in_turns(a: Any, b: Any) -> float:
-    """Two-sided p of the same statistic if samples are exchanged only within turns; (turns, samples).
+    """Two-sided p of the Mann-Whitney test, with samples exchanged only within turns; both of shape (turns, samples).
 
     Exact up to 12 turns, then approximately normal. An exchange flips the sign of a turn's difference of mean ranks
     (aligned ranks of Hodges and Lehmann, Annals of Mathematical Statistics 33, 1962).
@@ -256,7 +254,7 @@ def mann_whitney_in_turns(a: Any, b: Any) -> float:
 
 
 def _doubled_ranks(values: Any) -> Any:
-    """Twice the rank of each value, integer despite mean ranks of ties."""
+    """Twice the ranks, which are integers even for ties."""
     import numpy as np
 
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -264,7 +262,7 @@ def _doubled_ranks(values: Any) -> Any:
 
 
 def _sums(ranks: Any) -> Any:
-    """[size, sum]: number of subsets of ranks with that size and sum."""
+    """Number of subsets of the ranks, by their size and sum: an array [size, sum]."""
     import numpy as np
 
     ways = np.zeros((len(ranks) + 1, int(ranks.sum()) + 1))

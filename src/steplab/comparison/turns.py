@@ -1,4 +1,4 @@
-"""Ratios of times of two runs, alternating or not, with the decision if they differ."""
+"""Ratios of the times of two runs, with a decision if they differ."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from steplab.records.run import Run
 def step_ratio(
     a: Run, b: Run, *, threshold: float | None = None, tokens_ratio: float = 1.0, num_decided: int = 1
 ) -> Ratio | None:
-    """Step time of `b` over `a`, on the tokens of a step of `a`.
+    """Ratio of step times, `b` over `a`, for equal numbers of tokens; None if a run has no steps or they did not
+    alternate.
 
-    `tokens_ratio`: tokens per step of `b` over `a`. `num_decided`: as in `compare_samples`. None: a run has no steps,
-    or they did not alternate.
+    `tokens_ratio`: tokens per step of `b` over `a`. `num_decided`: as in `compare_samples`.
     """
     of_a, of_b = _steps_s(a), tuple(sample / tokens_ratio for sample in _steps_s(b))
     if not of_a or not of_b or not took_turns(a, b):
@@ -53,8 +53,8 @@ def ratio_in_turns(
 def chained(ratios: Sequence[Ratio]) -> Ratio:
     """Ratio of the last step to the first, from ratios of consecutive steps.
 
-    Logarithms add up. Each ratio has its own turns, so errors are independent: half widths add as the root of the sum
-    of squares, per side. The medians are the first step's in the first ratio and the last step's in the last.
+    Each ratio has its own turns, so errors are independent: logarithmic half widths add as the root of the sum of
+    squares, per side. The medians are the first step's in the first ratio and the last step's in the last.
     """
     ratio = math.prod(each.ratio for each in ratios)
     below = [math.log(each.ratio / each.low) for each in ratios if each.low]
@@ -77,7 +77,7 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, ...]:
-    """Ratio of each side over the starts that have one; `each` lists sides per start."""
+    """For each compared step, its ratio over the starts that have one; `each` has a list of ratios per start."""
     sides = ([ratio for ratio in side if ratio] for side in zip(*each, strict=True))
     return tuple(of_starts(found) if found else None for found in sides)
 
@@ -85,8 +85,8 @@ def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, .
 def of_starts(ratios: Sequence[Ratio]) -> Ratio:
     """Ratio over several starts of both sides.
 
-    Its logarithm is the mean of theirs. Its half width is the larger of theirs combined and Student's for the spread
-    between starts, since processes of a step differ more than turns within one.
+    Its logarithm is the mean of the starts' logarithms. Its half width is the larger of their combined half widths and
+    Student's for the spread between starts, since processes of a step differ more than turns within one.
     """
     if len(ratios) == 1:
         return ratios[0]
@@ -128,7 +128,8 @@ def _beside(earlier: _Placed, later: _Placed) -> _Placed:
 def _ratio(
     blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, num_decided: int, *, alternating: bool
 ) -> Ratio | None:
-    """Turns are compared in pairs, in order; separate processes per turn are pooled, being too few."""
+    """Ratio of turns in pairs; None without a pair. Turns in separate processes (`alternating`) are too few, so they
+    are pooled."""
     if alternating:
         together = [[sample for block in side for sample in block] for side in (blocks_a, blocks_b)]
         return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, num_decided=num_decided)
@@ -163,14 +164,13 @@ starts on an overloaded CPU.
 
 
 def start_margin(runs: Sequence[Run]) -> float:
-    """Expected logarithmic difference of another start on these machines; 0 for quiet ones: their starts differ by less
-    than the default threshold.
-    """
+    """Largest expected logarithmic difference to another start on these machines. 0 for quiet ones, whose starts differ
+    by less than the default threshold."""
     return max((_margin(run) for run in runs), default=0.0)
 
 
 def judged(a: Run, b: Run) -> Ratio | None:
-    """Step time of `b` over `a`, with the decision; None if one has no steps."""
+    """Ratio of step times, `b` over `a`, with the decision; None if a run has no steps."""
     if took_turns(a, b) and (ratio := step_ratio(a, b)):
         return ratio
     if not a.samples_s or not b.samples_s:

@@ -1,7 +1,7 @@
-"""A benchmark of attention: its cells (a shape, a number format and an implementation each), and their measurement.
+"""A benchmark of attention: the cells to measure, and how. A cell is a shape, number format and implementation.
 
-The cells come from a grid that steplab provides, from a TOML file, or from lists of values. A grid in TOML is like a
-study's: a description and `[[grid]]` tables, each a product of lists. `sequence` sets both queries and keys.
+Cells come from a preset grid, a TOML file, or lists of values. A TOML grid has a description and `[[grid]]` tables,
+each a product of lists. `sequence` sets both queries and keys.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from steplab.specs.study import GRIDS, content_of
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPass = Literal["forward", "backward", "both"]
 PASSES: tuple[AttentionPass, ...] = get_args(AttentionPass)
-"""forward: without gradients. backward: only the backward pass, after an untimed forward pass. both: a forward and a
+"""Passes to time. forward: without gradients. backward: without its untimed forward pass. both: a forward and a
 backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """One cell: queries of shape [batch, heads, queries, dim], keys and values of [batch, kv_heads, keys, dim]."""
+    """One cell: queries of shape [batch, heads, queries, dim]; keys and values of [batch, kv_heads, keys, dim]."""
 
     batch: Annotated[int, Declared(help="Sequences", least=1)] = 1
     heads: Annotated[int, Declared(help="Query heads", least=1)] = 1
@@ -83,13 +83,13 @@ class AttentionSpec:
 
     @property
     def shape(self) -> "AttentionSpec":
-        """Without implementation and compile mode: equal for comparable cells."""
+        """Copy with default implementation and compile mode; it is equal for comparable cells."""
         return dataclasses.replace(self, implementation="plain", compile="off")
 
     @property
     def sizes_label(self) -> str:
-        """batch×heads×sequence×dimension, such as 1×16×16384×64. 16/4 heads means 4 key and value heads; 1/512
-        positions means 1 query and 512 keys."""
+        """Sizes as batch×heads×sequence×dim, such as 1×16×16384×64. Heads 16/4: 4 key and value heads. Sequence 1/512:
+        1 query and 512 keys."""
         heads = f"{self.heads}" if self.num_kv_heads == self.heads else f"{self.heads}/{self.num_kv_heads}"
         length = f"{self.queries}" if self.num_keys == self.queries else f"{self.queries}/{self.num_keys}"
         return f"{self.batch}×{heads}×{length}×{self.dim}"
@@ -117,8 +117,8 @@ _SEQUENCE = replace(
     about=Declared(help="Sequence length of both queries and keys"),
 )
 FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
-"""Fields of a grid by name, in the order of options; the first varies slowest. `sequence` sets queries and keys that
-are not given."""
+"""Fields of a grid by name, in the order of options; the first varies slowest. `sequence` is the default of `queries`
+and `keys`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +153,13 @@ class AttentionStudy:
     description: str = ""
     """Purpose of the grid, in one line."""
     cells: tuple[AttentionSpec, ...]
-    """The cells without duplicates; cells of one shape are adjacent and are measured together."""
+    """The cells without duplicates; cells of equal shape are adjacent and are measured together."""
     passes: tuple[AttentionPass, ...] = PASSES
     """The passes that are timed."""
     device: str = "auto"
     """The device: auto, cpu, mps, cuda or cuda:N."""
     warmup_s: float = 0.1
-    """Shortest warm-up of each cell and pass, in seconds; each also runs at least three times."""
+    """Shortest warm-up of each cell and pass, in seconds; at least three calls run."""
     measured_s: float = 0.3
     """Time for the repeats of a cell and pass, in seconds; `least_repeats` and `most_repeats` bound their number."""
     least_repeats: int = 10
@@ -188,9 +188,8 @@ class AttentionStudy:
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Name, description and cells of a named grid or a TOML file. `overrides` replace the grid's fields, `defaults`
-    apply last. Raises UserError for an unknown or invalid grid.
-    """
+    """Read a preset grid or a TOML file; return its name, description and cells. `overrides` replace fields of the
+    grid, `defaults` fill missing ones. Raises UserError for an unknown or invalid grid."""
     content = content_of("grid", source, GRIDS)
     grids = content.get("grid", [])
     unknown = sorted(set(content) - {"description", "grid"})
@@ -202,7 +201,6 @@ def cells_of_grid(
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
-    """`sequence` also replaces `queries` and `keys`, and these replace it."""
     lists = as_grid(grid)
     if "sequence" in overrides:
         lists.pop("queries", None)
@@ -213,7 +211,7 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
-    """The first field varies slowest. Raises UserError without cells."""
+    """Cells of all grids; the first field varies slowest. Raises UserError without cells."""
     cells = cells_of_grids(grids, lambda grid: map(resolve_attention, products(grid)))
     if not cells:
         raise UserError("no cells to measure; give each field of the grid at least one value")
@@ -221,7 +219,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
-    """Raises UserError with the field, its value and the valid ones."""
+    """The cell. Raises UserError with an invalid field, its value and the valid ones."""
     for name in fields:
         if name not in FIELDS:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")

@@ -1,4 +1,4 @@
-"""The kernels of a step: implementations of attention that a device supports, the choice of `auto`, and refusals."""
+"""Kernels of a step: refuses those that a device does not support, and resolves attention `auto`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """The reason, also the lack of a backward pass on a CPU; None: it can run."""
+    """Reason that the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent
@@ -46,15 +46,15 @@ def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
 
 
 def chosen_attention(spec: StepSpec) -> str:
-    """For sdpa, the first in torch's order that can run the step."""
+    """The step's attention; sdpa becomes the first kernel in torch's order that supports the step."""
     if spec.attention != "sdpa":
         return spec.attention
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)
 
 
 def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *, hopper: bool | None = None) -> Choice:
-    """The choice of `auto` for a step of a model of this shape; device_name: from ops.attention.api.device_name,
-    hopper: as in `choose`."""
+    """Implementation that `auto` chooses for this step. `device_name`: from ops.attention.api.device_name; `hopper`:
+    see `choose`."""
     return choose(
         device=device_name,
         dtype=next(torch_name for torch_name, name in DTYPES.items() if name == _DTYPES[spec.precision]),
@@ -70,7 +70,8 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *,
 def with_attention_chosen(
     spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
 ) -> tuple[StepSpec, tuple[str, ...]]:
-    """The step with `auto` resolved on one of these GPUs, and a note on the choice; else unchanged, without a note."""
+    """Resolve attention `auto` on these GPUs; returns the step and a note. Other steps return unchanged, without a
+    note."""
     if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]

@@ -1,5 +1,5 @@
-"""The declaration of a benchmark: the fields of its cells, and its other options. The command's options, the keys of a
-study's table, the arguments of the Python function, and the errors about them follow from it."""
+"""Declares a benchmark: the fields of its cells, and its other options. Command-line options, study tables, Python
+arguments and error messages are derived from this."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How many processes measure together; torchrun has started them already."""
+    """Number of processes to start for a measurement; torchrun starts them itself."""
 
     gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
         None
@@ -28,23 +28,23 @@ class DoctorOptions:
     """The options of `steplab doctor`."""
 
     device: Device = "auto"
-    """The device that is examined."""
+    """Device to examine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[Options]):
-    """One benchmark, by the name of its command."""
+    """Declaration of a benchmark command."""
 
     name: str
     """Name of the command, and of the table in a study."""
     what: str
-    """Its name among the measurements of a study."""
+    """Words for the benchmark in a study's list of measurements."""
     timeout: str
-    """Default timeout of a cell, or of a cell without progress: 90s, 5min, 2h."""
+    """Default timeout of a cell, in total or without progress: 90s, 5min, 2h."""
     cells: Mapping[str, StepField]
-    """The fields of its cells, by their names."""
+    """Fields of a cell, by name."""
     options: type[Options]
-    """The dataclass of its other options."""
+    """Dataclass of the options outside cells."""
 
     @property
     def own(self) -> Fields:
@@ -60,7 +60,7 @@ class Benchmark(Generic[Options]):
         return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
-        """Raises UserError for an invalid name or type of an option."""
+        """A study's table with its options converted. Raises UserError for an unknown name or a wrong type."""
         options, known, found = {field.key: field for field in self.own}, self.names, dict[str, object]()
         for name, value in table.items():
             if name not in known:

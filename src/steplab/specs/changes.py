@@ -1,8 +1,9 @@
-"""Changes that may make a step faster without changing its training. `steplab advise` tries them, ranked by ORDER; the
-recipe `fast` uses those that made steps faster.
+"""Changes that may speed up a step without changing its training. `steplab advise` tries them in the ranks of ORDER;
+the recipe `fast` applies those that made steps faster.
 
-Each is one field of the step; specs.own_loop has its lines for a user's own training loop. A change of the model, the
-batch or the optimizer's rule would be another training and is not here; one of the number format is, with a note.
+A change sets one field of the step; specs.own_loop writes it as lines for a user's own training loop. Changes of the
+model, the batch or the optimizer's rule are excluded, because they change the training. Changes of the number format
+are included, with a note.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ _ANY: tuple[DeviceKind, ...] = ("cuda", "cpu", "mps")
 _CUDA: tuple[DeviceKind, ...] = ("cuda",)
 _EVERY_MODEL = ("transformer", "hf", "factory")
 RECIPE = "recipe"
-"""Name of the request among the fields of a step; a spec holds only the fields that it sets."""
+"""Key of a recipe's name among a step's fields. A spec has only the fields that the recipe sets."""
 RECIPES = ("fast",)
 ORDER = {
     "saves": "predicted to save enough to be kept: most saved per second of trial first",
@@ -31,46 +32,43 @@ ORDER = {
     "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }
-"""Ranks of the changes that a search may try, in their order; changes predicted not to fit come last, in the same
-order."""
-LAUNCHING = ("compile", "cuda_graph")
-"""Fields that determine how kernels are launched. While the GPU waits for Python, they come first: until then Python's
-noise is in every comparison and hides savings of GPU time."""
-FREEING = ("attention", "loss", "precision")
-"""Fields with changes that need less memory and no more time. If a step does not fit, they are tried first. One without
-effect on numbers is tried with a time-saving change that does not fit alone.
+"""Ranks of changes in the order of trial, with meanings. Changes predicted not to fit in memory come after all ranks.
 """
+LAUNCHING = ("compile", "cuda_graph")
+"""Fields that determine how kernels are launched. While the GPU waits for Python, they are tried first: until then
+Python's noise is in every comparison and hides savings of GPU time."""
+FREEING = ("attention", "loss", "precision")
+"""Fields whose changes may need less memory and no more time; they are tried first if a step does not fit. One that
+leaves the numbers equal is tried together with a time-saving change that alone does not fit."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
-"""Where the recipe's fields were measured, by kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One value of one field."""
+    """One value for one field of a step."""
 
     field: str
-    """The field, by its name in study files."""
+    """Name of the field in study files."""
     value: str
-    """Its value with the change."""
+    """Value that the change sets."""
     devices: tuple[DeviceKind, ...] = _ANY
-    """Kinds of devices on which it is worth trying."""
+    """Kinds of devices on which the change is worth trying."""
     replaces: tuple[str, ...] = ()
-    """Present values that it may replace; empty: all others."""
+    """Current values that the change may replace; empty: any other value."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Values of other fields that it requires, each also a change of this table; a search sets them with it."""
+    """Values that other fields must have; each is also a change in CHANGES. A search sets them together."""
     pointless_after: tuple[str, ...] = ()
-    """Values of the field that do the same and more, so that this one saves no time after them."""
+    """Values of the field that do the same and more, so that this change saves no time after them."""
     makes_room: bool = False
-    """True if it costs time for memory, so that it is tried only if the step runs out of memory; see FREEING."""
+    """True if the change saves memory at the cost of time: it is tried only when the step runs out of memory."""
     numerics: str = ""
-    """How it changes the numbers beyond the order of additions; empty: not at all."""
+    """Effect on the numbers beyond the order of additions; empty: none."""
     opt_in: bool = False
     """True if a search tries it only when its value is requested."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
-    """Kinds of models with it in the recipe `fast`, by kind of device. A later row of the same field replaces an
-    earlier one if the step supports it.
-    """
+    """Kinds of models to which the recipe `fast` applies this change, by kind of device. A later change of the same
+    field replaces an earlier one if the step supports it."""
 
     @property
     def words(self) -> str:
@@ -95,7 +93,7 @@ class Change:
         return spec.model.kind in self.fast.get(device_kind, ())
 
     def matters(self, spec: StepSpec) -> bool:
-        """True if it replaces the value of a field with an effect on this step."""
+        """True if the change would replace the current value of a field that affects this step."""
         changed, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
         return (
             now != self.value
@@ -105,7 +103,7 @@ class Change:
         )
 
     def brings(self, spec: StepSpec) -> tuple["Change", ...]:
-        """The further changes that it needs, for a step without them."""
+        """Further changes that the step needs before this one, from `needs`."""
         missing = (need for need in self.needs.items() if str(FIELDS[need[0]].read(spec)) != need[1])
         return tuple(next(change for change in CHANGES if (change.field, change.value) == need) for need in missing)
 
@@ -114,7 +112,7 @@ class Change:
         return dataclasses.replace(self, needs={**self.needs, **made})
 
     def made(self, spec: StepSpec) -> StepSpec:
-        """The step with the change and its needs. Raises UserError as with_fields does."""
+        """Step with the change and its `needs`. Raises UserError as with_fields does."""
         return with_fields(spec, {**self.needs, self.field: self.value})
 
     def is_supported(self, spec: StepSpec) -> bool:
@@ -203,7 +201,7 @@ CHANGES = (
         replaces=("block", "default", "reduce-overhead"),
     ),
 )
-"""In order of trials without a prediction."""
+"""In the order of trial without predicted savings."""
 
 
 def words_with(own: str, others: Sequence[str]) -> str:
@@ -225,7 +223,7 @@ def numerics_of_fp8(precisions: Collection[str]) -> tuple[str, ...]:
 def changes_for(
     spec: StepSpec, device_kind: str, *, keep_precision: bool, opt_in: Collection[str] = ()
 ) -> list[Change]:
-    """A step's changes, without number formats if `keep_precision`, and with only the opt-in changes in `opt_in`."""
+    """Changes that apply to the step. `keep_precision` excludes number formats; `opt_in` lists requested values."""
     return [
         change
         for change in CHANGES
@@ -236,10 +234,10 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """As resolve_step, with the additions of a recipe among `fields`.
+    """Resolve fields as resolve_step does, and apply the recipe that they name.
 
-    `device_kind` gives the kind of device behind a name, such as `auto`; only a recipe calls it. A Remark reports the
-    fields that were set, and those that could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    `device_kind` returns the kind of a device name such as `auto`; only a recipe calls it. A Remark reports the fields
+    that were set, and those that could not be. Raises UserError as resolve_step does, and for an unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)
@@ -271,7 +269,6 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
 
 
 def recipe_help() -> str:
-    """Help of --recipe: the settings for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
         values = dict[str, list[str]]()

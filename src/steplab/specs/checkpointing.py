@@ -26,7 +26,7 @@ CHECKPOINTING = {
     "selective_2": "the same, and every second linear layer of a block, as in torchtitan",
     "auto": "the first of none, selective, first_K and full with a fitting predicted memory",
 }
-"""The choices, and the activations that each recomputes; N is a whole number of at least 2, K of at least 1."""
+"""The choices, each with the activations that it recomputes. N is at least 2, K at least 1."""
 AUTO = "auto"
 SELECTIVE = ("selective", "selective_2")
 
@@ -44,9 +44,8 @@ def check_checkpointing(name: str) -> None:
 
 
 def is_recomputed(checkpointing: str, block: int) -> bool:
-    """Matmuls included; blocks count from 0. False for selective. Raises UserError for auto, which must be chosen
-    before.
-    """
+    """True if the whole block is recomputed, matmuls included; blocks count from 0. False for selective. Raises
+    UserError for auto, which must be resolved first."""
     if checkpointing == AUTO:
         raise UserError("checkpointing auto is not chosen here; name none, selective, full, first_K or every_N")
     if (first := num_first(checkpointing)) is not None:
@@ -65,8 +64,8 @@ def differs_by_block(checkpointing: str) -> bool:
 
 
 def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradients: bool) -> str | None:
-    """A note that a choice has less effect than its name suggests; None if it has its full effect. num_layers None: not
-    known. gradients: True if there is a backward pass."""
+    """Note that checkpointing has less effect than its name suggests; else None. `num_layers`: None if unknown.
+    `gradients`: True if there is a backward pass."""
     if checkpointing != "none" and not gradients:
         return "checkpointing: no effect, because without gradients no activation is saved"
     if num_layers is not None and num_layers < (num_first(checkpointing) or 0):

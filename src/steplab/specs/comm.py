@@ -1,7 +1,7 @@
-"""One collective cell of a benchmark, and a study of many: the message, its size, and the backend.
+"""A benchmark of collectives: its cells, and how to measure them.
 
-Sizes follow nccl-tests: the whole message; for all-gather, reduce-scatter and all-to-all, one rank's bytes times the
-number of ranks. Each rank's part is rounded down to a multiple of 16 bytes, for alignment.
+Message sizes follow nccl-tests: for all-gather, reduce-scatter and all-to-all, one rank's bytes times the number of
+ranks. Each rank's part is rounded down to a multiple of 16 bytes, for alignment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,13 @@ CommBackend = Literal["nccl", "gloo", "peer_copy"]
 CommDevice = Literal["cuda", "cpu"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-"""send_recv: every rank sends to the next and receives from the previous, both at once."""
+"""Names of the collectives. send_recv: every rank sends to the next while it receives from the previous."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
-"""Collectives with a message of one part per rank."""
+"""Collectives whose message has one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
-"""The collectives of backends that do not offer all."""
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
 _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
@@ -34,7 +33,7 @@ _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommSpec:
-    """One collective cell: the message, the backend and the number of ranks."""
+    """One cell: a collective, its message, the backend and the number of ranks."""
 
     collective: Annotated[Collective, Declared(help="Collective", default_words="all of them")] = "all_reduce"
     backend: Annotated[
@@ -95,7 +94,7 @@ class CommSpec:
 
     @property
     def part_elements(self) -> int:
-        """In one rank's part; in the whole message for a collective without parts."""
+        """Number of elements in one rank's part; in the whole message if it has no parts."""
         parts = self.world_size if self.collective in SCATTERED else 1
         part_bytes = self.size_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         return part_bytes // self.element_bytes
@@ -106,7 +105,7 @@ class CommSpec:
 
     @property
     def message_bytes(self) -> int:
-        """S of nccl-tests, after rounding."""
+        """Message size after rounding, in bytes; S in nccl-tests."""
         return self.message_elements * self.element_bytes
 
     @property
@@ -160,14 +159,12 @@ class CommStudy:
     cells: tuple[CommSpec, ...]
     """The cells, without duplicates."""
     num_processes: int
-    """Number of ranks that are started; ranks that a cell does not need idle while it runs."""
+    """Number of ranks to start; those that a cell does not use are idle meanwhile."""
     warmup_s: float = 0.1
-    """Shortest warm-up of each cell, in seconds; each also runs at least five times, and at most about ten times as
-    long."""
+    """Shortest warm-up of each cell, in seconds; at least five calls run, for at most about ten times as long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean over a millisecond of calls (measurement.comm.back_to_back), and as many single calls are timed.
-    """
+    sample is the mean over a millisecond of calls (measurement.comm.back_to_back); single calls are timed too."""
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""
     most_repeats: int = 200
@@ -187,7 +184,7 @@ class CommStudy:
 
 
 def numbers_of(processes: object) -> list[int]:
-    """Raises UserError for a text that is not a whole number."""
+    """Numbers in one text or a list. Raises UserError for text that is not a whole number."""
     listed = processes if isinstance(processes, (list, tuple)) else [processes]
     texts = [str(number).strip() for number in listed if number is not None]
     if wrong := [text for text in texts if not (text.isascii() and text.isdecimal())]:
@@ -196,9 +193,9 @@ def numbers_of(processes: object) -> list[int]:
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
-    """The product of the lists; a field of FIELDS without a list uses values that suit the machine. Cells that need the
-    same group of ranks are adjacent, and sizes vary fastest. Each backend uses the given devices and collectives that
-    it supports. Raises UserError with the field, its value and the valid ones."""
+    """Cells for all combinations of values; a field without values gets those that suit the machine. Cells on the same
+    ranks are adjacent, and sizes vary fastest. A backend skips devices and collectives that it does not support. Raises
+    UserError with an invalid field, its value and the valid ones."""
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
@@ -231,7 +228,7 @@ def _least_bytes(world_size: int) -> int:
 
 
 def worlds_of(num_processes: int) -> list[int]:
-    """Powers of two up to the number of processes, and that number: 2, 4 and 6 for six."""
+    """World sizes to measure: powers of two, and the number of processes. For six: 2, 4 and 6."""
     powers = [2**exponent for exponent in range(1, num_processes.bit_length()) if 2**exponent < num_processes]
     return [*powers, num_processes]
 
@@ -241,7 +238,6 @@ def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | Non
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """If none is supported, the first, which is then refused by name."""
     return [name for name in named if name in known] or [named[0]]
 
 

@@ -1,4 +1,4 @@
-"""The data-parallel study: one step, and the variants of gradient averaging that are compared on it."""
+"""The data-parallel study: variants of gradient averaging, compared on one training step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ KINDS: tuple[str, ...] = get_args(Kind)
 WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
 WITH_TRANSPORT = ("bucketed", "sharded")
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
-"""Kinds of variant with steplab.parallel.DataParallel."""
+"""Kinds of variant that use steplab.parallel.DataParallel."""
 _CHOSEN_HERE = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
     "device",
     "update",
 }
 SMALL_STEP = {"context": 64, "batch": 2}
-"""Defaults on a CPU."""
+"""Default context and batch on a CPU."""
 _TOLD = {
     "batch": ("Sequences in a micro-step, on each rank", "4; on a CPU 2"),
     "context": ("Tokens per sequence", "128; on a CPU 64"),
@@ -34,15 +34,14 @@ _TOLD = {
         "off",
     ),
 }
-"""Help and default of the step's fields with other defaults or choices here."""
+"""Help and default of step fields that differ in this study."""
 COLLECTIVES = "collectives"
-"""The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
-"""How gradients are sent, by DataParallel's names."""
+"""Ways to send gradients, by their names in DataParallel."""
 UPDATES = (AFTER, OVERLAPPED)
-"""When parameters are updated: after all gradients have arrived, or some at a time with their own gradients."""
+"""When parameters are updated: after all gradients have arrived, or in parts as their gradients arrive."""
 _CHOICES = {"transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES), "update": (WITH_UPDATE, UPDATES, AFTER)}
-"""Choices of some kinds of variant: the kinds, the values, and the default."""
+"""Options that only some kinds of variant have: those kinds, the values, and the default."""
 _SIZED = ("bucketed", "torch_ddp")
 DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
@@ -67,14 +66,14 @@ class Variant:
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
-    DistributedDataParallel. sharded: buckets, each gradient averaged only on the owner of its parameter, and
-    ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
+    DistributedDataParallel. sharded: buckets; a gradient is averaged only on the rank that owns its parameter, for
+    ShardedOptimizer. fsdp2: torch's fully_shard on each block."""
     bucket_size_mb: float | None = None
-    """Largest size of a bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
+    """Largest bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
     transport: str | None = None
-    """How buckets of gradients are sent, by DataParallel's name; None for kinds without a choice."""
+    """How buckets of gradients are sent, one of TRANSPORTS; None for kinds without this option."""
     update: str | None = None
-    """When parameters are updated, of UPDATES; None for kinds without a choice."""
+    """When parameters are updated, one of UPDATES; None for kinds without this option."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -114,22 +113,22 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpStudy:
-    """The compared variants, and their measurement."""
+    """Variants to compare, and how to measure them."""
 
     step: StepSpec
-    """The step of each rank: `batch` sequences per rank; `warmup` and `steps` count for each variant."""
+    """Training step of each rank: `batch` is per rank, `warmup` and `steps` are per variant."""
     processes: int = 2
     """Number of ranks."""
     compile: Literal["off", "block"] = "off"
-    """Set only in old records; it is moved to the step's own `compile`."""
+    """Set only in old records, and then moved to `step.compile`."""
     contenders: tuple[Variant, ...]
-    """The variants in the order they are measured, without duplicates; `none`, the baseline, comes first."""
+    """Variants in the order of measurement, without duplicates; the baseline `none` is first."""
     turn: int = 5
-    """Steps of a variant between two turns of the baseline."""
+    """Number of consecutive steps of a variant before the baseline is measured again."""
     profiled_steps: int = 2
-    """Further steps of each variant under a profiler, after it is timed; 0: no traces and no timelines."""
+    """Number of profiled steps of each variant, after the timed ones; 0: no traces and no timelines."""
     repeats: int = 10
-    """How often the communication of each variant is timed alone."""
+    """Number of times that each variant's communication is timed without computation."""
 
     def __post_init__(self) -> None:
         for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
@@ -232,7 +231,8 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """`small`: by default with buckets for a CPU. Raises UserError also for unused options."""
+    """Variants that the options request. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused
+    options."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))
@@ -255,11 +255,11 @@ def variants_of(
     transports: Sequence[str] = (COLLECTIVES,),
     updates: Sequence[str] = (AFTER,),
 ) -> tuple[Variant, ...]:
-    """The variants of these names.
+    """Variants of these names, without duplicates.
 
-    `bucketed` and `torch_ddp` come once for each bucket size, or as `bucketed:25` for one; `bucketed` and `sharded`
-    also once for each transport, and `overlap` and `bucketed` once for each update. `sharded` has 25 MB unless it names
-    another size. Raises UserError for an unknown name and for a size that is not a number.
+    `bucketed` and `torch_ddp` yield one variant for each bucket size; `bucketed:25` yields only 25 MB. `bucketed` and
+    `sharded` are repeated for each transport, `overlap` and `bucketed` for each update. `sharded` has 25 MB by default.
+    Raises UserError for an unknown name and an invalid size.
     """
     found: list[Variant] = []
     for name in names:

@@ -1,14 +1,13 @@
-"""Vendors' figures for GPUs and TPUs (peaks, memory, links) and for networks between nodes, from hardware.toml and
-networks.toml.
+"""Vendors' figures for GPUs, TPUs and networks between nodes, from hardware.toml and networks.toml.
 
-They are denominators and planning limits, never measurements. Conventions of every entry:
+They serve as denominators and planning limits, never as measurements. Conventions of every entry:
 
 - A peak is dense, in FLOP/s, a multiply-add counted as two, with FP32 accumulation; the citation says where a figure
   "with sparsity" was halved.
 - `fp32` is the rate outside the tensor cores; `tf32` is the rate of float32 matrix products with TF32 allowed.
 - Bandwidths are in bytes per second with GB = 1e9. An interconnect's is per GPU, both directions together.
-- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold; `usable_bytes` is the
-  slightly smaller memory that torch reports, if known.
+- `memory_bytes` is the stated capacity, with GB read as 2**30 bytes; `usable_bytes` is the slightly smaller memory
+  that torch reports, if known.
 
 A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has other rates, and
 gets no figures rather than a similar GPU's.
@@ -48,59 +47,58 @@ class HardwareSpec:
     device_names: tuple[str, ...] = ()
     """Exact results of torch.cuda.get_device_name() for this GPU; none for a TPU."""
     platform: Literal["cuda", "rocm"] = "cuda"
-    """Target of its kernels; without a meaning for a TPU."""
+    """Platform that kernels are compiled for; meaningless for a TPU."""
     memory_bytes: _Count
     """Stated capacity in bytes, with GB read as 2**30 bytes."""
     usable_bytes: _Count | None = None
-    """Total memory as torch reports it (total_memory), in bytes; None: not known for this card."""
+    """Total memory as torch reports it (total_memory), in bytes; None: unknown."""
     memory_bandwidth_bytes_per_s: _Figure
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
     multiprocessors: _Count | None = None
-    """Number of streaming multiprocessors, or compute units; None: no source for it."""
+    """Number of streaming multiprocessors, or compute units; None: unknown."""
     interconnect: str
-    """The fastest link between GPUs, such as NVLink 4; a bridge is an option that a machine may lack."""
+    """Name of the fastest link between GPUs, such as NVLink 4; a machine may lack one that is a bridge."""
     interconnect_bytes_per_s: _Figure
-    """Stated bandwidth of that link per GPU, both directions together, GB = 1e9."""
+    """Stated bandwidth of the interconnect per GPU, both directions together, GB = 1e9."""
     peaks: Mapping[str, Peak]
     """Peak by number format: fp32, tf32, bf16, fp16, fp8. A format that the GPU lacks is absent."""
     sources: Mapping[str, str]
     """A citation for every figure, by field name or number format."""
     axis_bytes_per_s: _Figure | None = None
-    """For a chip in a torus: bytes per second along one axis, over both of its links, GB = 1e9. None for GPUs: their
-    links lead to a switch or to each other.
-    """
+    """Bandwidth along one axis of a torus of chips, over both links of the axis, GB = 1e9. None for GPUs, which form
+    none."""
 
     def peak_flops(self, dtype: str) -> Peak | None:
         return self.peaks.get(dtype)
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The network between nodes of some GPUs."""
+    """The network between nodes with certain GPUs."""
 
     name: str
-    """For example InfiniBand NDR."""
+    """Name of the network, such as InfiniBand NDR."""
     bytes_per_s: float
     """Stated bandwidth of one GPU's adapter in one direction, GB = 1e9."""
     reached: float
-    """Share of it that NCCL's large messages reach."""
+    """Fraction of `bytes_per_s` that NCCL reaches with large messages."""
     reached_source: str
-    """Citation of that share."""
+    """Citation of `reached`."""
     gpus: tuple[str, ...]
-    """GPUs by their short names."""
+    """Short names of the GPUs."""
     gpus_per_node: int
-    """GPUs of a node, each with its own adapter."""
+    """Number of GPUs per node, each with its own adapter."""
     source: str
     """Citation of the stated figures, and their conversion."""
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """Every known GPU, in the order of the file."""
+    """Every known GPU, in the file's order."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
 @functools.cache
 def accelerators() -> tuple[HardwareSpec, ...]:
-    """torch has no names for TPUs."""
+    """Every known GPU and TPU."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
@@ -110,9 +108,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name or torch's, without regard to case and spaces; H100 means the module with most
-    memory, SXM if there is one. Raises UserError with the short names.
-    """
+    """GPU with this short name or torch's, without regard to case and spaces. H100 means its SXM module, else the one
+    with most memory. Raises UserError with the short names."""
     return _named(name, catalogue())
 
 
@@ -147,7 +144,6 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """The entries of a hardware file, each figure with its citation; a test checks that ours is complete."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 
@@ -169,10 +165,10 @@ def networks() -> tuple[NetworkSpec, ...]:
 
 
 def network_of(gpu: str) -> NetworkSpec | None:
-    """The network of a vendor's cluster of these GPUs."""
+    """Network of the vendor's clusters of these GPUs; None: unknown."""
     return next((network for network in networks() if gpu in network.gpus), None)
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """The network for the reached share of these GPUs' stated adapter: their own, else the one with the least share."""
+    """Network whose `reached` applies to these GPUs: their own, else the one that reaches least."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

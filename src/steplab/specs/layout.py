@@ -1,4 +1,4 @@
-"""The devices of a step: their valid names, and the axes of parallelism with their sizes. measurement.machine.device
+"""Devices and parallelism of a step: valid device names, and sizes of the parallel axes. measurement.machine.device
 checks that a device exists."""
 
 import dataclasses
@@ -15,7 +15,7 @@ _PLAIN = ("auto", "cpu", "mps", "cuda")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The axes of a step's processes; the product of their sizes is the number of processes, one per GPU."""
+    """Sizes of the parallel axes of a step; their product is the number of processes, one per GPU."""
 
     dp: int = 1
     """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""
@@ -52,7 +52,7 @@ AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Layout)
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout written as `dp=2,fsdp=2`; missing axes are 1. Raises UserError for another text, and Unsupported for
+    """Parse text such as `dp=2,fsdp=2`; missing axes are 1. Raises UserError for invalid text, and Unsupported for
     context parallelism."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -69,14 +69,14 @@ def parse_layout(text: str) -> Layout:
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """The blocks of a stage of a pipeline: equal numbers, with the remainder on the first stages."""
+    """Numbers of the blocks in a pipeline stage; the first stages have one more if they cannot be equal."""
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
 
 
 def check_device(name: str, there: Sequence[str] = ()) -> None:
-    """Raise UserError for an invalid name; `there` are the existing devices."""
+    """Raise UserError for an invalid name, with the existing devices, `there`."""
     kind, colon, index = name.partition(":")
     if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
         return
@@ -85,9 +85,8 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """The fields on `gpus` GPUs, or in `processes` processes on the CPU; without its own layout, data parallel. Raises
-    UserError for contradictions with its layout or device.
-    """
+    """Fields with device and layout for `gpus` GPUs, or for `processes` processes on the CPU; default: data-parallel.
+    Raises UserError if the given layout or device contradicts the number."""
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
@@ -103,7 +102,8 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """Number and device (cuda or cpu). Raises UserError for both, for less than one, and for a contradicting device."""
+    """Number of processes and their device, cuda or cpu. Raises UserError for two numbers or none, for one below 1, and
+    for a contradicting device."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

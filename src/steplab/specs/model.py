@@ -118,22 +118,21 @@ class TransformerShape:
 
     @property
     def kv_width(self) -> int:
-        """All heads together."""
+        """Width of the keys over all heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def query_key_value_widths(self) -> tuple[int, int, int]:
-        """All heads together."""
+        """Widths of queries, keys and values over all heads."""
         return self.d_model, self.kv_width, self.kv_width
 
     @property
     def feed_forward_layers(self) -> tuple[str, ...]:
-        """The last leads back to the residual stream."""
+        """Names of the feed-forward block's linear layers, in order."""
         return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
 
     @property
     def has_norm_biases(self) -> bool:
-        """RMSNorm never has biases."""
         return self.norm == "layernorm" and self.biases == "all"
 
 
@@ -170,7 +169,7 @@ MODEL_SIZES: dict[str, TransformerShape] = {
     "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
     "xxl": _shape(16384, 53248, 126, 0, vocab_size=0, feed_forward="gelu"),
 }
-"""The built-in sizes. tiny is for a CPU; xxl is for planning only: feed-forward blocks, no attention."""
+"""Built-in sizes by name. tiny is for a CPU; xxl is for planning only: it has feed-forward blocks, no attention."""
 
 PLANNING_ONLY = ("xxl",)
 
@@ -181,22 +180,22 @@ MEASURED = tuple(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A model by name, with everything needed to build it again on another machine."""
+    """A model by name, with everything needed to rebuild it on another machine."""
 
     name: str
     """A built-in size, `hf:PATH/config.json`, or `package.module:function`."""
     kind: ModelKind
-    """Its builder: steplab's plain Transformer, the transformers library, or the user's factory."""
+    """Builder: transformer (steplab's own), hf (the transformers library) or factory (the user's function)."""
     shape: TransformerShape | None = None
-    """Sizes of a built-in model; None for other kinds, which are counted once built."""
+    """Sizes of a built-in model; None for other kinds, whose parameters are counted after building."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """The content of the transformers config.json, so that a record is complete without the file. Equality includes it,
-    the hash does not, because a dict cannot be hashed."""
+    """Content of the transformers config.json, so that a record is complete without the file. It is not part of the
+    hash, because a dict cannot be hashed."""
 
     @property
     def label(self) -> str:
-        """Short name for tables: the built-in name with changed sizes; for a configuration, its file's name. A
-        config.json is named by its folder, because the model type is the same for every size of a family."""
+        """Short name for tables: a built-in name with changed sizes, or a configuration file's name. For a config.json
+        it is the folder's name, because all sizes of a family share a model type."""
         if self.kind == "factory":
             return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
         if self.kind == "hf":
@@ -215,13 +214,13 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int | None:
-        """Longest context that the position embedding supports, in tokens; None: no limit known."""
+        """Longest context that the position embedding supports, in tokens; None: unknown or unlimited."""
         if self.shape is not None:
             return self.shape.learned_positions or None
         return self.configured("max_position_embeddings") or self.configured("n_positions")
 
     def configured(self, name: str) -> int | None:
-        """A whole number of a transformers configuration; None: absent, or another kind of model."""
+        """Whole number in a transformers configuration; None: absent, or another kind of model."""
         config = self.hf_config or {}
         text = config.get("text_config", config)  # models that also take images nest the language model's part
         value = text.get(name) if isinstance(text, dict) else None
@@ -229,9 +228,8 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """The model, with built-in sizes replaced by `overrides`. Raises UserError for an unknown name, an unreadable
-    configuration, or an override that does not apply.
-    """
+    """Spec of a model; `overrides` replace built-in sizes. Raises UserError for an unknown name, an unreadable
+    configuration, or an override that does not apply."""
     overrides = overrides or {}
     if name in MODEL_SIZES:
         valid = [field.name for field in dataclasses.fields(TransformerShape)]

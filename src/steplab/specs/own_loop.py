@@ -1,8 +1,8 @@
-"""A step as a user's own training loop: the lines of Python that compute the step's fields.
+"""Writes a step as lines of Python for a user's own training loop.
 
-Each section follows from its fields, in program order. The loop knows `model`, `batches`, `device` and `lr`. It calls
-the model, finds the loss and splits a batch by the functions of a measured step, so that it runs for every model that
-can be measured.
+Each section follows from fields of the step, in program order. The lines use the variables `model`, `batches`, `device`
+and `lr`. They call the model, find the loss and split a batch by the functions of a measured step, so they run for
+every model that can be measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Excerpts of the model in the order of its forward pass; empty for a plain one. Other names are the model's."""
+    """Lines for the model, in the order of its forward pass; empty for a plain one. Undefined names are the model's."""
     return _with_imports_first(_model(spec))
 
 

@@ -1,4 +1,4 @@
-"""Questions on records, in TOML: rows that answer one, the table of them, and a sentence with its figures.
+"""Questions that records answer, in TOML, each with its table and a sentence with figures.
 
 docs/studies.md has an example and the keys.
 """
@@ -15,20 +15,19 @@ FOLDER = "questions"
 
 Value = str | int | float | bool
 Where = dict[str, Value | list[Value]]
-"""Fields of a row -> the value, or any of the values, that it has to have."""
+"""Filter of rows: each field must have the value, or one of the values."""
 
 
 class Expression(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A figure of each row: a field, which may be divided."""
+    """A value computed from each row: a field, or a quotient."""
 
     value: str
-    """A field of the row."""
     over: str = ""
-    """The field that divides it."""
+    """Field to divide by."""
     against: dict[str, Value] = {}
-    """The row that divides it has these values instead, and else the same settings."""
+    """Divide by the row with these values and otherwise equal settings."""
     share: bool = False
-    """Whether a quotient is written as a share, 12 %, and not as 0.12×."""
+    """True to write a quotient as 12 % instead of 0.12×."""
 
     @property
     def is_quotient(self) -> bool:
@@ -36,28 +35,25 @@ class Expression(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froze
 
 
 class Column(Expression, kw_only=True, frozen=True):
-    """A column of the table."""
-
     header: str = ""
-    """Empty: the field's name in words."""
+    """Heading; empty: the field's name in words."""
     interval: bool = False
-    """True: its 95 % interval follows, of a time whose rows have one."""
+    """True to append the 95 % interval of a time, if its row has one."""
 
 
 class Figure(Expression, kw_only=True, frozen=True):
-    """A figure of the answer: one of many rows."""
+    """A figure in the answer's sentence, taken from several rows."""
 
     where: Where = {}
-    """Use these of the question's rows."""
+    """Filter of the question's rows."""
     take: Literal["range", "min", "max", "median", "a_doubling"] = "range"
-    """a_doubling: median growth where `along` doubles."""
+    """a_doubling: median growth where the field `along` doubles."""
     along: str = ""
-    """The field that doubles."""
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A question of `steplab plan accounting`, by the beginning of its text, with that command's options; without a
-    model, `steplab attention --derive`."""
+    """A question that `steplab plan accounting` answers, named by its beginning, with options of that command. Without
+    a model, `steplab attention --derive` answers."""
 
     question: str = ""
     model: str = ""
@@ -70,48 +66,43 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
 
     asks: str
     rows_of: str = ""
-    """The kind of row; empty: `derives` answers, or no record can."""
+    """Kind of the rows; empty: `derives` answers, or no record can."""
     where: Where = {}
     rows: str | list[str] = []
-    """The settings that vary between rows."""
+    """Settings that distinguish the table's rows."""
     across: str = ""
-    """The setting that varies between columns, which all show the first of `columns`."""
+    """Setting with a column for each value; all these columns show the first of `columns`."""
     columns: list[Column] = []
     order: str = ""
-    """Sort rows by this field, the largest first; empty: by their settings."""
+    """Field to sort rows by, the largest first; empty: sort by their settings."""
     most: int = 0
-    """Number of rows that are shown; 0: all."""
+    """Largest number of rows to show; 0: all."""
     figures: dict[str, Figure] = {}
-    """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
+    """Figures that the answer inserts as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
     otherwise: str = ""
-    """The answer where no record has the figures; empty: not measured."""
+    """Answer if no record has the figures; empty: not measured."""
     complete: Where = {}
-    """Values that the question asks for: a combination of them without a row leaves it partly answered."""
+    """Values to cover in all combinations; a combination without a row leaves the question partly answered."""
     shows: list[str] = []
-    """Sections of the answering record's own report, by their titles, with their pictures."""
+    """Titles of sections, with pictures, to show from the answering record's own report."""
     derives: Derivation | None = None
     why: str = ""
     measure: str = ""
-    """The command that measures the answer."""
 
 
 class Chapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Questions on one thing."""
-
     title: str
     question: list[Question]
 
 
 class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A write-up."""
-
     title: str
     chapter: list[Chapter]
 
 
 def load_questions(source: str) -> Questions:
-    """Raises UserError for a file without questions."""
+    """Read a preset or a TOML file. Raises UserError if it has no questions."""
     content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
     try:
         return msgspec.convert(content, Questions)

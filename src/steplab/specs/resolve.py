@@ -1,8 +1,6 @@
-"""Turns a user's fields (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec, and that into
-options.
+"""Converts a user's fields (`{"model": "small", "context": 256}`) to a StepSpec, and a StepSpec to options.
 
-The command line, study files and the Python interface share this module, so that a wrong name or type gets the same
-message everywhere.
+The command line, study files and Python share this module, so a wrong name or type gets the same message everywhere.
 """
 
 import dataclasses
@@ -23,9 +21,8 @@ Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """Defaults apply to missing fields. Raises UserError with the field, its value and the valid ones; also for a given
-    field without an effect on this step.
-    """
+    """StepSpec with these fields, and defaults for others. Raises UserError for an invalid field, with the valid
+    values, and for a field without an effect on this step."""
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
         raise UserError(f"{name} has no effect here: {why}")
@@ -37,19 +34,18 @@ def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
 
 
 def products(grid: Grid) -> list[dict[str, object]]:
-    """The first field varies slowest."""
+    """All combinations; the first field varies slowest."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cell]]) -> tuple[Cell, ...]:
-    """Cells without repeats, each at its first place."""
+    """Cells of all grids in order, without duplicates."""
     return tuple(dict.fromkeys(cell for grid in grids for cell in resolve(grid)))
 
 
 def resolve_grid(grid: Grid) -> list[StepSpec]:
-    """The first field varies slowest. A field without an effect in some cells is left out of them, so cells may be
-    equal. Raises UserError as resolve_step does.
-    """
+    """Steps for all combinations of values; the first field varies slowest. A field is omitted from combinations that
+    it does not affect, so steps may repeat. Raises UserError as resolve_step does."""
     every = products(grid)
     unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)
@@ -60,9 +56,8 @@ def resolve_grid(grid: Grid) -> list[StepSpec]:
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """The spec with fields changed, by their names in study files. Raises UserError for an invalid value, and
-    Unsupported for an unsupported step.
-    """
+    """Copy with changed fields, named as in study files. Raises UserError for an invalid value, and Unsupported for an
+    unsupported step."""
     parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
     changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}
@@ -75,7 +70,7 @@ def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
 
 
 def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The command that measures this step; it omits defaults."""
+    """Command that measures this step, without default options. `changes` set further options."""
     return f"steplab run {options(spec, changes)}"
 
 

@@ -1,4 +1,4 @@
-"""The training step under test: one frozen spec, validated once, before anything is built."""
+"""The specification of a training step: one frozen dataclass, checked once, before anything is built."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -19,9 +19,9 @@ from steplab.specs.step_choices import (
 from steplab.specs.step_fields import StepField, declared_fields
 
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
-"""Precisions of a forward pass under autocast -> autocast's format."""
+"""Number format of autocast, for the precisions that use it."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
-"""Pipeline stages per rank of pp, by the name of the schedule."""
+"""Number of pipeline stages per rank, by schedule."""
 _LARGEST_SHOWN = 1024
 _OFF = "or --cuda-graph off"
 _AFTER = "or --update after"
@@ -29,7 +29,7 @@ _PLAIN = "or --block-ops plain"
 
 
 def refuse_unserved_layout(spec: StepChoices) -> None:
-    """Along fsdp, tp or pp; every step can run along dp."""
+    """Raise Unsupported if the step cannot be split along fsdp, tp or pp; every step supports dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
     if layout.world_size == layout.dp:
@@ -67,7 +67,7 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
 
 
 def refuse_uneven_split(spec: StepChoices) -> None:
-    """Raise UserError with the valid sizes of tp, and Unsupported if it would split queries from keys."""
+    """Raise UserError, with valid sizes, if tp divides the model unevenly. Raise Unsupported for merged projections."""
     layout, shape = spec.layout, spec.model.shape
     if layout.tp == 1 or shape is None:
         return
@@ -142,7 +142,7 @@ def refuse_unrecorded_step(spec: StepChoices) -> None:
 
 
 def refuse_unserved_update(spec: StepChoices) -> None:
-    """Raise Unsupported for an update that needs all gradients first, or gets them all at once."""
+    """Raise Unsupported for an overlapped update if it needs all gradients first, or all arrive at once."""
     if spec.update != OVERLAPPED or spec.pass_name != "train":
         return
     what, layout = "update overlapped with", spec.layout
@@ -174,9 +174,7 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 
 
 def refuse_unserved_masters(spec: StepChoices) -> None:
-    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast, and for an optimizer
-    without masters.
-    """
+    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast, or have no masters."""
     if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
@@ -213,7 +211,7 @@ def refuse_unserved_fp8(spec: StepChoices) -> None:
 
 
 def refuse_unserved_block_ops(spec: StepChoices) -> None:
-    """Either all three kernels run or none, so that the choice's name describes the measurement."""
+    """Raise Unsupported unless all three Triton kernels can run; a mixture would be measured under a wrong name."""
     if spec.block_ops != "triton":
         return
     model, layout, shape, what = spec.model, spec.layout, spec.model.shape, "block_ops triton with"
@@ -233,7 +231,7 @@ def refuse_unserved_block_ops(spec: StepChoices) -> None:
 
 
 def refuse_unserved_graph(device: str) -> None:
-    """`auto` passes, because it is not resolved yet."""
+    """Raise Unsupported for a device without CUDA graphs. `auto` passes: it is resolved later."""
     kind = device.partition(":")[0]
     if kind in ("cpu", "mps"):
         why = "CUDA graphs are recorded and replayed by a CUDA GPU"
@@ -245,7 +243,6 @@ _REFUSALS = (
     *(refuse_unserved_triton_optimizer, refuse_unserved_update, refuse_unserved_block_ops, refuse_unserved_masters),
     refuse_unserved_fp8,
 )
-"""Checks that fields fit each other; each raises UserError or Unsupported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,15 +271,14 @@ class StepSpec(StepChoices):
 
 
 STEP_FIELDS: tuple[StepField, ...] = declared_fields(StepSpec)
-"""The fields of a step, the model first."""
 FIELDS: dict[str, StepField] = {field.key: field for field in (*STEP_FIELDS, *SIZE_FIELDS)}
-"""Every field that can be set or swept, by its name in study files and on the command line."""
+"""Every field that can be set or swept, model sizes included, by its name in study files and options."""
 CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field in STEP_FIELDS if field.choices}
-"""The valid texts of each field that is a choice, by its name in StepSpec."""
+"""Valid values of each field that is a choice, by its name in StepSpec."""
 
 
 def describe(spec: StepSpec) -> str:
-    """The step's choices, without defaults that need no mention."""
+    """The step's settings in words, without `quiet` defaults."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]

@@ -1,4 +1,4 @@
-"""The fields of a training step, each declared once. One without effect is refused with a replacement: its `unused`."""
+"""The fields of a training step, each declared once. A field's `unused` refuses it, with a fix, if it has no effect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,24 +31,24 @@ ALONE: Final[dict[str, Any]] = {
     "pipeline_schedule": "1f1b",
     "reshard_after_forward": "auto",
 }
-"""The choices of a step that only several processes have, as of one process."""
+"""Values of the multi-process fields in a step of one process."""
 OVERLAPPED: Final = "overlapped"
 IN_FLIGHT = ("overlap", "bucketed")
-"""Strategies of data parallelism that send gradients while others are still being made."""
+"""Data-parallel strategies that send gradients during the backward pass."""
 FP8 = ("fp8", "fp8_torchao")
 """Precisions with fp8 products in the blocks' linear layers."""
 WITH_MASTERS = ("bf16_master", *FP8)
-"""Precisions with bf16 weights and the optimizer's fp32 masters."""
+"""Precisions with bf16 weights and fp32 master weights in the optimizer."""
 KEEPS_MASTERS = "adamw_triton"
-"""The optimizer that keeps masters, and the default with them."""
+"""The optimizer that keeps fp32 masters, and the default for WITH_MASTERS."""
 RECORD_THEIR_OWN = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that record the model's launches as CUDA graphs and replay them."""
+"""Modes of torch.compile that record CUDA graphs of the model and replay them."""
 DEFAULT_MODEL = "tiny"
 _MODELS = ", ".join(MEASURED)
 
 
 def averages_gradients(layout: Layout) -> bool:
-    """True if steplab's own data parallelism averages the gradients: only with no other axis; else FSDP2 does."""
+    """True if steplab's own data parallelism averages gradients: dp is the only axis. With other axes FSDP2 does."""
     return layout.world_size == layout.dp > 1
 
 
@@ -78,7 +78,7 @@ def no_gradients(spec: "StepChoices") -> str | None:
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """Why steplab's field has no effect on a model with its `own`; None if it has."""
+    """Make the `unused` of a field for built-in models only. `own` completes the reason, as 'has its own blocks'."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -110,7 +110,7 @@ def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoices:
-    """The fields of a StepSpec, which checks that they are valid and fit each other."""
+    """The fields of a StepSpec, which also checks that they are valid and fit each other."""
 
     model: Annotated[
         ModelSpec,
@@ -422,27 +422,27 @@ class StepChoices:
 
     @property
     def num_microbatches(self) -> int:
-        """The given number, or one per sequence; 1 without a pipeline."""
+        """Number of pipeline microbatches: `microbatches`, or one per sequence; 1 without a pipeline."""
         return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
     def tokens(self) -> int:
-        """In a micro-step of one process: batch x context."""
+        """Tokens in a micro-step of one process: batch x context."""
         return self.batch * self.context
 
     @property
     def as_predicted(self) -> Self:
-        """The step with default measurement settings, which do not affect a prediction."""
+        """Copy with default warm-up, steps, seed and device, which do not affect a prediction."""
         return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property
     def micro_steps(self) -> int:
-        """`accumulation`, or 1 without gradients."""
+        """Number of micro-steps: `accumulation`, or 1 without gradients."""
         return 1 if self.pass_name == "forward" else self.accumulation
 
     @property
     def tokens_of_all(self) -> int:
-        """batch x context x micro-steps x data-parallel ranks."""
+        """Tokens in a step: batch x context x micro-steps x data-parallel ranks."""
         return self.tokens * self.micro_steps * self.layout.data_ranks
 
     @property
@@ -451,23 +451,22 @@ class StepChoices:
 
     @property
     def launcher(self) -> str:
-        """Launches the kernels: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
+        """How kernels are launched: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
         return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
     def updates_in_backward(self) -> bool:
-        """True if parameters are updated within the backward pass; across ranks they are updated after it."""
+        """True if parameters are updated during the backward pass; several ranks update them after it."""
         return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
 
     @property
     def strategy(self) -> str | None:
-        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and in a layout with other
-        axes, where FSDP2 averages them."""
+        """Strategy of steplab's own gradient averaging; None without a dp axis, or if FSDP2 averages gradients."""
         return self.data_parallel if averages_gradients(self.layout) else None
 
     @property
     def bucket_mb(self) -> float | None:
-        """In units of 1e6 bytes; None without buckets."""
+        """Bucket size in units of 1e6 bytes; None without buckets."""
         return self.bucket_size_mb if self.strategy == "bucketed" else None
 
     @property
@@ -478,5 +477,5 @@ class StepChoices:
 
     @property
     def checkpoints_apply(self) -> bool:
-        """True if `checkpointing` has an effect: not without gradients, and not on a factory's model."""
+        """True if `checkpointing` has an effect: the step has gradients, and the model is not a factory's."""
         return self.pass_name != "forward" and self.model.kind != "factory"

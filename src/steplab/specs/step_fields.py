@@ -1,11 +1,9 @@
-"""The declaration of a field of a step or of a benchmark's cell, with derived texts and checks.
+"""Declares a field of a step or of a benchmark's cell; option, help, checks and table column are derived from it.
 
-A declaration is in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`, `specs.comm`
-and, for the options of a benchmark, next to its cells:
+A declaration is part of the field's type annotation, in `specs.step_choices`, `specs.model`, `specs.attention`,
+`specs.comm` or a benchmark's options:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
-
-Options, help, study files, checks, table columns, words and the keys of cells follow from it.
 """
 
 import dataclasses
@@ -17,32 +15,32 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from steplab.errors import UserError
 
 Spec = Any
-"""A specs.step.StepSpec, which is made of these declarations."""
+"""A specs.step.StepSpec; that module imports this one."""
 
 LARGEST = 2**63 - 1
 """Largest valid count; a larger one fits neither a tensor's size nor a database column."""
 
 Scalar = str | int | float | None
-"""A value in a row."""
+"""Value of a field in a table row."""
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Declared:
-    """The declaration of a field, in its annotation; name, type, choices and default come from the dataclass."""
+    """Metadata of a field, in its type annotation. Name, type, choices and default come from the dataclass."""
 
     help: str
     """Help of the option, without the choices and the default."""
     key: str | None = None
     """Name in study files and, with hyphens, of the option; None: the field's own name."""
     choices: tuple[str, ...] = ()
-    """The valid texts, for a field of type str with choices from a table."""
+    """Valid values of a `str` field whose choices come from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Meaning of each choice, shown in brackets after it in the help; for a text with a `check`, of all its forms."""
+    """Meaning of each choice, shown in brackets after it in the help; with a `check`, of each valid form."""
     default_words: str | None = None
     """The default in words, for the help; None: the help shows its value, if any."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
-    """The heading of the option in help; step: no heading for an option outside of a benchmark's fields."""
+    """Help section of the option. A benchmark's option outside its cells has none if this is step."""
     least: int | None = None
     """Smallest valid whole number."""
     above: float | None = None
@@ -50,39 +48,37 @@ class Declared:
     check: Callable[[str], None] | None = None
     """Function that raises UserError for an invalid text."""
     parse: Callable[[str], object] | None = None
-    """Function that makes the value from text, for a type that is neither text nor a number; the text may contain
-    commas."""
+    """Function that converts text to a type other than text and numbers; the text may contain commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Function that returns True if the field has an effect on a step; rows and labels leave it out otherwise."""
+    """Function that returns True if the field affects a step; rows and labels omit it otherwise."""
     unused: Callable[[Spec], str | None] | None = None
-    """For a field that is refused without an effect: function that returns the reason and a replacement, or None if it
-    has an effect. In a grid, unaffected cells omit the field.
-    """
+    """Function that returns why a field without effect is refused, with a fix; None if it has an effect. A grid omits
+    the field from the cells that it does not affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """Function that gives the value in rows and labels; None: the field's own value."""
+    """Function that returns the value for rows and labels; None: the field's own value."""
     column: str | None = None
     """Name in a row; None: the field's own name."""
     header: str | None = None
     """Heading of the column; None: the name, with spaces for underscores."""
     said: str = "{}"
-    """Template of the words for a value in labels, captions and descriptions; {s} and {es} become the plural's."""
+    """Template of the words for a value in labels, captions and descriptions; {s} and {es} become plural endings."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
-    """Values that are shown in other words."""
+    """Words that replace certain values."""
     unit: str = ""
     """Unit of a number, shown after it in tables."""
     quiet: bool = False
-    """True if descriptions leave out the default, and so do tables where all rows share it."""
+    """True to omit the default from descriptions, and from tables in which all rows have it."""
     rank: int = 0
-    """A narrow terminal drops columns of the highest rank first; 0 stays."""
+    """Priority of the column: a narrow terminal drops the highest ranks first, and never 0."""
     role: Literal["size", "what", "how", "device"] = "what"
-    """size: becomes the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
-    else distinguishes cells. device: as how, and ignored in comparisons, which compare the hardware itself."""
+    """size: can be the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
+    else distinguishes cells. device: like how, but ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
-    """For a size: its place in the order of sizes that may become the x axis."""
+    """Position of a size among the candidates for the x axis."""
     panel: int = 99
-    """Fields split a crowded chart into panels in this order."""
+    """Order in which fields split a crowded chart into panels."""
     order: tuple[str, ...] = ()
-    """Known values of a text in the order of charts; a field with choices uses their order."""
+    """Known values of a text field in chart order; a field with choices uses their order."""
     baseline: Scalar = None
     """The value that a page's summary compares other values with; None: no comparison."""
 
@@ -95,21 +91,21 @@ class StepField:
     """One field that can be set or swept."""
 
     key: str
-    """Name in study files and in Python; with hyphens, the name of the option."""
+    """Name in study files and in Python; the option has hyphens instead of underscores."""
     attribute: str
-    """Name in the dataclass."""
+    """Name of the dataclass attribute."""
     type: type
     """Type of the value: int, float, bool, str, another type, or a sequence of values."""
     annotation: Any
     """The type with its alternatives, such as None."""
     choices: tuple[str, ...]
-    """The valid texts; empty if the field is not a choice."""
+    """Valid values; empty if the field is not a choice."""
     default: Any
-    """Default value; MISSING for a size, which the model decides."""
+    """Default value; MISSING for a model size, which depends on the model."""
     about: Declared
     """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """Function that reads the value from a spec; None for a size of a model that is not built in."""
+    """Function that reads the value from a spec; it returns None for a size if the model is not built in."""
 
     @property
     def is_list(self) -> bool:
@@ -133,13 +129,13 @@ class StepField:
 
     @property
     def meaning(self) -> str:
-        """Help without the default, for an option that chooses among records."""
+        """Help without the default, for options that select records."""
         meanings = dict.fromkeys(self.choices, "") | dict(self.about.meanings)
         listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in meanings.items())
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Why the field is refused for this step, or None."""
+        """Reason to refuse the field for this step; None if it has an effect."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
@@ -154,14 +150,14 @@ class StepField:
         return f"{number} {self.about.unit}".rstrip()
 
     def say(self, value: Scalar) -> str:
-        """A value in words that name the field: 'context 1024', 'compiled (max-autotune)'."""
+        """Value in words that name the field: 'context 1024', 'compiled (max-autotune)'."""
         if value in self.about.words:
             return self.about.words[value]
         one = value == 1
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """The value from text or its own type. Raises UserError for another."""
+        """Convert text to the field's type; its own type passes. Raises UserError for an invalid value."""
         if self.type is bool:
             return _truth(self.key, given)
         if self.type is int:
@@ -176,7 +172,7 @@ class StepField:
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:
-        """Raise UserError with the valid values."""
+        """Raise UserError, with the valid values, for an invalid one."""
         about = self.about
         if value is None:
             return
@@ -191,9 +187,8 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """`read` finds the object with the fields in a spec. `pass_name` becomes the field `pass`. Raises TypeError for a
-    field without a declaration.
-    """
+    """Fields that a dataclass declares. `prefix` starts their keys; `read` returns the dataclass instance of a spec.
+    `pass_name` gets the key `pass`. Raises TypeError for an undeclared field."""
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:

@@ -1,4 +1,4 @@
-"""A study: steps to time, as the union of cartesian products of field values, and further measurements.
+"""A study: steps to time, in products of field values, and further measurements.
 
 In TOML, each `[[grid]]` is one product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
 `[[precision]]` are grids of steps that are also profiled, watched or audited. `[[attention]]`, `[[comm]]`, `[[ddp]]`
@@ -12,8 +12,8 @@ and `[[doctor]]` are one benchmark each, with the options of the command of that
     [[comm]]
     collective = "all_reduce"
 
-`gpus` is the number of GPUs that a study needs; `include` lists presets to contain, as far as the machine has enough
-GPUs.
+`gpus` is the number of GPUs that a study needs. `include` lists presets to run too; those that need more GPUs than the
+machine has are skipped.
 """
 
 import tomllib
@@ -30,28 +30,28 @@ from steplab.units import counted
 from steplab.unpacking import small_file
 
 GRIDS, STUDIES = "attention_grids", "studies"
-"""Folders of presets: TOML files that come with steplab."""
+"""Folders of preset TOML files in steplab.specs."""
 STEP_PARTS = ("profile", "memory", "precision")
-"""Commands that watch a step: the parts of a study that are grids of steps."""
+"""Commands that examine one step; a study's tables of these names are grids of steps."""
 BENCHMARKS = ("doctor", "attention", "comm", "ddp")
-"""Commands that measure the machine, or many cells at once: the parts of a study with their own options."""
+"""Commands that measure the machine or many cells; a study's tables of these names hold their options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A measurement of a study that is more than the timing of a step."""
+    """A measurement of a study beyond the timing of a step."""
 
     kind: str
     """The command that measures it: one of STEP_PARTS or BENCHMARKS."""
     step: StepSpec | None = None
-    """The step that is watched; None for a benchmark."""
+    """Step to profile, watch or audit; None for a benchmark."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """The options of a benchmark, as given; a size of the model by its dotted name."""
+    """Options of a benchmark as given; model sizes have dotted names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudySpec:
-    """A named list of steps to time, without duplicates, in the order they run, and of further measurements."""
+    """A named list of steps to time, in order and without duplicates, and of further measurements."""
 
     name: str
     """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
@@ -60,20 +60,20 @@ class StudySpec:
     cells: tuple[StepSpec, ...]
     """The steps that are only timed; at least one, unless there are parts."""
     parts: tuple[Part, ...] = ()
-    """The further measurements."""
+    """Measurements beyond the timing of steps."""
     gpus: int = 0
     """Number of GPUs that the measurements need."""
     questions: str = ""
-    """Questions for its report, a preset or a file; empty: reported by its records."""
+    """Preset or file of questions that the report answers; empty: a report without questions."""
     includes: tuple["StudySpec", ...] = ()
-    """Studies to include, as far as there are GPUs for them."""
+    """Studies to include; those that need more GPUs than there are get skipped."""
 
     def __len__(self) -> int:
         return len(self.cells) + len(self.parts)
 
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
-    """The first field varies slowest. Raises UserError for an empty study."""
+    """Study of all steps in these grids; the first field varies slowest. Raises UserError for an empty study."""
     cells = cells_of_grids(grids, resolve_grid)
     if not cells:
         raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
@@ -81,9 +81,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """The study with its included measurements, as far as there are GPUs; the description lists the omissions. Raises
-    UserError without a remaining measurement.
-    """
+    """Study merged with its included studies, except those that need more than `num_gpus`; the description lists these.
+    Raises UserError if none is left."""
     kept, missing = list[StudySpec](), list[StudySpec]()
 
     def choose(one: StudySpec) -> None:
@@ -114,13 +113,13 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """`doctor` first, because the others use its results."""
+    """Parts without duplicates; `doctor` first, because the others use its results."""
     found = [part for number, part in enumerate(parts) if part not in parts[:number]]
     return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
 
 
 def labels(cells: Sequence[StepSpec]) -> list[str]:
-    """Words that distinguish each of several steps; for a single one, its model."""
+    """Label of each step, from the fields that differ; a single step's label is its model."""
     values = {field: [field.value(cell) for cell in cells] for field in STEP_FIELDS}
     # A field with an effect on only some of them needs no word: another field decides that, and has one.
     telling = [field for field, found in values.items() if len(set(found) - {None}) > 1] or [FIELDS["model"]]
@@ -136,9 +135,8 @@ def in_common(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """A preset or a TOML file, with fields replaced by `overrides`. Raises UserError for an unknown preset, an
-    unreadable file, or a file that is not a study.
-    """
+    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset, an
+    unreadable file, or a file that is not a study."""
     content = content_of("study", source, STUDIES, _hint)
     try:
         return _study(source, content, overrides)
@@ -193,7 +191,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
 
 
 def _flat(grid: Mapping[str, object]) -> dict[str, object]:
-    """Dotted names restored: TOML reads `model.num_layers = 4` as a nested table."""
+    """Fields with dotted names: TOML reads `model.num_layers = 4` as a nested table."""
     flat: dict[str, object] = {}
     for name, value in grid.items():
         if isinstance(value, Mapping):
@@ -204,14 +202,13 @@ def _flat(grid: Mapping[str, object]) -> dict[str, object]:
 
 
 def preset_names(folder: str) -> tuple[str, ...]:
-    """Names of the presets in a folder of this package."""
     found = (files("steplab.specs") / folder).iterdir()
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")))
 
 
 def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
-    """The content of a preset in the folder, or of a file; `what` names its kind, such as a study. Raises UserError for
-    an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its text.
+    """Content of a preset in `folder`, or of a TOML file. `what` names its kind in errors, such as study; `hint`
+    returns advice on text that is not TOML. Raises UserError for an unknown preset, and an unreadable or invalid file.
     """
     names = preset_names(folder)
     if source in names:

@@ -1,4 +1,4 @@
-"""Examines and copies a store's file.
+"""Checks and copies the store's file.
 
 SQLite's `.recover` repairs damage, `VACUUM` returns free space (docs/reliability.md).
 """
@@ -35,7 +35,7 @@ class Condition:
 
 
 def check(path: Path, timeout_s: float = 30.0) -> Condition:
-    """Read everything in the store without changes. Raises SteplabError if it cannot be opened."""
+    """Read everything in the store, changing nothing. Raises SteplabError if it cannot be opened."""
     with closing(open_to_read(path, timeout_s)) as connection, sqlite_errors(path):
         sqlite = connection.sqlite
         num_records, damage, damaged = 0, dict[str, None](), list[str]()

@@ -1,4 +1,4 @@
-"""Opens the store's file; SQLite's exceptions become lines with the fix. `user_version` is the store's format."""
+"""Opens the store's file; SQLite's exceptions become errors with the fix. `user_version` is the store's format."""
 
 import os
 import sqlite3
@@ -12,7 +12,7 @@ from steplab.errors import Remark, SteplabError, UserError, warn_caller
 from steplab.store.location import APPLICATION_ID
 
 CURRENT_VERSION = 3
-"""A later format upgrades this one here, within the caller's transaction."""
+"""Newest format. Later upgrades belong here, within the caller's transaction."""
 _TABLES = (
     """
     CREATE TABLE record (
@@ -55,10 +55,10 @@ def is_blank(connection: sqlite3.Connection) -> bool:
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
-    """Foreign tables and indexes, in words; else None.
+    """Name of a foreign table, index, view or trigger; else None.
 
     Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
-    added by `.recover` (lost_and_found) are never read.
+    added by `.recover` (lost_and_found) pass, because they are never read.
     """
     for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
         is_added = str(name).startswith("lost_and_found") and str(sql).startswith(f"CREATE TABLE {name}(")
@@ -124,7 +124,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Raise SteplabError, with store and fix, for any error of sqlite3 or the file system inside."""
+    """Convert errors of sqlite3 and of the file system into SteplabError, with the store's path and the fix."""
     try:
         yield
     except sqlite3.Error as error:
@@ -151,7 +151,7 @@ _NETWORK = {
 
 
 def network_file_system(path: Path) -> str | None:
-    """Type of the network file system under the path; None: local, or unknown."""
+    """Type of the network file system that holds the path; None: local, or unknown."""
     import psutil  # type: ignore[import-untyped]  # only a writer asks
 
     try:
@@ -169,19 +169,19 @@ _COPY_WAITS_S = 30.0
 
 
 class Connection:
-    """Methods raise SteplabError if SQLite fails."""
+    """Connection to the store; methods raise SteplabError if SQLite fails."""
 
     def __init__(self, path: Path, sqlite: sqlite3.Connection) -> None:
         self.path = path
         self.sqlite = sqlite
-        """SQLite's connection, for the care of the file; it raises SQLite's errors."""
+        """SQLite's own connection, which raises SQLite's errors."""
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         with sqlite_errors(self.path):
             return self.sqlite.execute(sql, values).fetchall()
 
     def stream(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """Rows one at a time, so that bodies need not all fit into memory."""
+        """Yield rows one at a time, so that they need not all fit into memory."""
         with sqlite_errors(self.path):
             # `yield from` would close the cursor of a stopping reader, maybe after the store's closing.
             for row in self.sqlite.execute(sql, values):  # noqa: UP028
@@ -189,7 +189,7 @@ class Connection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All writes inside happen, or none; other writers wait, readers see the state before."""
+        """Commit all writes inside, or none. Other writers wait; readers see the state before."""
         with sqlite_errors(self.path):
             # IMMEDIATE takes the write lock now. A transaction that reads first and then asks for it fails at once if
             # another process wrote in between.
@@ -245,9 +245,9 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
 
 
 def _patience(path: Path) -> Callable[[int, int, int], None]:
-    """A copy's callback: raises SteplabError if another process locks the store for too long.
+    """Make a copy's callback. It raises SteplabError if another process locks the store for too long.
 
-    SQLite would retry forever, deaf to Ctrl-C.
+    SQLite would retry forever and ignore Ctrl-C.
     """
     deadline_s = time.monotonic() + _COPY_WAITS_S
 
@@ -307,7 +307,7 @@ def _has_unfinished_writes(path: Path) -> bool:
 
 
 def _reading_mode(path: Path) -> str:
-    """SQLite's open mode that works for reading and leaves no trace.
+    """SQLite's open mode for reading without leaving files.
 
     An open store in write-ahead mode has companions, -wal and -shm. SQLite creates them even for readers, and read-only
     connections cannot remove them.

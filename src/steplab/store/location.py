@@ -1,4 +1,4 @@
-"""The store's default place and identification, without imports."""
+"""The store's default path, and the signature of its file."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 def is_store_header(beginning: bytes) -> bool:
-    """True for a store; https://sqlite.org/fileformat.html#application_id gives the position."""
+    """True for the first bytes of a store; https://sqlite.org/fileformat.html#application_id gives the position."""
     return beginning.startswith(SQLITE_MAGIC) and beginning[68:72] == APPLICATION_ID.to_bytes(4, "big")
 
 
 def default_path() -> Path:
-    """$STEPLAB_STORE, else steplab/store.db in $XDG_DATA_HOME, else in ~/.local/share.
+    """Default path: $STEPLAB_STORE, else steplab/store.db in $XDG_DATA_HOME, else in ~/.local/share.
 
     Empty variables count as unset, as does a relative $XDG_DATA_HOME (XDG specification). Raises SteplabError without a
     home folder.
@@ -33,7 +33,7 @@ def default_path() -> Path:
 
 
 def make_data_home() -> None:
-    """Make the XDG data folder, missing in fresh accounts, if the store belongs there.
+    """Make the XDG data folder, which fresh accounts lack, if the store belongs there.
 
     Failures are reported when the store is opened.
     """

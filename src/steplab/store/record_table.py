@@ -1,5 +1,3 @@
-"""Records in the store: adding, finding, listing."""
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from steplab.store.selection import Selection, cell_key, id_beginning, unique_id
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
-"""Row fields with separate columns, which stay right if the row is damaged."""
+"""Row fields with their own columns, which stay right if the summary is damaged."""
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 
@@ -28,17 +26,17 @@ _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
     where: str
-    """Its name in messages, such as "runs.jsonl, line 3"."""
+    """Origin in messages, such as "runs.jsonl, line 3"."""
     body: bytes
 
     @property
     def record(self) -> Record:
-        """Decoded again: thousands of waiting records are kept only as JSON."""
+        """Decoded at each access, because thousands of waiting records are kept as JSON."""
         return decode(self.body)
 
 
 def read_foreign(where: str, line: bytes) -> ForeignRecord:
-    """The record in a line of outside JSON.
+    """Check one line of JSON from another store.
 
     Raises SteplabError, beginning with `where`, for anything that steplab cannot have written.
     """
@@ -56,14 +54,14 @@ class RecordTable:
     def add(self, record: Record, *, cell: str | None = None) -> None:
         """Store a record, on disk at return; repeating has no effect.
 
-        `cell` is the key of the measured cell of a study, by default of the record's spec. Raises SteplabError if
-        another record has its id.
+        `cell` is the key of a study's measured cell; None: the key of the record's spec. Raises SteplabError if another
+        record has its id.
         """
         with self._connection.transaction():
             _insert(self._connection, record, encode(record), cell)
 
     def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
-        """Store records of `read_foreign`, all or none. Returns how many were added and how many existed."""
+        """Store records of `read_foreign`, all or none. Returns the numbers of added and of existing records."""
         num_added = 0
         with self._connection.transaction():
             for foreign in records:
@@ -74,13 +72,13 @@ class RecordTable:
         return num_added, len(records) - num_added
 
     def get(self, id_prefix: str) -> Record:
-        """The record with this beginning of its id. Raises UserError for none or several."""
+        """The record with this id, name or beginning of an id. Raises UserError for none or several."""
         record_id = unique_id(self._connection, "record", id_prefix)
         body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         return _decode(self._connection, record_id, body)
 
     def id_beginning(self, prefix: str) -> str | None:
-        """The id with this beginning, regardless of names; None without one. Raises UserError for several."""
+        """The only id with this beginning; names do not count. None without one. Raises UserError for several."""
         return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
@@ -91,7 +89,7 @@ class RecordTable:
             return None
 
     def records(self, id_prefixes: Iterable[str]) -> list[Record]:
-        """The records with these ids, each once, in order. Raises as `get`."""
+        """Records with these ids, names or beginnings, in order and without duplicates. Raises as `get`."""
         return list({record.id: record for record in map(self.get, id_prefixes)}.values())
 
     def rows(
@@ -104,16 +102,17 @@ class RecordTable:
         limit: int | None = None,
         all_attempts: bool = False,
     ) -> list[Row]:
-        """One flat row of figures per record, newest first, without reading bodies; None does not restrict.
+        """One flat row of figures per record, newest first, without decoding records. Arguments that are None select
+        all.
 
         Figures are as in the command line's JSON and CSV: base units, None if absent. Columns are of the version that
-        stored the record, so read rows with `get`. A damaged row warns by LeftOut.
+        stored the record, so read a row's values with `get`. A damaged row warns by LeftOut.
         """
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return list(_rows(self._connection, selection, limit))
 
     def each_row(self, *, study: str | None = None, name: str | None = None) -> Iterator[Row]:
-        """As `rows` of all kinds, one at a time: 100,000 rows take 620 MiB."""
+        """Yield the rows of all kinds one at a time, because 100,000 rows take 620 MiB."""
         return _rows(self._connection, Selection(study=study, name=name), None)
 
     def iterate(
@@ -126,7 +125,7 @@ class RecordTable:
         outside_studies: bool = False,
         newest: int | None = None,
     ) -> Iterator[Record]:
-        """Whole records, oldest first, one at a time; None does not restrict.
+        """Yield whole records, oldest first. Arguments that are None select all.
 
         `newest`: only this number of newest records. Unreadable ones are skipped with a LeftOut warning.
         """
@@ -156,7 +155,7 @@ class RecordTable:
         return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
 
     def identify(self, id_prefixes: Iterable[str]) -> list[Row]:
-        """Id, kind, created_utc, name, status and study of each record, without reading it. Raises as `get`."""
+        """Id, kind, created_utc, name, status and study of each record, without decoding it. Raises as `get`."""
         columns = ("id", "kind", "created_utc", "name", "status", "study")
         ids = dict.fromkeys(unique_id(self._connection, "record", prefix) for prefix in id_prefixes)
         sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
@@ -167,7 +166,7 @@ class RecordTable:
         ]
 
     def annotate(self, id_prefix: str, change: Callable[[Record], dict[str, object]]) -> Record:
-        """Change a record's tags or comment to the fields that `change` returns for it.
+        """Change tags or comment of a record to the fields that `change` returns.
 
         Raises as `get` and `change`.
         """
@@ -183,7 +182,7 @@ class RecordTable:
         return record
 
     def remove(self, ids: Iterable[str]) -> list[str]:
-        """Remove records by whole ids, readable or not, all or none.
+        """Remove records by whole ids, all or none; unreadable ones too.
 
         A study is removed with its last record. Returns the ids of removed studies.
         """

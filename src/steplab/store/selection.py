@@ -1,4 +1,4 @@
-"""Selects records by an SQL condition, an id, a unique name, or first digits; and keys of equal work."""
+"""Selects records by SQL condition, id or name, and computes keys that identify equal measurements."""
 
 import dataclasses
 import hashlib
@@ -22,10 +22,9 @@ NOT_SUPERSEDED = f"""NOT EXISTS (
     AND (newer.status IN {FINISHED}, newer.created_utc, newer.seq)
         > (record.status IN {FINISHED}, record.created_utc, record.seq)
 )"""
-"""True for the last attempt at a cell, and for records outside studies.
+"""SQL condition that is true for the last attempt at a cell, and for records outside studies.
 
-A final attempt is never hidden by a crash or timeout: attempts end with the first final one, so the other is newer only
-by a clock set back.
+A crash or timeout never hides a final attempt: no attempt follows a final one, unless the clock was set back.
 """
 
 
@@ -56,11 +55,11 @@ class Selection:
 
 _NUM_SHOWN = 5
 LAST, BACK = "last", "last~"
-"""Word for the newest record or study, and prefix for the number of later ones."""
+"""Word for the newest record or study, and prefix for earlier ones: last~1 is the one before."""
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The id, else the only one with that name, else the only one with that beginning in `table`.
+    """The id in `table`, from an id, else the only one's name, else the only one's beginning.
 
     `last` is the newest id, `last~1` the one before. A name of several studies means the newest. Raises UserError for
     none or several.
@@ -85,9 +84,8 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
 
 
 def id_beginning(connection: Connection, table: Literal["record", "study"], prefix: str) -> str | None:
-    """The only id in `table` that begins with `prefix`, preferring a complete one; None without one. An empty prefix
-    matches only itself. Raises UserError for several.
-    """
+    """The only id in `table` that begins with `prefix`, or is equal to it; None without one. An empty prefix matches
+    only itself. Raises UserError for several."""
     # No character sorts behind the last code point, so the range is the ids with this prefix.
     found = connection.query(
         f"SELECT id FROM {table} WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
@@ -121,16 +119,16 @@ def _some(ids: Sequence[str]) -> str:
 
 
 def cell_key(spec: StepSpec) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of the spec's non-default fields, as canonical JSON sorted by name.
+    """Key of a step: 16 hexadecimal digits of the SHA-256 of its fields, as canonical JSON sorted by name.
 
-    Defaults and fields refused for the step are left out, so a new field changes no other cell's key.
+    Defaults and fields refused for the step are left out, so a new field changes no other step's key.
     """
     unused = {field.attribute for field in STEP_FIELDS if field.unused(spec)}
     return _short_hash(_json({name: value for name, value in _beyond_defaults(spec).items() if name not in unused}))
 
 
 def part_key(part: Part) -> str:
-    """Key of a further measurement: its command, with its step's key or its options' hash."""
+    """Key of a study's further measurement: its command, with its step's key or its options' hash."""
     return f"{part.kind}:{cell_key(part.step) if part.step else _short_hash(_json(part.options))}"
 
 
@@ -139,7 +137,7 @@ def study_keys(study: StudySpec) -> list[str]:
 
 
 def study_fingerprint(study: StudySpec) -> str:
-    """Key of a study over all measurements, without order and name."""
+    """Key of a study, equal for the same measurements in any order."""
     return _short_hash("\n".join(sorted(study_keys(study))).encode())
 
 

@@ -1,4 +1,4 @@
-"""Studies in the store: a sweep's planned cells, for resuming it."""
+"""Studies in the store: planned cells of sweeps, for resuming them."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ class StudyTable:
     _connection: Connection
 
     def begin_study(self, study: StudySpec) -> str:
-        """Store a sweep's plan; returns the id for its records' `study`."""
+        """Store a sweep's plan; returns the study's id, which its records refer to."""
         study_id = new_id()
         cells = study_keys(study)
         with self._connection.transaction():
@@ -31,7 +31,7 @@ class StudyTable:
         return study_id
 
     def cells_in_order(self, study_id: str) -> dict[str, int]:
-        """Position of each record of a study, by id, in the study's order of measurements."""
+        """Position of each record in the study's order of measurements, by record id."""
         listed = self._connection.query("SELECT cells FROM study WHERE id = ?", study_id)
         try:
             keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
@@ -46,7 +46,7 @@ class StudyTable:
             self._connection.query("UPDATE study SET description = ? WHERE id = ?", description, study_id)
 
     def find_study(self, study: StudySpec) -> str | None:
-        """Id of the newest study with the same cells, in any order, under any name."""
+        """Id of the newest study with the same measurements, in any order, under any name."""
         found = self._connection.query(
             "SELECT id FROM study WHERE fingerprint = ? ORDER BY created_utc DESC, seq DESC LIMIT 1",
             study_fingerprint(study),
@@ -54,7 +54,7 @@ class StudyTable:
         return str(found[0][0]) if found else None
 
     def study_id(self, id_prefix: str) -> str:
-        """The study id with this beginning, the newest study of this name, or `last`.
+        """Id of a study: the newest of this name, the only one with this beginning, or `last`.
 
         Raises UserError for none, or several beginnings.
         """
@@ -63,7 +63,7 @@ class StudyTable:
     def studies(self) -> list[Row]:
         """One row per study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
 
-        num_cells is None for imported studies; num_failed counts last attempts.
+        num_cells is None for imported studies; counts are of last attempts.
         """
         columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
         found = self._connection.query(
@@ -79,9 +79,8 @@ class StudyTable:
         return [dict(zip(columns, (*map(text_of, row[:num_texts]), *row[num_texts:]), strict=True)) for row in found]
 
     def finished_cells(self, study_id: str) -> set[str]:
-        """Keys of cells without further attempts: success, out of memory, or an exception. Killed and timed-out cells
-        are not among them.
-        """
+        """Keys of cells that need no further attempt: success, out of memory, or an exception. Crashed and timed-out
+        cells are not among them."""
         found = self._connection.query(
             "SELECT DISTINCT cell FROM record"
             f" WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND status IN {FINISHED}",

@@ -130,7 +130,7 @@ _OF_LAYOUTS = (
     *("reshard_after_forward", "pipeline_schedule", "device", "pass"),
     *_OF_MEASURING,
 )
-"""Fields that a layout decides, or that do not affect it."""
+"""Step fields that a layout decides, or that do not affect it."""
 
 
 @step_options(without=_OF_LAYOUTS)
