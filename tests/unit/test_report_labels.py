@@ -9,7 +9,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.kit.labels import shortened, text_width
-from steplab.report.run.cells import cells_of, label, over_size, varying
+from steplab.report.run.cells import COMPARED, HOW, cells_of, label, over_size, varying
 from steplab.report.run.phases import phases
 from steplab.report.run.verdict import facts, runs_verdict
 from steplab.specs.resolve import resolve_step
@@ -82,7 +82,9 @@ def test_no_two_cells_share_a_label_or_a_place() -> None:
         for series, some in lines.items()
         for cell in some
     ]
-    assert len(set(places)) == len(places) == len(sized)
+    assert len(places) == len(sized)
+    told_apart = {tuple(cell.values[field] for field in COMPARED if field not in HOW) for cell in sized}
+    assert len(set(places)) == len(told_apart) == 8, "repeated measurements share a place"
 
 
 def test_a_factorys_model_brings_its_own_attention() -> None:

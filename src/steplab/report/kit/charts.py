@@ -181,6 +181,7 @@ class Drawing:
 
 def _shorter(tag: str) -> str:
     tag = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", tag)
+    tag = re.sub(r"([:;]) ", r"\1", tag.replace(" stroke-dashoffset: 0;", ""))
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
     tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: _straight(re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip()), tag)
     return re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), tag)
