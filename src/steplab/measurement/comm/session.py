@@ -1,7 +1,7 @@
 """Measures cells of a benchmark of collectives on this rank.
 
-Every rank measures the same cells in one order; a cell with fewer ranks takes the lowest ones. Results are checked
-before they are timed. Ranks learn of a failure before they wait for each other.
+Every rank measures the same cells, the largest groups first; a cell with fewer ranks takes the lowest ones. Results are
+checked before they are timed. Ranks learn of a failure before they wait for each other.
 
 On a device with its own timeline, calls go back to back in rows. A row begins with a barrier, also on the device,
 because a broadcast's root waits for nobody, and an uncounted call. An event takes microseconds, so there is one per
@@ -173,7 +173,10 @@ def measure_comm(
     mine = RankPlace(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {name}")
     ranks = tuple(world.collectives.host_gather(mine))
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
-    if runner.run([[index] for index in task.numbers], _Session(study, world, runner, make).measure):
+    # torch's symmetric memory numbers a process's exchanges: a group in which some ranks have had more of them than others
+    # waits forever. A smaller group's ranks are all in the larger ones.
+    largest_first = sorted(task.numbers, key=lambda index: -study.cells[index].world_size)
+    if runner.run([[index] for index in largest_first], _Session(study, world, runner, make).measure):
         runner.tell_clocks()
 
 
