@@ -173,8 +173,8 @@ def measure_comm(
     mine = RankPlace(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {name}")
     ranks = tuple(world.collectives.host_gather(mine))
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
-    # torch's symmetric memory numbers a process's exchanges: a group in which some ranks have had more of them than others
-    # waits forever. A smaller group's ranks are all in the larger ones.
+    # torch's symmetric memory numbers a process's exchanges: a group in which some ranks have had more of them than
+    # others waits forever. A smaller group's ranks are all in the larger ones.
     largest_first = sorted(task.numbers, key=lambda index: -study.cells[index].world_size)
     if runner.run([[index] for index in largest_first], _Session(study, world, runner, make).measure):
         runner.tell_clocks()
