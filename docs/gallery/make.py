@@ -39,11 +39,12 @@ PRECISION = GOLDEN / "precision_h200_202611.jsonl.xz"
 ATTENTION = RESULTS / "attention_h200_202611.jsonl.gz"
 COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
 DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
+DATA_PARALLEL_CHECKED = RESULTS / "ddp_checked_h200_202611.jsonl.gz"
 LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
 GLOO = RESULTS / "comm_cpu_202611.jsonl.gz"
 FLASH_IN_PYTORCH = RESULTS / "attention_reference_h200_202611.jsonl.gz"
 GLOO_TO_1_GB = RESULTS / "comm_gloo_h200_202611.jsonl.gz"
-ON_CPU = GOLDEN / "busy_cpu_202611.jsonl.gz"
+ON_CPU = RESULTS / "cpu_202611.jsonl.gz"
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 Head = Mapping[str, Any]
@@ -134,11 +135,13 @@ PAGES = {
                 GLOO,
                 GLOO_TO_1_GB,
                 DATA_PARALLEL,
+                DATA_PARALLEL_CHECKED,
+                ON_CPU,
                 FLASH_IN_PYTORCH,
             ),
             _every,
         )
-        | {ON_CPU: _named("quick"), ATTENTION: _no_widths},
+        | {ATTENTION: _no_widths},
         questions="assignment",
     ),
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
