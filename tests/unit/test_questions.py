@@ -71,18 +71,18 @@ def of_factors() -> list[Record]:
     return [*runs, make_run({"model": "small", "context": 64, "precision": "bf16"}, timing=lasting(9.0))]
 
 
-def test_a_doubtful_step_counts_only_alone_and_a_question_may_have_an_answer_without_records(tmp_path: Path) -> None:
+def test_a_doubtful_step_counts_only_alone_and_a_headline_stands_first(tmp_path: Path) -> None:
     path = tmp_path / "factors.toml"
-    path.write_text(
-        FACTORS + 'rows = "context"\ncolumns = [{ value = "step_time_s" }]\notherwise = "As in the test."\n'
-    )
+    path.write_text(FACTORS + 'rows = "context"\ncolumns = [{ value = "step_time_s" }]\nheadline = true\n')
     outliers = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=(0.3,) * 6 + (0.9,) * 4),))
     asked: dict[str, object] = {"model": "tiny", "context": 64, "precision": "fp16"}
     quiet, disturbed = make_run(asked, timing=lasting(0.2)), make_run(asked, timing=outliers)
-    for records, told in (([], "As in the test."), ([quiet, disturbed], "200 ms."), ([disturbed], "300 ms.")):
+    for records, told in (([], None), ([quiet, disturbed], "200 ms."), ([disturbed], "300 ms.")):
         document = questions_document(load_questions(str(path)), records, nothing)
         data: Any = document.data
         assert data[1]["answer"] == told
+        assert (document.verdict.sentences[0] == told) == (told is not None)
+        assert document.verdict.sentences[-1].startswith("Answered: ")
     assert "Doubtful times: context 64 (outliers, unsteady)." in render(document, "md")
 
 
@@ -190,6 +190,18 @@ def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record], ans
     assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
 
 
+def test_softmax_and_products_of_attention_are_forwards_own(recorded: list[Record], answered: Document) -> None:
+    asked = sections(answered)["How do softmax and the products of attention compare, in time and in FLOPs?"]
+    (table,) = (block for block in asked.blocks if isinstance(block, Table))
+    (row,) = (row for row in table.rows if row["model"] == "large" and row["context"] == 1024)
+    (profile,) = (run.profile for run in recorded if isinstance(run, Run) and run.id == "6741bf51e46b" and run.profile)
+    for part, name in (("softmax", "softmax_warp_forward"), ("scores", "gemm"), ("values", "gemm")):
+        kernels = [
+            k for k in profile.kernels if k.range.endswith(f".{part}") and k.phase == "forward" and name in k.name
+        ]
+        assert row[f"at {part}"] == pytest.approx(sum(k.total_s for k in kernels) / profile.num_steps)
+
+
 @pytest.mark.release
 def test_the_page_of_answers_is_of_the_records_today(recorded: list[Record], tmp_path: Path) -> None:
     records = [record for record in recorded if record.name not in ("identical", "dims")]
@@ -232,13 +244,18 @@ def test_answers_are_the_samples_own(recorded: list[Record], answered: Document)
     zero = told["How does it differ from ZeRO stage 1, in memory and in volume?"]
     assert f"Ours puts {units.format_bytes(sent['sharded'])} on the wire by NCCL; " in zero
     assert f"as much as an all-reduce, {units.format_bytes(sent['torch_ddp'])}." in zero
-    model = next(each.model for each in recorded if isinstance(each, DdpRun) and each.id == "36fdcd36008a")
+    model = next(each.model for each in recorded if isinstance(each, DdpRun) and each.id == "d7fc35c74619")
     assert model
     best_mb = math.sqrt(model.gradient_bytes * model.bytes_per_s * model.call_s) / 1e6
     equation = next(answer for question, answer in told.items() if question.startswith("Which equation"))
-    assert f"= {best_mb:.1f} MB" in equation
+    assert f"= {best_mb:.0f} MB" in equation
     table = table_of(sections(answered)["Buckets of 1 to 1,000 MB: does the time match what was expected?"])
-    ratios = [row["column 0"] / row["column 2"] for row in table.rows]  # type: ignore[operator]
+    for row in table.rows:
+        n: Any = row["column 4"]
+        serial_s: Any = row["column 2"]
+        assert serial_s == pytest.approx(n * model.call_s + model.gradient_bytes / (n * model.bytes_per_s), rel=0.05)
+    in_time = [row for row in table.rows if row["variant"] != "bucketed 1 MB"]  # that one was launch-bound
+    ratios = [row["column 0"] / row["column 2"] for row in in_time]  # type: ignore[operator]
     assert (
         f"{min(ratios):.2f}× to {max(ratios):.2f}×"
         in told["Buckets of 1 to 1,000 MB: does the time match what was expected?"]

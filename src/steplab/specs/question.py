@@ -80,8 +80,8 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     figures: dict[str, Figure] = {}
     """Figures that the answer inserts as {name}; {name.at} is where the largest, or the smallest, was found."""
     answer: str = ""
-    otherwise: str = ""
-    """Answer if no record has the figures; empty: not measured."""
+    headline: bool = False
+    """True to put the answer at the top of the page."""
     complete: Where = {}
     """Values to cover in all combinations; a combination without a row leaves the question partly answered."""
     shows: list[str] = []

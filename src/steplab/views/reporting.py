@@ -9,7 +9,7 @@ from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
-from steplab.report.kit.document import Document, Verdict
+from steplab.report.kit.document import Document, Section, Verdict
 from steplab.report.kit.markup import one_document
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.rendering import NOTEBOOK, PAGE, PICTURE, chapter_of, render
@@ -93,19 +93,22 @@ def answers_of(
 def derived(store: Path | str | None, asked: Derivation) -> Document:
     """Answer `plan accounting` or `attention --derive`. Raises UserError if no record allows it."""
     from steplab.lab.planning import plan_accounting
+    from steplab.report.plan.accounting import accounting_document
 
     if not asked.model:
         from steplab.lab.attention import account_for_memory
         from steplab.report.attention.document import account_document
 
         return account_document(account_for_memory((), None, store=store))
-    found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh).questions
-    answer = next((each.answer for each in found if each.title.startswith(asked.question)), None)
-    if answer is None:
-        raise UserError(
-            f"no derivation begins with '{asked.question}'; choose one of: {' '.join(q.title for q in found)}"
-        )
-    return Document(title="", verdict=Verdict(sentences=(answer,)))
+    found = plan_accounting(asked.model, gpu=asked.gpu, mesh=asked.mesh)
+    place = next((i for i, each in enumerate(found.questions) if each.title.startswith(asked.question)), None)
+    if place is None:
+        titles = " ".join(each.title for each in found.questions)
+        raise UserError(f"no derivation begins with '{asked.question}'; choose one of: {titles}")
+    given, *sections = accounting_document(found).sections
+    _answer, *derivation = sections[place].blocks
+    answer = Verdict(sentences=(found.questions[place].answer,))
+    return Document(title="", verdict=answer, sections=(given, Section.of("", *derivation)))
 
 
 def answer_of(found: ReportedRecords) -> str:

@@ -39,7 +39,7 @@ def questions_document(
 ) -> Document:
     """Answer the questions; `derive` computes a question's `derives`, or raises UserError if no record allows it."""
     answers = _Answers(records, derive)
-    chapters, data, shown = [], list[Row](), list[Row]()
+    chapters, data, shown, headlines = [], list[Row](), list[Row](), list[str]()
     for chapter in asked.chapter:
         parts = []
         for question in chapter.question:
@@ -48,16 +48,20 @@ def questions_document(
             data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None, "grade": grade})
             data[-1]["measure"] = None if answer else question.measure
             told = " ".join(filter(None, (answer or "not measured", answer and question.why)))
+            if question.headline and answer:
+                headlines.append(answer)
             shown.append({"question": question.asks, "answer": told, "grade": grade, "command": question.measure})
         chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
-    by = counted(len(records), "record")
-    told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}, from {by}."
-    left = (f"Not measured: {' '.join(open_ones) if len(open_ones) < 4 else len(open_ones)}",) if open_ones else ()
+    partly = sum(str(row["grade"]).startswith("partly") for row in data)
+    told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}"
+    told += f", {partly} of them partly" * (partly > 0) + f", from {counted(len(records), 'record')}."
+    quoted = ", ".join(f"“{each}”" for each in open_ones)
+    left = (f"Not measured: {quoted if len(open_ones) < 4 else len(open_ones)}.",) if open_ones else ()
     return Document(
         title=title or asked.title,
         subtitle=dotted(*subtitle(records)),
-        verdict=Verdict(sentences=(told,), cautions=left),
+        verdict=Verdict(sentences=(*headlines, told), cautions=left),
         sections=(
             Section.of(
                 "Answers",
@@ -114,11 +118,10 @@ class _Answers:
             except _Missing:
                 continue
             table = list(view.blocks(question, rows)) if question.columns else []
-            newest = {row["id"] for row in {row.get("pass"): row for row in rows}.values()}
-            shown = [s for record in self._records if record.id in newest for s in _sections(record, question.shows)]
+            shown = [
+                s for record in self._records if record.id in _most(rows) for s in _sections(record, question.shows)
+            ]
             return [*table, *shown], _filled(question.answer, figures), _lacking(rows, question.complete)
-        if question.otherwise:
-            return [], question.otherwise, ""
         raise _Missing
 
     def _derived(self, asked: Derivation) -> tuple[list[Any], str]:
@@ -137,6 +140,14 @@ class _Answers:
             self._sheets[name] = SHEETS[name](self._records)
             self._sheets[name].rows.sort(key=lambda row: not row.get("warnings"))  # the last one counts: not a doubtful
         return self._sheets[name]
+
+
+def _most(rows: Sequence[Row]) -> set[Scalar]:
+    """For each pass, the record with most of the rows, the newest of several."""
+    ids: dict[Scalar, list[Scalar]] = {}
+    for row in rows:
+        ids.setdefault(row.get("pass"), []).insert(0, row["id"])
+    return {max(some, key=some.count) for some in ids.values()}
 
 
 def _sections(record: Record, titles: Sequence[str]) -> Iterator[Section]:

@@ -103,10 +103,15 @@ def _category_rows(run: Run, known: Row) -> Iterator[Row]:
             }
 
 
+_CATEGORY = {"scores": "matmul", "softmax": "softmax", "values": "matmul"}
+"""Category of each part's kernels; others in its range mask, scale and copy."""
+
+
 def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
-    for _, kernels, profile in _phases(run)[:1]:
-        for part in ("scores", "softmax", "values"):
-            own = [kernel for kernel in kernels if kernel.range.endswith(f"attention.{part}")]
+    """Rows of forward's attention."""
+    for kernels, profile in ((kernels, profile) for phase, kernels, profile in _phases(run) if phase == "forward"):
+        for part, category in _CATEGORY.items():
+            own = [each for each in kernels if each.range.endswith(f"attention.{part}") and each.category == category]
             flops = [op.flops or 0.0 for op in profile.ops if op.range.endswith(f".{part}") and op.phase == "forward"]
             if own:
                 total_s = sum(kernel.total_s for kernel in own) / profile.num_steps
@@ -184,6 +189,7 @@ def _ddp_rows(records: Sequence[Record]) -> Sheet:
     late = {(run.id, cell.contender.label) for run in runs.values() for cell in run.cells if waits_for_host(cell)}
     for row in sheet.rows:
         run = runs[str(row["id"])]
+        row["checked"] = "no" if row.get("deviation") is None else "yes"
         row["warnings"] = "launch-bound" if (run.id, row["variant"]) in late else None
         if (model := run.model) is None or run.facts is None:
             continue
@@ -192,6 +198,8 @@ def _ddp_rows(records: Sequence[Record]) -> Sheet:
         if isinstance(size_mb := row["bucket_mb"], (int, float)):
             link = Link(bytes_per_s=model.bytes_per_s, call_s=model.call_s)
             buckets = buckets_of(model.gradient_bytes, size_mb * 1e6, run.facts.num_tensors)
+            if isinstance(calls := row.get("num_calls"), int):
+                buckets = calls
             row["overlapped_model_s"] = link.exposed_s(model.gradient_bytes, buckets, model.backward_s)
             row["serial_model_s"] = link.serial_s(model.gradient_bytes, buckets)
     return sheet
