@@ -8,7 +8,7 @@ from steplab.records.comm import CommCell, CommFit
 from steplab.report.kit.charts import Scale, percent_scale, time_scale
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.lines import Panel, Plot, Point, line_chart
+from steplab.report.kit.lines import Curve, Panel, Plot, Point, line_chart
 from steplab.report.kit.quantities import GB_PER_S
 
 _CURVE_POINTS = 40
@@ -67,7 +67,7 @@ def _panels(
                 title=", ".join(word for word, differs in told if differs),
                 lines={name: [_point(cell, y(cell)) for cell in some] for name, some in lines.items()},
                 scale=scale(values[way]),
-                curves={fit.collective: _curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines},
+                curves=[_curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines],
             )
         )
     return panels
@@ -80,9 +80,10 @@ def _point(cell: CommCell, y: float | None) -> Point:
     return Point(x=cell.spec.size_bytes, y=y, name=cell.spec.label, figure=figure, failure=cell.failure)
 
 
-def _curve(cells: Sequence[CommCell], fit: CommFit) -> list[tuple[float, float]]:
+def _curve(cells: Sequence[CommCell], fit: CommFit) -> Curve:
     timed = [cell for cell in cells if cell.slowest and cell.wire_bytes is not None]
     low, high = min(cell.spec.size_bytes for cell in timed), max(cell.spec.size_bytes for cell in timed)
     factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
-    return [(x, fit.alpha_s + fit.beta_s_per_byte * factor * x) for x in xs]
+    points = [(x, fit.alpha_s + fit.beta_s_per_byte * factor * x) for x in xs]
+    return Curve(name=fit.collective, points=points)

@@ -5,13 +5,13 @@ Measurements without a common size become bars.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steplab import units
 from steplab.records.failure import Failure
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import BAD, MUTED, PAPER, Drawing, Scale, drawing, series_color, series_legend
+from steplab.report.kit.charts import BAD, INK, MUTED, PAPER, Drawing, Scale, drawing, series_color, series_legend
 from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
 from steplab.report.kit.text import why_failed
 
@@ -43,12 +43,21 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Computed line, such as a fit."""
+
+    name: str
+    """A series, for a curve in its colour, or words shown at the pointer."""
+    points: Sequence[tuple[float, float]]
+    style: Any = kit.DASHED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     title: str
     lines: Mapping[str, Sequence[Point]]
     scale: Scale
-    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Dashed curves by series name, as (x, y) points."""
+    curves: Sequence[Curve] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +120,11 @@ def _picture(plot: Plot, panel: Panel, series: Sequence[str], width: float) -> P
             picture.tip(line, plot.limit_name)
         for name, points in panel.lines.items():
             _line(picture, axes, points, series.index(name))
-        for name, curve in panel.curves.items():
-            color = series_color(series.index(name))
-            axes.plot(*zip(*curve, strict=True), color=color, linewidth=1.5, linestyle=kit.DASHED, zorder=1)
+        for curve in panel.curves:
+            color = series_color(series.index(curve.name)) if curve.name in series else INK
+            look = {"color": color, "linewidth": 1.5, "linestyle": curve.style, "zorder": 1}
+            (line,) = axes.plot(*zip(*curve.points, strict=True), **look)
+            picture.tip(line, curve.name)
         _mark_failures(picture, axes, panel, on_top=plot.failures_on_top)
         return picture.picture(panel.title)
 
