@@ -44,7 +44,7 @@ def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = 
             name=PASS_WORDS[name],
             figure=figure,
             show=partial(units.format_rate, unit="FLOP/s"),
-            scale=kit.count_scale([*values, *([peak.flops_per_s] if peak else [])]),
+            scale=kit.scale([*values, *([peak.flops_per_s] if peak else [])], units.format_count),
             note=note,
             more_is_worse=False,
             limit=peak.flops_per_s if peak else None,

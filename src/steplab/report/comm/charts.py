@@ -1,11 +1,10 @@
 """Plots collectives over message size: one panel per backend and world size, one line per collective."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
-from steplab.report.kit.charts import Scale, percent_scale, time_scale
+from steplab.report.kit.charts import Scale, linear_scale, scale
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.lines import Curve, Panel, Plot, Point, line_chart
@@ -15,7 +14,7 @@ _CURVE_POINTS = 40
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
-    panels = _panels(cells, _median_s, lambda values: time_scale(values, log_from=1), profile)
+    panels = _panels(cells, _median_s, lambda values: scale(values, log_from=1), profile)
     note = "Median time of the slowest rank. Both axes are logarithmic."
     note += " Dashed lines are the fitted α + β · bytes." if any(panel.curves for panel in panels) else ""
     return _chart("time of a call", panels, note, more_is_worse=True)
@@ -40,13 +39,13 @@ def _median_s(cell: CommCell) -> float | None:
 
 
 def _gigabytes(values: Sequence[float]) -> Scale:
-    return replace(percent_scale(values), show=lambda value: f"{value / 1e9:g}")
+    return linear_scale(max(values), lambda value: f"{value / 1e9:g}")
 
 
 def _panels(
     cells: Sequence[CommCell],
     y: Callable[[CommCell], float | None],
-    scale: Callable[[Sequence[float]], Scale],
+    scale_of: Callable[[Sequence[float]], Scale],
     profile: Sequence[CommFit],
 ) -> list[Panel]:
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
@@ -66,7 +65,7 @@ def _panels(
             Panel(
                 title=", ".join(word for word, differs in told if differs),
                 lines={name: [_point(cell, y(cell)) for cell in some] for name, some in lines.items()},
-                scale=scale(values[way]),
+                scale=scale_of(values[way]),
                 curves=[_curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines],
             )
         )

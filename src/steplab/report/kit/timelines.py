@@ -58,7 +58,7 @@ def stream_axes(
     with drawing(WIDTH, _TOP + (len(names) + above) * row_px + _BOTTOM, title) as picture:
         axes = picture.axes(_LEFT, _BOTTOM, _RIGHT, _TOP)
         axes.set(xlim=(start_ns, max(end_ns, start_ns + 1)), ylim=(len(names), -above))
-        scale = kit.time_scale([0.0, (end_ns - start_ns) / 1e9])
+        scale = kit.scale([0.0, (end_ns - start_ns) / 1e9])
         ticks = [start_ns + tick * 1e9 for tick in scale.ticks]
         axes.set_xticks(ticks, [kit.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=LETTERS)
         axes.set_yticks([row + ROW / 2 for row in range(len(names))], names, fontsize=LETTERS, color=INK)

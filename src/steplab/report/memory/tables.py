@@ -145,9 +145,7 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
     )
 
 
-def allocation_table(
-    run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
-) -> Table:
+def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | None = None) -> Table:
     looks = (
         Column(key="requested_bytes", header="size"),
         Column(key="category", value=lambda made: category_word(made.category)),
@@ -179,7 +177,6 @@ def allocation_table(
         ),
         caption=" ".join(filter(None, (left_out, remark))),
         first=_FIRST_ALLOCATIONS,
-        folded=folded,
     )
 
 

@@ -137,7 +137,7 @@ def category_table(run: Run, profile: Profile) -> Table:
         last = index == len(found) - 1  # the step, or the only phase
         columns += [
             Column(key=span.phase, header=span.phase, quantity=TIME, rank=0 if last else 2),
-            Column(key=f"{span.phase}_share", header="share", quantity=PERCENT, rank=1 if last else 3),
+            Column(key=f"{span.phase}_share", header="share", quantity=PERCENT, rank=1 if last else 3, bar=last),
         ]
     rows.append({"category": "busy"} | {span.phase: span.busy_s for span in found})
     return Table(name="categories", columns=tuple(columns), rows=tuple(rows))

@@ -45,7 +45,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | Bars | None:
             doubtful=bool(warnings),
         )
 
-    scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
+    scale = kit.scale([v for s in summaries.values() for v in (s.low, s.high)])
     return _chart(cells, point, _Shown(name="step time", scale=scale, note="Median step time."))
 
 
@@ -84,7 +84,7 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | Bars | None:
         note += "allocator does not count live tensors."
     shown = _Shown(
         name="peak memory" if peaks else "peak memory of the process",
-        scale=kit.bytes_scale([highest], limit),
+        scale=kit.linear_scale(max(highest, limit or 0), units.format_bytes, base=2),
         note=note,
         limit=limit,
         limit_name=f"device memory, {units.format_bytes(limit)}" if limit is not None else "",

@@ -64,7 +64,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     samples = curve(run.timing)
     warmup = find_phase(run.timing.warmup, "step")
     num_warmup = len(warmup.best_s) if warmup else 0
-    scale = kit.time_scale(samples, log_from=4)
+    scale = kit.scale(samples, log_from=4)
     axes = picture.axes(56, 26, 8, 6)
     scale.put_on(axes)
     axes.grid(axis="y")
