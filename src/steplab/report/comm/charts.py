@@ -10,6 +10,7 @@ from steplab.report.kit.grouping import grouped
 from steplab.report.kit.lines import Curve, Panel, Plot, Point, line_chart
 from steplab.report.kit.quantities import GB_PER_S
 
+_AXIS = "message size"
 _CURVE_POINTS = 40
 
 
@@ -17,7 +18,11 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     panels = _panels(cells, _median_s, lambda values: scale(values, log_from=1), profile)
     note = "Median time of the slowest rank. Both axes are logarithmic."
     note += " Dashed lines are the fitted α + β · bytes." if any(panel.curves for panel in panels) else ""
-    return _chart("time of a call", panels, note, more_is_worse=True)
+    return (
+        line_chart(Plot(name="time of a call", note=note, axis=_AXIS, show_x=units.format_message), panels)
+        if panels
+        else None
+    )
 
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
@@ -26,12 +31,8 @@ def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
     note += "a logarithmic axis; the bandwidth starts at zero."
     panels = _panels(cells, lambda cell: cell.bus_bandwidth, _gigabytes, ())
-    return _chart("bus bandwidth", panels, note, more_is_worse=False)
-
-
-def _chart(name: str, panels: Sequence[Panel], note: str, *, more_is_worse: bool) -> Chart | None:
-    plot = Plot(name=name, axis="message size", show_x=units.format_message, failures_on_top=more_is_worse)
-    return line_chart(plot, panels, note) if panels else None
+    plot = Plot(name="bus bandwidth", note=note, axis=_AXIS, show_x=units.format_message, failures_on_top=False)
+    return line_chart(plot, panels) if panels else None
 
 
 def _median_s(cell: CommCell) -> float | None:

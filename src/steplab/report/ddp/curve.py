@@ -27,14 +27,14 @@ def bucket_curve(run: DdpRun) -> Chart | None:
     scale = _scale([without_s, *(point.y for points in lines.values() for point in points if point.y is not None)])
     plot = Plot(
         name="step time over bucket size",
+        note=_note(run.model),
         axis="bucket size, 1 MB = 1,000,000 bytes",
         show_x=lambda size_mb: f"{size_mb:g} MB",
-        failures_on_top=True,
         limit=without_s,
         limit_name=f"without communication: {units.format_time(without_s)}",
     )
     curves = _model_curves(run.model, without_s, scale.high)
-    return line_chart(plot, [Panel(title="", lines=lines, scale=scale, curves=curves)], _note(run.model))
+    return line_chart(plot, [Panel(title="", lines=lines, scale=scale, curves=curves)])
 
 
 def _points(cells: Sequence[DdpCell], without_s: float) -> list[Point]:

@@ -63,26 +63,28 @@ class Panel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
     name: str
-    axis: str
-    show_x: Callable[[float], str]
-    failures_on_top: bool
+    note: str
+    axis: str = ""
+    show_x: Callable[[float], str] = "{:.0f}".format
+    failures_on_top: bool = True
     """True for times and bytes, where more is worse: failures are marked at the top."""
     limit: float | None = None
     limit_name: str = ""
 
 
-def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
+def line_chart(plot: Plot, panels: Sequence[Panel]) -> Chart:
     """Draw the panels; of more than six, only those with most points."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     shown = sorted(panels, key=lambda panel: -_num_points(panel))[:_MOST_PANELS]
     width = _ALONE if len(shown) == 1 else _BESIDE_OTHERS
     pictures = tuple(_picture(plot, panel, series, width) for panel in panels if panel in shown)
+    note = plot.note
     if left_out := sum(map(_num_points, panels)) - sum(map(_num_points, shown)):
         note += f" {units.counted(left_out, 'more point')} in panels with fewer points: the table has them."
     return Chart(pictures=pictures, legend=series_legend(series) if len(series) > 1 else (), note=note)
 
 
-def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None, limit_name: str = "") -> Bars:
+def point_bars(plot: Plot, points: Sequence[Point]) -> Bars:
     """Draw measurements that share no size as bars."""
     bars = []
     for point in points:
@@ -94,13 +96,13 @@ def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None
                     figure=point.figure,
                     segments=(segment,),
                     detail=point.detail,
-                    mark=limit,
-                    mark_tip=limit_name,
+                    mark=plot.limit,
+                    mark_tip=plot.limit_name,
                 )
             )
         elif point.failure:
             bars.append(Bar(label=point.name, figure=why_failed(point.failure), bad=True))
-    return Bars(bars=tuple(bars), note=note, first=_FIRST_BARS)
+    return Bars(bars=tuple(bars), note=plot.note, first=_FIRST_BARS)
 
 
 def _tip(point: Point) -> str:
