@@ -8,7 +8,6 @@ from steplab import units
 from steplab.records.advice import Advice, Tried
 from steplab.records.comparison import Decision
 from steplab.records.rows import Row
-from steplab.report.advice.bars import change_bars
 from steplab.report.kit.document import Block, Column, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import made, why_failed
@@ -111,7 +110,7 @@ def _cautions(advice: Advice) -> Iterator[str]:
 
 
 def _sections(advice: Advice) -> Iterator[Section]:
-    yield Section.of("Changes in the order they were tried", _table(advice), change_bars(advice))
+    yield Section.of("Changes in the order they were tried", _table(advice))
     if advice.best and advice.kept:
         device_kind = advice.environment.device.kind if advice.environment else "cuda"
         model = own_model(advice.best)
@@ -149,7 +148,7 @@ def _table(advice: Advice) -> Table:
             Column(key="saved_s", header="saved"),
             Column(key="least_saved_s", header="saved, low", rank=2),
             Column(key="most_saved_s", header="saved, high", rank=2),
-            Column(key="after_s", header="step time"),
+            Column(key="after_s", header="step time", bar=True),
             Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
             Column(key="peak_bytes", header="peak memory", rank=1),
             Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),
