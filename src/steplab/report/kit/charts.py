@@ -10,7 +10,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -73,8 +73,8 @@ def category_color(category: str) -> str:
     return CATEGORY_COLORS[CATEGORIES.index(category)]
 
 
-def category_legend(categories: Sequence[str]) -> Legend:
-    return tuple((color_number(category_color(name)), "■", name) for name in categories)
+def category_legend(categories: Collection[str]) -> Legend:
+    return tuple((color_number(category_color(name)), "■", name) for name in CATEGORIES if name in categories)
 
 
 def color_number(stand_in: str) -> int:

@@ -5,15 +5,15 @@ time.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.printing import plain
 from steplab.records.profile import CATEGORIES, Timeline
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import INK, Drawing, category_color, drawing
-from steplab.report.kit.document import Picture
+from steplab.report.kit.charts import INK, Drawing, category_color, category_legend, drawing
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import text_width
 
 if TYPE_CHECKING:
@@ -47,6 +47,17 @@ def step_picture(
         for row, stream in enumerate(names):
             _columns(picture, axes, timeline, stream, row)
     return picture.picture(title, subtitle=subtitle)
+
+
+def steps_chart(steps: Sequence[tuple[str, Timeline, Mapping[int, str], str]], note: str) -> Chart:
+    """Draw (title, timeline, streams' names, subtitle) of several steps on a common time axis."""
+    until_ns = max(step_end_ns(timeline) for _, timeline, _, _ in steps)
+    pictures = tuple(
+        step_picture(timeline, names, title=title, until_ns=until_ns, subtitle=subtitle)
+        for title, timeline, names, subtitle in steps
+    )
+    categories = {category for _, timeline, _, _ in steps for category in timeline.categories}
+    return Chart(pictures=pictures, legend=category_legend(categories), note=note)
 
 
 @contextlib.contextmanager

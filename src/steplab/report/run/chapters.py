@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
@@ -13,7 +14,7 @@ from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
-from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
+from steplab.report.run.curves import steady_step, warmup_curves, worth_a_curve
 from steplab.report.run.first_steps import first_steps_table
 from steplab.report.run.one_run import (
     WARMUP_COUNTS,
@@ -146,11 +147,16 @@ def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) == 1:
         yield Sentences.of([steady_sentence(curve(timings[0]))])
     else:
-        counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
-        steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
-        restless = [runs for words, runs in counts if not words.startswith("from")]
-        told = [f"The step time is steady {steady}."] if steady else []
-        yield Sentences.of(told + [f"The step time did not settle in {runs}." for runs in restless])
+        long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= stats.FEWEST_FOR_STEADY]
+        firsts = Counter(map(steady_step, long_enough))
+        restless = firsts.pop(None, 0)
+        steady = [f"from step {step} in {units.counted(firsts[step], 'run')}" for step in sorted(filter(None, firsts))]
+        yield Sentences.of(
+            [
+                f"The step time is steady {', '.join(steady)}." if steady else None,
+                f"The step time did not settle in {units.counted(restless, 'run')}." if restless else None,
+            ]
+        )
     yield later(warmup_curves, cells)
     yield Section.of("Fewer warm-up steps", warmup_table(cells))
     yield Section.of("The first steps", first_steps_table(worth_a_curve(cells)))
