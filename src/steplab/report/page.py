@@ -24,9 +24,9 @@ from steplab.specs.step import describe
 _OF_ALL: Terms = (
     (
         "95 % interval",
-        "From one sample to another, as far from the smallest as from the largest, that hold the true median between "
-        "them with at least that probability, whatever the distribution; it takes six samples. It covers the variation "
-        "within one process, not between machines or days.",
+        "Two of the sorted samples, equally far from both ends, that enclose the true median with at least that "
+        "probability, for any distribution; six samples are needed. The interval covers the variation within one "
+        "process, not between machines or days.",
     ),
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),

@@ -39,7 +39,7 @@ def _answer(advice: Advice) -> Iterator[str]:
             return
         yield f"The fastest step failed, which ended the walk: {why}."
         if kept and advice.overall:
-            yield f"Until then, with {kept} the step took {_for_the_first(advice)}."
+            yield f"Until then, with {kept} the step took {_instead_of_the_first(advice)}."
     elif not advice.tried:
         yield f"No change was tried: the step as given takes {units.format_time(advice.best_s)}."
     elif not kept:
@@ -47,7 +47,7 @@ def _answer(advice: Advice) -> Iterator[str]:
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {units.format_time(advice.best_s)}."
     else:
-        yield f"With {kept} the step takes {_for_the_first(advice)}."
+        yield f"With {kept} the step takes {_instead_of_the_first(advice)}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
     if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
@@ -59,7 +59,7 @@ def _answer(advice: Advice) -> Iterator[str]:
         yield f"Not tried, because {why}: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
-def _for_the_first(advice: Advice) -> str:
+def _instead_of_the_first(advice: Advice) -> str:
     best_s, start_s, overall = advice.best_s or 0.0, advice.start_s or 0.0, advice.overall
     ratio = f": {ratio_words(overall, start_s, best_s)}" if overall else ""
     return f"{units.format_time(best_s)} instead of {units.format_time(start_s)}{ratio}"

@@ -47,7 +47,7 @@ class Curve:
     """Computed line, such as a fit."""
 
     name: str
-    """A series, for a curve in its colour, or words shown at the pointer."""
+    """A series, whose colour the curve takes, or words for its tooltip."""
     points: Sequence[tuple[float, float]]
     style: Any = kit.DASHED
 
@@ -73,7 +73,7 @@ class Plot:
 
 
 def line_chart(plot: Plot, panels: Sequence[Panel]) -> Chart:
-    """Draw the panels; of more than six, only those with most points."""
+    """Draw the panels, at most six: those with most points."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     shown = sorted(panels, key=lambda panel: -_num_points(panel))[:_MOST_PANELS]
     width = _ALONE if len(shown) == 1 else _BESIDE_OTHERS

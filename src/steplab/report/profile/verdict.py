@@ -122,9 +122,7 @@ _SAME_STEP = 0.20
 
 Medians usually repeat within a few per cent.
 """
-_CAPTION = (
-    "Each gain is predicted as if no other change were made, as far as those before it leave as much of the step."
-)
+_CAPTION = "Each saving is predicted for its change alone, and limited to what the savings above it leave of the step."
 _TO_TRY = "`--try` measures the changes that are options of the step."
 _SIGNED = Quantity(units.format_change)
 
@@ -223,9 +221,8 @@ def trials_table(findings: Findings) -> Table:
             Column(key="after_s", header="after", rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
-        caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "
-        "low, high: its 95 % interval. The error is predicted minus measured savings, as a "
-        "share of the step before.",
+        caption="before, after: median times without and with the change, alternating, for the same number of tokens. "
+        "low, high: 95 % interval of the measured saving. error: predicted minus measured saving, relative to before.",
     )
 
 

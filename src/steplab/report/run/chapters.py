@@ -40,8 +40,8 @@ TERMS = (
     ),
     (
         "steady",
-        "From the first step that lies, with the median of every three later steps, within 5 % of the median of the "
-        "curve's second half.",
+        "From the first step that is within 5 % of the median of the curve's second half, if the median of any three "
+        "consecutive later steps is so too.",
     ),
     (
         "MFU",

@@ -143,9 +143,9 @@ def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
         return []
     reasons = []
     kinds = {used.kind for used in run.utilizations}
-    if "mfu" not in kinds and not _tells(told, "MFU"):
+    if "mfu" not in kinds and not _has_note_on(told, "MFU"):
         reasons.append(f"MFU: {_why_no_mfu(run)}")
-    if "hfu" not in kinds and not _tells(told, "HFU") and not _tells(told, "MFU and HFU"):
+    if "hfu" not in kinds and not _has_note_on(told, "HFU") and not _has_note_on(told, "MFU and HFU"):
         reasons.append("HFU: the FLOPs that the step executes were not counted")
     absent = [used for used in run.utilizations if used.value is None]
     for source in dict.fromkeys(used.peak_source for used in absent):
@@ -162,7 +162,7 @@ def _why_no_mfu(run: Run) -> str:
     return "the FLOPs that the model needs were not counted"
 
 
-def _tells(told: list[str], kind: str) -> bool:
+def _has_note_on(told: list[str], kind: str) -> bool:
     return any(text.startswith(kind) for text in told)
 
 
@@ -206,7 +206,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
-        pairs.append(("host clock", f"{show(per_step)} per step: the whole loop by its steps, as a check"))
+        pairs.append(("host clock", f"{show(per_step)} per step over the whole loop, as a check"))
     if energy := timing.energy:
         tokens = (
             f", {units.three_digits(run.tokens_per_step / energy.per_step_j)} tokens/J" if run.tokens_per_step else ""
