@@ -127,7 +127,7 @@ def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
     assert found.regressions[0].ratio.ratio == pytest.approx(1.03)
     assert verdict(found).cautions == ()
     text = " ".join(render(compare_document(found), "table", width=120).split())
-    assert "it may differ from the quotient of the step times" in text
+    assert "the ratio may differ from the quotient of the step times" in text
 
 
 def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> None:

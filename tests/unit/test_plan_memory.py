@@ -738,7 +738,7 @@ def test_small_summands_come_last_and_the_caption_says_what_they_hold() -> None:
         " ".join(text.split())
     )
     whole = render(plan_document(spec, found), "md")
-    table = whole.partition("## Summands of the peak")[2].partition("A formula gives")[0].splitlines()
+    table = whole.partition("## Components of the peak")[2].partition("A formula gives")[0].splitlines()
     assert sum(line.startswith("| ") for line in table) == len(found.terms) + 2  # the header and its rule
 
 

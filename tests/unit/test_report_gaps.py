@@ -151,8 +151,8 @@ def test_phases_whose_medians_do_not_add_up_to_the_steps_say_why(
     phases = tuple(PhaseSamples(phase=phase, host_s=seconds) for phase, seconds in samples.items())
     timing = Timing(warmup=(), back_to_back=phases)
     text = " ".join(run_text(replace(make_run(), timing=timing), width=100).split())
-    assert ("The steps differ so much" in text) == (share is not None)
-    assert share is None or f"the medians of the phases add up to {share} of the median of the step" in text
+    assert ("The steps vary so much" in text) == (share is not None)
+    assert share is None or f"the phases' medians add up to {share} of the step's median" in text
     # A loop of the user's own may have parts outside of all phases.
     own = " ".join(run_text(recorder_run(timing=timing), width=100).split())
-    assert ("The steps differ so much" in own) == (share == "150.0 %")
+    assert ("The steps vary so much" in own) == (share == "150.0 %")

@@ -18,7 +18,7 @@ from steplab.report.kit.document import Section, drawn
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import memory_chapter_blocks, memory_document, watched_in_full
 from steplab.report.memory.figures import error_text, parts, whole
-from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_table, what_it_is
+from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_table, shaped_as
 from steplab.report.memory.words import residual_sentence, saved_sentences
 from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
@@ -99,41 +99,36 @@ def test_where_nobody_knows_what_the_sizes_are_they_are_figures() -> None:
 
 
 SCORES, LOGITS = (4, 12, 512, 512), (2048, 10_000)
-TENSORS: list[tuple[dict[str, Any], str | None]] = [
-    ({"shape": SCORES, "op": "aten::_softmax", "phase": "forward"}, "attention weights (softmax of the scores)"),
-    ({"shape": (48, 512, 512), "op": "aten::bmm", "phase": "forward"}, "products of queries and keys"),
-    ({"shape": SCORES, "op": "aten::mul.Tensor", "phase": "forward"}, "scaled attention scores"),
-    ({"shape": SCORES, "op": "aten::bmm", "phase": "backward"}, "a tensor of the size of the attention scores"),
-    ({"shape": SCORES, "op": "aten::_softmax_backward_data", "phase": "backward"}, "gradient of the attention scores"),
-    ({"shape": LOGITS, "op": "aten::mm", "phase": "forward"}, "logits"),
-    ({"shape": LOGITS, "op": "aten::_log_softmax", "phase": "forward"}, "log-probabilities of the loss"),
-    ({"shape": (4, 512, 10_000), "op": "aten::mm", "phase": "backward"}, "a tensor of the size of the logits"),
-    ({"shape": LOGITS, "op": "aten::_log_softmax_backward_data", "phase": "backward"}, "gradient of the logits"),
-    ({"shape": (10_000, 768), "category": "gradients"}, "gradient of the embedding or the head"),
-    ({"shape": (3072, 768), "category": "parameters"}, "a feed-forward weight"),
-    ({"shape": (768, 3072), "category": "autocast_copies"}, "low-precision copy of a feed-forward weight"),
-    ({"shape": (2048, 768)}, "a tensor of the width of the residual stream"),
-    ({"shape": (512, 512)}, None),  # not as many as the scores
-    ({"shape": (123, 45)}, None),
-    ({"shape": None}, None),
+SHAPES: list[tuple[tuple[int, ...], str | None]] = [
+    (SCORES, "attention scores"),
+    ((48, 512, 512), "attention scores"),
+    (LOGITS, "logits"),
+    ((4, 512, 10_000), "logits"),
+    ((2048, 768), "residual stream"),
+    ((4, 512, 3072), "inner feed-forward"),
+    ((512, 512), None),  # not as many as the scores
+    ((123, 45), None),
+    ((), None),
 ]
 
 
-@pytest.mark.parametrize(("fields", "words"), TENSORS)
-def test_a_tensor_is_named_only_where_shape_and_operator_make_it_certain(
-    fields: dict[str, Any], words: str | None
-) -> None:
-    values: dict[str, Any] = {"requested_bytes": 1, "block_bytes": 512, "category": "activations"} | fields
-    made = Allocation(**values)
-    assert what_it_is(made, FP32.spec) == words
-    assert what_it_is(made, None) is None
+@pytest.mark.parametrize(("shape", "words"), SHAPES)
+def test_a_shape_is_named_only_where_it_is_certain(shape: tuple[int, ...], words: str | None) -> None:
+    assert shaped_as(shape, FP32.spec) == words
+    assert shaped_as(shape, None) is None
+
+
+def test_the_table_of_allocations_names_shapes_of_activations_and_of_no_parameters() -> None:
+    values: dict[str, Any] = {"requested_bytes": 1, "block_bytes": 512, "shape": LOGITS}
+    made = [Allocation(category=category, **values) for category in ("activations", "gradients", "parameters")]
+    unknown = Allocation(requested_bytes=1, block_bytes=512, category="activations")
+    rows = allocation_table(FP32, [*made, unknown]).rows
+    assert [row["what"] for row in rows] == ["logits", None, None, None]
 
 
 def test_sizes_that_are_alike_are_not_told_apart() -> None:
     square = resolve_step({"model": "small", "context": 512, "model.d_ff": 768, "model.vocab_size": 768})
-    made = Allocation(requested_bytes=1, block_bytes=1, category="gradients", shape=(768, 768))
-    assert what_it_is(made, square) is None
-    assert what_it_is(replace(made, category="activations", shape=(2048, 768), op="aten::mm"), square) is None
+    assert shaped_as((2048, 768), square) is None
     assert derivation((2048, 768), "float32", square) == "2048 × 768 × 4 (float32)"
 
 
@@ -141,9 +136,7 @@ def test_sizes_that_are_alike_are_not_told_apart() -> None:
 def test_scores_that_a_query_could_be_are_not_called_scores(context: int) -> None:
     spec = resolve_step({"model": "small", "context": context})
     shape = (4, 12, context, context)
-    for op in ("aten::bmm", "aten::mul.Tensor", "aten::_to_copy"):
-        made = Allocation(requested_bytes=1, block_bytes=1, category="activations", op=op, shape=shape)
-        assert what_it_is(made, spec) is None
+    assert shaped_as(shape, spec) is None
     assert derivation(shape, "float32", spec) == f"4 × 12 × {context} × {context} × 4 (float32)"
 
 

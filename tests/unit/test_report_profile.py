@@ -36,7 +36,7 @@ from steplab.report.kit.table import sheet
 from steplab.report.kit.timelines import ROW, column_shares
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
-from steplab.report.profile.charts import category_bars, device_time
+from steplab.report.profile.charts import device_time
 from steplab.report.profile.document import profile_blocks, profile_document
 from steplab.report.profile.figures import Span, passes, spans, top_kernels
 from steplab.report.profile.roofline import find_roofs, roof_dtype, roofline, roofline_points, why_no_roof
@@ -455,17 +455,11 @@ def test_the_bars_of_time_say_busy_waiting_and_idle(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ALL, ids=NAMES)
-def test_the_category_bars_are_the_shares_of_each_pass(run: Run) -> None:
-    chart = sure(category_bars(run, profile_of(run)))
-    said = bar_tips(chart)
-    expected = []
-    for name, span in passes(run, profile_of(run)):
-        for category in CATEGORIES:
-            if seconds := span.categories[category]:
-                share = units.format_percent(seconds / span.busy_s)
-                expected.append(f"{name}: {category} {units.format_time(seconds)}, {share} of the busy time")
-    assert said == expected
-    assert [label for _, _, label in chart.legend] == [c for c in CATEGORIES if profile_of(run).category_s(c)]
+def test_the_category_bars_are_the_shares_of_the_step(run: Run) -> None:
+    (lengths,) = sheet(category_table(run, profile_of(run))).bars.values()
+    step = spans(run, profile_of(run))[-1]
+    shares = [share for category in CATEGORIES if (share := step.share(category))]
+    assert lengths == pytest.approx([*(share / max(shares) for share in shares), 0.0])  # the last row is the sum
 
 
 def test_a_table_of_kernels_has_bars_as_long_as_their_shares() -> None:
@@ -474,7 +468,8 @@ def test_a_table_of_kernels_has_bars_as_long_as_their_shares() -> None:
     shares = [kernel.share for kernel in top_kernels(profile_of(LARGE))]
     assert lengths == pytest.approx([share / max(shares) for share in shares])
     page = render_page([LARGE], title="t")
-    assert page.count('style="--bar: ') == len(shares)
+    categories = sheet(category_table(LARGE, profile_of(LARGE))).rows
+    assert page.count('style="--bar: ') == len(shares) + len(categories)
     assert 'style="--bar: 100.00%"' in page
 
 

@@ -16,27 +16,20 @@ from steplab.units import format_percent, format_rate
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
     name = ceilings.environment.device.name
     hardware = find_hardware(name)
-    rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]
     told = []
     for kind, verb in (("matmul", "multiplies matrices"), ("copy", "copies memory")):
-        best = max(
-            (row for row in rows if row["name"] == kind), key=lambda row: float(row["best_per_s"] or 0), default=None
-        )
-        if best:
-            dtype = f" in {best['dtype']}" if best["dtype"] else ""
-            part = float(best["best_per_s"] or 0) / float(best["stated_per_s"]) if best["stated_per_s"] else None
-            share = f" ({format_percent(part)} of the data sheet's)" if part else ""
-            told.append(f"{verb} at up to {best['best']}{dtype}{share}")
+        of_kind = [ceiling for ceiling in ceilings.ceilings if ceiling.name == kind]
+        if best := max(of_kind, key=lambda ceiling: ceiling.best_per_s, default=None):
+            dtype = f" in {best.dtype}" if best.dtype else ""
+            stated = _stated_per_s(best, hardware)
+            share = f" ({format_percent(best.best_per_s / stated)} of the data sheet's)" if stated else ""
+            told.append(f"{verb} at up to {format_rate(best.best_per_s, best.unit)}{dtype}{share}")
     against = "its data sheet" if hardware else "the matmul ceilings below, because it is not a known GPU"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
-    cautions = []
-    if ceilings.doubt:
-        cautions = [
-            f"Warning: {ceilings.doubt} MFU does not use such ceilings; run `steplab doctor` on an idle machine."
-        ]
+    doubt = f"Warning: {ceilings.doubt} MFU does not use such ceilings; run `steplab doctor` on an idle machine."
     told_against = f"MFU on this device is relative to {against}."
     kernels = _attention_kernels(ceilings.environment)
-    return Verdict(sentences=(*first, told_against, *kernels), cautions=tuple(cautions))
+    return Verdict(sentences=(*first, told_against, *kernels), cautions=(doubt,) if ceilings.doubt else ())
 
 
 def _attention_kernels(env: Environment) -> Iterator[str]:
@@ -74,12 +67,15 @@ def _table(ceilings: Ceilings) -> Table:
 _RATE = Quantity(str)
 
 
-def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:
-    stated = None
+def _stated_per_s(ceiling: Ceiling, hardware: HardwareSpec | None) -> float | None:
     if hardware and ceiling.name == "copy":
-        stated = hardware.memory_bandwidth_bytes_per_s
-    elif hardware and (peak := hardware.peak_flops(ceiling.dtype or "")):
-        stated = peak.flops_per_s
+        return hardware.memory_bandwidth_bytes_per_s
+    peak = hardware.peak_flops(ceiling.dtype or "") if hardware else None
+    return peak.flops_per_s if peak else None
+
+
+def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:
+    stated = _stated_per_s(ceiling, hardware)
     return {
         "ceiling": f"{ceiling.dtype} matmul" if ceiling.name == "matmul" else "copy (read + write)",
         "best": format_rate(ceiling.best_per_s, ceiling.unit),

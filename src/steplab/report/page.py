@@ -13,6 +13,7 @@ from steplab.records.run import Run
 from steplab.report.attempts import Attempts
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict, drawn
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import dotted
 from steplab.report.report import NOTHING, Chapter, Context, Terms, report_of
@@ -23,9 +24,9 @@ from steplab.specs.step import describe
 _OF_ALL: Terms = (
     (
         "95 % interval",
-        "From one sample to another, as far from the smallest as from the largest, that hold the true median between "
-        "them with at least that probability, whatever the distribution; it takes six samples. It covers the variation "
-        "within one process, not between machines or days.",
+        "Two of the sorted samples, equally far from both ends, that enclose the true median with at least that "
+        "probability, for any distribution; six samples are needed. The interval covers the variation within one "
+        "process, not between machines or days.",
     ),
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),
@@ -49,19 +50,16 @@ def page_document(
     runs = [record for record in records if isinstance(record, Run)]
     cells = tries.draw("the page", runs, cells_of)
     context = replace(about, cells=cells, answered=len(records) == 1)
-    of_kind: dict[str, Sequence[Any]] = {
-        kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]
-        for kind in KINDS
-    }
+    of_kind = _by_kind(records, cells)
     sections: list[Section] = []
     terms: Terms = ()
-    for name in (name for name in KINDS if of_kind[name]):
+    for name, some in of_kind.items():
         for part in report_of(name).chapters:
-            made = tries.draw(part.title.lower() or "the summary", of_kind[name], partial(_drawn, part, context))
+            made = tries.draw(part.title.lower() or "the summary", some, partial(_drawn, part, context))
             if made.blocks:
                 sections.append(made)
                 terms += part.terms
-    good = [cell.run for cell in cells] + [r for name in KINDS if name != "run" for r in of_kind[name]]
+    good = [cell.run for cell in cells] + [r for name, some in of_kind.items() if name != "run" for r in some]
     environments = tries.draw("environments", good, _environments)
     shared = tries.draw("the heading", cells, _shared)
     parts = tries.draw("the heading", good, subtitle)
@@ -82,11 +80,8 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
     if context is None:
         context = Context(cells=cells_of([record for record in records if isinstance(record, Run)]))
     ids = {record.id for record in records}
-    by_kind: dict[str, Sequence[Any]] = {
-        name: [record for record in records if kind_of(record).name == name] for name in KINDS
-    }
-    by_kind["run"] = [cell for cell in context.cells if cell.id in ids]
-    found = {name: report_of(name).verdict(some, context) for name, some in by_kind.items() if some}
+    by_kind = _by_kind(records, [cell for cell in context.cells if cell.id in ids])
+    found = {name: report_of(name).verdict(some, context) for name, some in by_kind.items()}
     if len(found) == 1:
         return next(iter(found.values()))
     told = (answer.sentences if name == "run" else answer.sentences[:1] for name, answer in found.items())
@@ -94,6 +89,12 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
         sentences=tuple(chain.from_iterable(told)),
         cautions=tuple(answer.cautions[0] for answer in found.values() if answer.cautions),
     )
+
+
+def _by_kind(records: Sequence[Record], cells: Sequence[RunCell]) -> dict[str, Sequence[Any]]:
+    """Group records by kind, in the order of KINDS; runs as cells."""
+    found: dict[str, Sequence[Any]] = {**grouped(records, lambda record: kind_of(record).name), "run": cells}
+    return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
 
 def _drawn(part: Chapter, context: Context, records: Sequence[Any]) -> Section:

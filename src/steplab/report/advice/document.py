@@ -8,7 +8,6 @@ from steplab import units
 from steplab.records.advice import Advice, Tried
 from steplab.records.comparison import Decision
 from steplab.records.rows import Row
-from steplab.report.advice.bars import change_bars
 from steplab.report.kit.document import Block, Column, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import made, why_failed
@@ -40,7 +39,7 @@ def _answer(advice: Advice) -> Iterator[str]:
             return
         yield f"The fastest step failed, which ended the walk: {why}."
         if kept and advice.overall:
-            yield f"Until then, with {kept} the step took {_for_the_first(advice)}."
+            yield f"Until then, with {kept} the step took {_instead_of_the_first(advice)}."
     elif not advice.tried:
         yield f"No change was tried: the step as given takes {units.format_time(advice.best_s)}."
     elif not kept:
@@ -48,7 +47,7 @@ def _answer(advice: Advice) -> Iterator[str]:
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {units.format_time(advice.best_s)}."
     else:
-        yield f"With {kept} the step takes {_for_the_first(advice)}."
+        yield f"With {kept} the step takes {_instead_of_the_first(advice)}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
     if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
@@ -60,7 +59,7 @@ def _answer(advice: Advice) -> Iterator[str]:
         yield f"Not tried, because {why}: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
-def _for_the_first(advice: Advice) -> str:
+def _instead_of_the_first(advice: Advice) -> str:
     best_s, start_s, overall = advice.best_s or 0.0, advice.start_s or 0.0, advice.overall
     ratio = f": {ratio_words(overall, start_s, best_s)}" if overall else ""
     return f"{units.format_time(best_s)} instead of {units.format_time(start_s)}{ratio}"
@@ -111,7 +110,7 @@ def _cautions(advice: Advice) -> Iterator[str]:
 
 
 def _sections(advice: Advice) -> Iterator[Section]:
-    yield Section.of("Changes in the order they were tried", _table(advice), change_bars(advice))
+    yield Section.of("Changes in the order they were tried", _table(advice))
     if advice.best and advice.kept:
         device_kind = advice.environment.device.kind if advice.environment else "cuda"
         model = own_model(advice.best)
@@ -149,7 +148,7 @@ def _table(advice: Advice) -> Table:
             Column(key="saved_s", header="saved"),
             Column(key="least_saved_s", header="saved, low", rank=2),
             Column(key="most_saved_s", header="saved, high", rank=2),
-            Column(key="after_s", header="step time"),
+            Column(key="after_s", header="step time", bar=True),
             Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
             Column(key="peak_bytes", header="peak memory", rank=1),
             Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),

@@ -1,7 +1,7 @@
 """Plots rates and memory over sequence length, one line per implementation; a single length gives bars."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from steplab import units
@@ -16,17 +16,6 @@ from steplab.specs.hardware import Peak, find_hardware
 Figure = Callable[[AttentionCell], float | None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shown:
-    name: str
-    figure: Figure
-    show: Callable[[float], str]
-    scale: kit.Scale
-    note: str
-    more_is_worse: bool
-    limit: float | None = None
-
-
 def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Iterator[Deferred | Bars]:
     """Plot FLOP/s of the pass `name`, with the device's dense peak if all cells share a dtype; nothing if it is
     untimed.
@@ -38,18 +27,17 @@ def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = 
     peak = _peak(cells, device)
     note = f"FLOP/s of {PASS_WORDS[name]}: FLOPs by the record's convention over the median time."
     note += f" The dashed line is the dense peak that the data sheet of {device} states." if peak else ""
-    yield from _charts(
-        cells,
-        _Shown(
-            name=PASS_WORDS[name],
-            figure=figure,
-            show=partial(units.format_rate, unit="FLOP/s"),
-            scale=kit.count_scale([*values, *([peak.flops_per_s] if peak else [])]),
-            note=note,
-            more_is_worse=False,
-            limit=peak.flops_per_s if peak else None,
-        ),
+    show = partial(units.format_rate, unit="FLOP/s")
+    plot = Plot(
+        name=PASS_WORDS[name],
+        note=note,
+        axis="sequence",
+        failures_on_top=False,
+        limit=peak.flops_per_s if peak else None,
+        limit_name=f"dense peak: {show(peak.flops_per_s)}" if peak else "",
     )
+    scale = kit.scale([*values, *([peak.flops_per_s] if peak else [])], units.format_count)
+    yield from _charts(cells, plot, scale, partial(_point, figure=figure, show=show))
 
 
 def _peak(cells: Sequence[AttentionCell], device: str | None) -> Peak | None:
@@ -65,20 +53,14 @@ def memory_charts(cells: Sequence[AttentionCell], saved: bool) -> Iterator[Defer
 
     if values := [value for cell in cells if (value := figure(cell))]:
         what = "Memory saved for backward" if saved else "Peak of forward and backward"
-        yield from _charts(
-            cells,
-            _Shown(
-                name=what.lower(),
-                figure=figure,
-                show=units.format_bytes,
-                scale=kit.log_bytes_scale(values),
-                note=f"{what}, beyond the inputs.",
-                more_is_worse=True,
-            ),
-        )
+        plot = Plot(name=what.lower(), note=f"{what}, beyond the inputs.", axis="sequence")
+        point = partial(_point, figure=figure, show=units.format_bytes)
+        yield from _charts(cells, plot, kit.log_bytes_scale(values), point)
 
 
-def _charts(cells: Sequence[AttentionCell], shown: _Shown) -> Iterator[Deferred | Bars]:
+def _charts(
+    cells: Sequence[AttentionCell], plot: Plot, scale: kit.Scale, point: Callable[[AttentionCell], Point]
+) -> Iterator[Deferred | Bars]:
     def but_for_length(cell: AttentionCell) -> tuple[object, ...]:
         spec = cell.spec
         return spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys
@@ -89,37 +71,28 @@ def _charts(cells: Sequence[AttentionCell], shown: _Shown) -> Iterator[Deferred 
         for group in groups
         if group[0].spec.queries == group[0].spec.keys and len({cell.spec.queries for cell in group}) > 1
     ]
-    limit_name = f"dense peak: {shown.show(shown.limit)}" if shown.limit else ""
     if sized:
-        plot = Plot(
-            name=shown.name,
-            axis="sequence",
-            show_x=str,
-            failures_on_top=shown.more_is_worse,
-            limit=shown.limit,
-            limit_name=limit_name,
-        )
-        note = f"{shown.note} Lengths are on a logarithmic axis{', as is the height' if shown.scale.log else ''}."
-        panels = [_panel(group, shown, titled=len(groups) > 1) for group in sized]
-        yield later(line_chart, plot, panels, note)
+        note = f"{plot.note} Lengths are on a logarithmic axis{', as is the height' if scale.log else ''}."
+        panels = [
+            Panel(
+                title=_shared(group[0]) if len(groups) > 1 else "",
+                lines={
+                    column: list(map(point, some))
+                    for column, some in grouped(group, lambda cell: cell.spec.column).items()
+                },
+                scale=scale,
+            )
+            for group in sized
+        ]
+        yield later(line_chart, replace(plot, note=note), panels)
     if alone := [cell for group in groups if group not in sized for cell in group]:
-        points = [_point(cell, shown) for cell in alone]
-        yield point_bars(points, shown.note, limit=shown.limit, limit_name=limit_name)
+        yield point_bars(plot, list(map(point, alone)))
 
 
-def _panel(cells: Sequence[AttentionCell], shown: _Shown, *, titled: bool) -> Panel:
-    lines = {
-        column: [_point(cell, shown) for cell in some]
-        for column, some in grouped(cells, lambda cell: cell.spec.column).items()
-    }
-    return Panel(title=_shared(cells[0]) if titled else "", lines=lines, scale=shown.scale)
-
-
-def _point(cell: AttentionCell, shown: _Shown) -> Point:
-    y = shown.figure(cell)
-    figure = "" if y is None else shown.show(y)
+def _point(cell: AttentionCell, figure: Figure, show: Callable[[float], str]) -> Point:
+    y = figure(cell)
     name = f"{cell.spec.label} {cell.spec.column}"
-    return Point(x=cell.spec.queries, y=y, name=name, figure=figure, failure=cell.failure)
+    return Point(x=cell.spec.queries, y=y, name=name, figure="" if y is None else show(y), failure=cell.failure)
 
 
 def _shared(cell: AttentionCell) -> str:

@@ -1,24 +1,28 @@
 """Plots collectives over message size: one panel per backend and world size, one line per collective."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
-from steplab.report.kit.charts import Scale, percent_scale, time_scale
+from steplab.report.kit.charts import Scale, linear_scale, scale
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.lines import Panel, Plot, Point, line_chart
+from steplab.report.kit.lines import Curve, Panel, Plot, Point, line_chart
 from steplab.report.kit.quantities import GB_PER_S
 
+_AXIS = "message size"
 _CURVE_POINTS = 40
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
-    panels = _panels(cells, _median_s, lambda values: time_scale(values, log_from=1), profile)
+    panels = _panels(cells, _median_s, lambda values: scale(values, log_from=1), profile)
     note = "Median time of the slowest rank. Both axes are logarithmic."
     note += " Dashed lines are the fitted α + β · bytes." if any(panel.curves for panel in panels) else ""
-    return _chart("time of a call", panels, note, more_is_worse=True)
+    return (
+        line_chart(Plot(name="time of a call", note=note, axis=_AXIS, show_x=units.format_message), panels)
+        if panels
+        else None
+    )
 
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
@@ -27,12 +31,8 @@ def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
     note += "a logarithmic axis; the bandwidth starts at zero."
     panels = _panels(cells, lambda cell: cell.bus_bandwidth, _gigabytes, ())
-    return _chart("bus bandwidth", panels, note, more_is_worse=False)
-
-
-def _chart(name: str, panels: Sequence[Panel], note: str, *, more_is_worse: bool) -> Chart | None:
-    plot = Plot(name=name, axis="message size", show_x=units.format_message, failures_on_top=more_is_worse)
-    return line_chart(plot, panels, note) if panels else None
+    plot = Plot(name="bus bandwidth", note=note, axis=_AXIS, show_x=units.format_message, failures_on_top=False)
+    return line_chart(plot, panels) if panels else None
 
 
 def _median_s(cell: CommCell) -> float | None:
@@ -40,13 +40,13 @@ def _median_s(cell: CommCell) -> float | None:
 
 
 def _gigabytes(values: Sequence[float]) -> Scale:
-    return replace(percent_scale(values), show=lambda value: f"{value / 1e9:g}")
+    return linear_scale(max(values), lambda value: f"{value / 1e9:g}")
 
 
 def _panels(
     cells: Sequence[CommCell],
     y: Callable[[CommCell], float | None],
-    scale: Callable[[Sequence[float]], Scale],
+    scale_of: Callable[[Sequence[float]], Scale],
     profile: Sequence[CommFit],
 ) -> list[Panel]:
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
@@ -66,8 +66,8 @@ def _panels(
             Panel(
                 title=", ".join(word for word, differs in told if differs),
                 lines={name: [_point(cell, y(cell)) for cell in some] for name, some in lines.items()},
-                scale=scale(values[way]),
-                curves={fit.collective: _curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines},
+                scale=scale_of(values[way]),
+                curves=[_curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines],
             )
         )
     return panels
@@ -80,9 +80,10 @@ def _point(cell: CommCell, y: float | None) -> Point:
     return Point(x=cell.spec.size_bytes, y=y, name=cell.spec.label, figure=figure, failure=cell.failure)
 
 
-def _curve(cells: Sequence[CommCell], fit: CommFit) -> list[tuple[float, float]]:
+def _curve(cells: Sequence[CommCell], fit: CommFit) -> Curve:
     timed = [cell for cell in cells if cell.slowest and cell.wire_bytes is not None]
     low, high = min(cell.spec.size_bytes for cell in timed), max(cell.spec.size_bytes for cell in timed)
     factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
-    return [(x, fit.alpha_s + fit.beta_s_per_byte * factor * x) for x in xs]
+    points = [(x, fit.alpha_s + fit.beta_s_per_byte * factor * x) for x in xs]
+    return Curve(name=fit.collective, points=points)

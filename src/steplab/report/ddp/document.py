@@ -303,11 +303,6 @@ TERMS = (
         "of the ratio of both steps, compared pair by pair.",
     ),
     (
-        "alone, hidden",
-        "Alone is the time of the same messages without computation. Hidden is 1 − exposed / alone, if the bounds of "
-        "exposed communication allow it.",
-    ),
-    (
         "bucket",
         "Gradients that are sent together, in one collective, once the last of them is there. 1 MB is 1,000,000 bytes.",
     ),

@@ -36,7 +36,7 @@ def baseline_s(cell: DdpCell) -> float | None:
 
 
 def host_lead_s(cell: DdpCell) -> float | None:
-    """Shortest time by which Python was ahead of the GPU at the end of a phase, over ranks."""
+    """Python's shortest lead over the GPU at the end of a phase, over ranks."""
     return min((found for rank in cell.ranks if (found := timing.lead_s(rank.phases)) is not None), default=None)
 
 
@@ -246,8 +246,8 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     key="host_lead_s",
     header="host ahead",
     rank=3,
-    note="Host ahead is the host's least lead over the device at the end of a phase, including the hold before "
-    "the step.",
+    note="Host ahead is the least time by which Python was ahead of the device at the end of a phase, with any hold of "
+    "the device before the step.",
     find=host_lead_s,
 )
 _OTHERS: tuple[Figure[DdpCell], ...] = (
@@ -256,8 +256,8 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
         header="vs one process",
         unit="error",
         rank=2,
-        note="Vs one process is the greatest distance of a parameter tensor from one process's on the batches of all "
-        "ranks, after two steps, over its change in them.",
+        note="Vs one process compares parameters after two steps with those of one process on all ranks' batches: the "
+        "largest distance of a tensor, over its change in these steps.",
         find=lambda cell: cell.deviation,
     ),
     Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),

@@ -2,12 +2,10 @@ import math
 
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpCell, DdpRun
-from steplab.records.profile import CATEGORIES
 from steplab.report.ddp import figures
-from steplab.report.kit.charts import category_legend
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.timelines import step_end_ns, step_picture
+from steplab.report.kit.timelines import steps_chart
 
 _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 
@@ -22,8 +20,7 @@ def timelines(run: DdpRun) -> Chart | None:
     traced = [(cell, cell.traced) for cell in (min(family, key=_step_s) for family in families) if cell.traced]
     if not traced:
         return None
-    until_ns = max(step_end_ns(steps.timeline) for _, steps in traced)
-    pictures: list[Picture] = []
+    pictured = []
     for cell, steps in traced:
         rows = {COMPUTE_ROW: _ROWS[COMPUTE_ROW]} if cell.contender.kind == "none" else _ROWS
         told = ""
@@ -32,17 +29,13 @@ def timelines(run: DdpRun) -> Chart | None:
                 f"messages take {units.format_time(steps.communication_s)} per step, "
                 f"{units.format_time(steps.exposed_s)} of it exposed"
             )
-        label = cell.contender.label
-        pictures.append(step_picture(steps.timeline, rows, title=label, until_ns=until_ns, subtitle=told))
-    seen = {category for _, steps in traced for category in steps.timeline.categories}
+        pictured.append((cell.contender.label, steps.timeline, rows, told))
     note = (
         "One traced step of rank 0 of each strategy, at its bucket size with the shortest step, on one axis of time. "
         "Each column is filled with its work, as high as its share of the time; empty is idle. A message under "
         "computation overlaps with it. A profiler slows the host: the bars above have the unprofiled times."
     )
-    return Chart(
-        pictures=tuple(pictures), legend=category_legend([name for name in CATEGORIES if name in seen]), note=note
-    )
+    return steps_chart(pictured, note)
 
 
 def _step_s(cell: DdpCell) -> float:

@@ -10,8 +10,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -73,8 +73,8 @@ def category_color(category: str) -> str:
     return CATEGORY_COLORS[CATEGORIES.index(category)]
 
 
-def category_legend(categories: Sequence[str]) -> Legend:
-    return tuple((color_number(category_color(name)), "■", name) for name in categories)
+def category_legend(categories: Collection[str]) -> Legend:
+    return tuple((color_number(category_color(name)), "■", name) for name in CATEGORIES if name in categories)
 
 
 def color_number(stand_in: str) -> int:
@@ -237,30 +237,24 @@ class Scale:
         axes.yaxis.set_ticks(self.ticks, [tidy(self.show(tick)) for tick in self.ticks], fontsize=11)
 
 
-def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
+def scale(
+    values: Iterable[float], show: Callable[[float], str] = units.format_time, log_from: float = _LOG_FROM
+) -> Scale:
+    """Scale from zero, or a logarithmic one if the largest value is more than `log_from` times the smallest."""
     low, high = min(values := list(values)), max(values)
     if low <= 0 or high <= log_from * low:
-        ticks = _steps(high, 10)
-        return Scale(low=0, high=max(1.14 * high, ticks[-1]), log=False, ticks=ticks, show=units.format_time)
+        return linear_scale(high, show)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if math.log10(high / low) < 2 else (1, 3) if math.log10(high / low) < 3 else (1,)
     ticks = tuple(f * 10.0**e for e in range(first, last + 1) for f in factors)
     bottom, top = 0.75 * low, 1.9 * high
     inside = tuple(tick for tick in ticks if bottom <= tick <= top)
-    return Scale(low=bottom, high=top, log=True, ticks=inside, show=units.format_time)
+    return Scale(low=bottom, high=top, log=True, ticks=inside, show=show)
 
 
-def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
-    high = max(values)
-    high = max(high, capacity) if capacity is not None else high
-    return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
-
-
-def count_scale(values: Iterable[float]) -> Scale:
-    low, high = min(values := list(values)), max(values)
-    if low <= 0 or high <= _LOG_FROM * low:
-        return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
-    return replace(time_scale(values), show=units.format_count)
+def linear_scale(high: float, show: Callable[[float], str], base: int = 10) -> Scale:
+    """Scale from zero, with room above `high`; ticks are round in base 10, or in base 2 for bytes."""
+    return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, base), show=show)
 
 
 def log_bytes_scale(values: Iterable[float]) -> Scale:
@@ -270,11 +264,6 @@ def log_bytes_scale(values: Iterable[float]) -> Scale:
     first = math.ceil(math.log2(bottom) / apart)
     ticks = tuple(2.0 ** (apart * index) for index in range(first, math.floor(math.log2(top) / apart) + 1))
     return Scale(low=bottom, high=top, log=True, ticks=ticks, show=units.format_bytes)
-
-
-def percent_scale(values: Iterable[float]) -> Scale:
-    high = max(values)
-    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=units.format_share)
 
 
 def _steps(high: float, base: int) -> tuple[float, ...]:

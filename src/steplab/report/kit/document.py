@@ -95,8 +95,6 @@ class Table:
     first: int | None = None
     """Number of rows that a terminal prints and an HTML page shows unfolded. None: all."""
     empty: str = ""
-    folded: bool = False
-    """True: HTML pages show the table collapsed."""
 
     @classmethod
     def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":

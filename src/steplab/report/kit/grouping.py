@@ -13,6 +13,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 
 def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """List the subjects of each distinct text; remarks are (subject, text)."""
     return {told: [about for about, _ in pairs] for told, pairs in grouped(remarks, lambda pair: pair[1]).items()}
 
 

@@ -92,7 +92,5 @@ def _whole_options(text: str) -> str:
 
 
 def _first_rows(table: Table) -> int:
-    if table.folded:
-        return 0
-    return min(table.first if table.first is not None else len(table.rows) if len(table.rows) <= _OPEN_ROWS else 0,
-               len(table.rows))  # fmt: skip
+    total = len(table.rows)
+    return min(table.first, total) if table.first is not None else total if total <= _OPEN_ROWS else 0

@@ -1,9 +1,9 @@
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from steplab.printing import plain
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.labels import num_shared
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
 _ENABLE_IF = re.compile(r"^(?:std::)?enable_if<.*?>::type\s+")
@@ -41,11 +41,15 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
     texts = [_readable(name) for name in names]
     if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
         texts = [plain(name[:_LONGEST]) for name in names]
-    start = num_shared(texts)
+    start = _num_shared(texts)
     while start and texts[0][start - 1].isalnum():  # from the beginning of a word
         start -= 1
-    end = num_shared([text[start:][::-1] for text in texts])
+    end = _num_shared([text[start:][::-1] for text in texts])
     return [_around(text, start, len(text) - end, most) for text in texts]
+
+
+def _num_shared(texts: Sequence[str]) -> int:
+    return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False)))
 
 
 def _around(text: str, start: int, end: int, most: int) -> str:

@@ -2,8 +2,6 @@
 
 import functools
 import unicodedata
-from collections.abc import Iterable
-from itertools import takewhile
 
 from steplab.printing import plain
 
@@ -24,10 +22,6 @@ def _letter_width(letter: str) -> float:
     latin = "W" if unicodedata.east_asian_width(letter) in "WF" else letter
     font = FontProperties(family="DejaVu Sans", size=_MEASURED_PX)
     return float(text_to_path.get_text_width_height_descent(latin, font, ismath=False)[0])
-
-
-def num_shared(names: Iterable[str]) -> int:
-    return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def shortened(text: str, most: int) -> str:

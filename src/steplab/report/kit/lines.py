@@ -5,13 +5,13 @@ Measurements without a common size become bars.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steplab import units
 from steplab.records.failure import Failure
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import BAD, MUTED, PAPER, Drawing, Scale, drawing, series_color, series_legend
+from steplab.report.kit.charts import BAD, INK, MUTED, PAPER, Drawing, Scale, drawing, series_color, series_legend
 from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
 from steplab.report.kit.text import why_failed
 
@@ -43,37 +43,48 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Computed line, such as a fit."""
+
+    name: str
+    """A series, whose colour the curve takes, or words for its tooltip."""
+    points: Sequence[tuple[float, float]]
+    style: Any = kit.DASHED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     title: str
     lines: Mapping[str, Sequence[Point]]
     scale: Scale
-    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Dashed curves by series name, as (x, y) points."""
+    curves: Sequence[Curve] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
     name: str
-    axis: str
-    show_x: Callable[[float], str]
-    failures_on_top: bool
+    note: str
+    axis: str = ""
+    show_x: Callable[[float], str] = "{:.0f}".format
+    failures_on_top: bool = True
     """True for times and bytes, where more is worse: failures are marked at the top."""
     limit: float | None = None
     limit_name: str = ""
 
 
-def line_chart(plot: Plot, panels: Sequence[Panel], note: str) -> Chart:
-    """Draw the panels; of more than six, only those with most points."""
+def line_chart(plot: Plot, panels: Sequence[Panel]) -> Chart:
+    """Draw the panels, at most six: those with most points."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     shown = sorted(panels, key=lambda panel: -_num_points(panel))[:_MOST_PANELS]
     width = _ALONE if len(shown) == 1 else _BESIDE_OTHERS
     pictures = tuple(_picture(plot, panel, series, width) for panel in panels if panel in shown)
+    note = plot.note
     if left_out := sum(map(_num_points, panels)) - sum(map(_num_points, shown)):
         note += f" {units.counted(left_out, 'more point')} in panels with fewer points: the table has them."
     return Chart(pictures=pictures, legend=series_legend(series) if len(series) > 1 else (), note=note)
 
 
-def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None, limit_name: str = "") -> Bars:
+def point_bars(plot: Plot, points: Sequence[Point]) -> Bars:
     """Draw measurements that share no size as bars."""
     bars = []
     for point in points:
@@ -85,13 +96,13 @@ def point_bars(points: Sequence[Point], note: str, *, limit: float | None = None
                     figure=point.figure,
                     segments=(segment,),
                     detail=point.detail,
-                    mark=limit,
-                    mark_tip=limit_name,
+                    mark=plot.limit,
+                    mark_tip=plot.limit_name,
                 )
             )
         elif point.failure:
             bars.append(Bar(label=point.name, figure=why_failed(point.failure), bad=True))
-    return Bars(bars=tuple(bars), note=note, first=_FIRST_BARS)
+    return Bars(bars=tuple(bars), note=plot.note, first=_FIRST_BARS)
 
 
 def _tip(point: Point) -> str:
@@ -111,9 +122,11 @@ def _picture(plot: Plot, panel: Panel, series: Sequence[str], width: float) -> P
             picture.tip(line, plot.limit_name)
         for name, points in panel.lines.items():
             _line(picture, axes, points, series.index(name))
-        for name, curve in panel.curves.items():
-            color = series_color(series.index(name))
-            axes.plot(*zip(*curve, strict=True), color=color, linewidth=1.5, linestyle=kit.DASHED, zorder=1)
+        for curve in panel.curves:
+            color = series_color(series.index(curve.name)) if curve.name in series else INK
+            look = {"color": color, "linewidth": 1.5, "linestyle": curve.style, "zorder": 1}
+            (line,) = axes.plot(*zip(*curve.points, strict=True), **look)
+            picture.tip(line, curve.name)
         _mark_failures(picture, axes, panel, on_top=plot.failures_on_top)
         return picture.picture(panel.title)
 

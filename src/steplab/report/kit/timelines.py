@@ -5,15 +5,15 @@ time.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.printing import plain
 from steplab.records.profile import CATEGORIES, Timeline
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import INK, Drawing, category_color, drawing
-from steplab.report.kit.document import Picture
+from steplab.report.kit.charts import INK, Drawing, category_color, category_legend, drawing
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import text_width
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ def step_picture(
     return picture.picture(title, subtitle=subtitle)
 
 
+def steps_chart(steps: Sequence[tuple[str, Timeline, Mapping[int, str], str]], note: str) -> Chart:
+    """Draw (title, timeline, streams' names, subtitle) of several steps on a common time axis."""
+    until_ns = max(step_end_ns(timeline) for _, timeline, _, _ in steps)
+    pictures = tuple(
+        step_picture(timeline, names, title=title, until_ns=until_ns, subtitle=subtitle)
+        for title, timeline, names, subtitle in steps
+    )
+    categories = {category for _, timeline, _, _ in steps for category in timeline.categories}
+    return Chart(pictures=pictures, legend=category_legend(categories), note=note)
+
+
 @contextlib.contextmanager
 def stream_axes(
     title: str, names: tuple[str, ...], start_ns: int, end_ns: int, above: float = 0.0
@@ -58,7 +69,7 @@ def stream_axes(
     with drawing(WIDTH, _TOP + (len(names) + above) * row_px + _BOTTOM, title) as picture:
         axes = picture.axes(_LEFT, _BOTTOM, _RIGHT, _TOP)
         axes.set(xlim=(start_ns, max(end_ns, start_ns + 1)), ylim=(len(names), -above))
-        scale = kit.time_scale([0.0, (end_ns - start_ns) / 1e9])
+        scale = kit.scale([0.0, (end_ns - start_ns) / 1e9])
         ticks = [start_ns + tick * 1e9 for tick in scale.ticks]
         axes.set_xticks(ticks, [kit.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=LETTERS)
         axes.set_yticks([row + ROW / 2 for row in range(len(names))], names, fontsize=LETTERS, color=INK)

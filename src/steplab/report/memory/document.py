@@ -156,7 +156,6 @@ def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
     told = words.residual_sentence(run, profile)
-    table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
+    table = allocation_table(run, alive, words.smaller_sentence(profile))
     yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
-    others_table = allocation_table(run, others, folded=True)
-    yield Section.of("Large allocations not alive at the peak", others_table)
+    yield Section.of("Large allocations not alive at the peak", allocation_table(run, others), folded=True)

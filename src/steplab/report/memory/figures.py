@@ -28,7 +28,7 @@ class Part:
 
 
 def error_text(error: float, decimals: int = 2) -> str:
-    """Example: '+1.25 %'; 'exact' for no error, '±0.00 %' for one that rounds to zero."""
+    """Example: '+1.25 %'; 'exact' for no error, '±0.00 %' for a tiny one."""
     if not error:
         return "exact"
     text = f"{100 * error:+.{decimals}f} %"

@@ -14,63 +14,25 @@ from steplab.report.memory.figures import Part, allocated_bytes, error_text, par
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
-_SCORES = {
-    "bmm": "products of queries and keys",
-    "baddbmm": "products of queries and keys",
-    "matmul": "products of queries and keys",
-    "mul": "scaled attention scores",
-    "div": "scaled attention scores",
-    "masked_fill": "masked attention scores",
-    "where": "masked attention scores",
-    "_softmax": "attention weights (softmax of the scores)",
-    "_softmax_backward_data": "gradient of the attention scores",
-}
-_LOGITS = {
-    "mm": "logits",
-    "linear": "logits",
-    "_log_softmax": "log-probabilities of the loss",
-    "_log_softmax_backward_data": "gradient of the logits",
-}
+_OF_PARAMETERS = ("parameters", "gradients", "optimizer_state", "autocast_copies")
+_WIDTHS = {"residual stream": "width", "inner feed-forward": "inner width", "logits": "vocabulary"}
+"""Name of the last dimension of activations."""
 
 
-_BY_OPERATOR = {"scores": _SCORES, "logits": _LOGITS}
-_SIZES = {"scores": "attention scores", "logits": "logits"}
-_WIDTHS = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
-
-
-def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
+def shaped_as(shape: Sequence[int], spec: StepSpec | None) -> str | None:
+    """Activation that has this shape: 'attention scores' or one of _WIDTHS; None if several or none have it."""
     sizes = spec.model.shape if spec else None
-    if spec is None or sizes is None or made.shape is None:
+    if spec is None or sizes is None:
         return None
-    kind = _kind(made.shape, spec, sizes)
-    if kind in _SIZES:
-        words = _BY_OPERATOR[kind].get(_last(made.op))
-        if words is None or (made.phase == "backward" and "gradient" not in words and made.op != "aten::_softmax"):
-            return f"a tensor of the size of the {_SIZES[kind]}"
-        return words
-    if made.category in _WEIGHTS:
-        return _weight(made, sizes)
-    return f"a tensor of the {_WIDTHS[kind]}" if kind else None
+    if _is_scores(shape, spec, sizes):
+        return "attention scores"
+    names = dict(zip((sizes.d_model, sizes.d_ff, sizes.vocab_size), _WIDTHS, strict=True))
+    is_clear = len(names) == len(_WIDTHS) and len(shape) > 1 and prod(shape[:-1]) == spec.tokens
+    return names.get(shape[-1]) if is_clear else None
 
 
-def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """'scores', 'logits', 'width' or 'inner width', by shape; None for other shapes, or if model sizes are equal."""
-    if is_scores(shape, spec, sizes):
-        return "scores"
-    if len(shape) < 2 or prod(shape[:-1]) != spec.tokens:
-        return None
-    if shape[-1] == sizes.vocab_size and sizes.vocab_size not in (sizes.d_model, sizes.d_ff):
-        return "logits"
-    names = {sizes.d_model: "width", sizes.d_ff: "inner width", sizes.vocab_size: None}
-    return names.get(shape[-1]) if len(names) == 3 else None
-
-
-def _last(op: str | None) -> str:
-    return (op or "").rpartition("::")[2].partition(".")[0].rstrip("_")
-
-
-def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    """True for the shape of attention scores: batch × heads × context × context in 3 or 4 dimensions.
+def _is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
+    """True for batch × heads × context × context in 3 or 4 dimensions.
 
     False if queries, keys and values, or their halves in the rotary embedding, have the same shape.
     """
@@ -79,27 +41,6 @@ def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> 
         return False
     of_one_head = (sizes.d_ff, sizes.vocab_size) if sizes.num_heads == 1 else ()
     return spec.context not in (sizes.head_dim, sizes.head_dim // 2, *of_one_head)
-
-
-_WEIGHTS = {
-    "parameters": "{}",
-    "gradients": "gradient of {}",
-    "optimizer_state": "optimizer state of {}",
-    "autocast_copies": "low-precision copy of {}",
-}
-
-
-def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
-    of = {
-        "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
-        "a feed-forward weight": {
-            *((width, sizes.d_model) for width in _inner_widths(sizes)),
-            (sizes.d_model, sizes.d_ff),
-        },
-        "an attention projection": {(width, sizes.d_model) for width in _projected_widths(sizes)},
-    }
-    fitting = [name for name, shapes in of.items() if made.shape in shapes]
-    return _WEIGHTS[made.category].format(fitting[0]) if len(fitting) == 1 else None
 
 
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
@@ -121,17 +62,15 @@ def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -
 def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
     if spec is None:
         return None
-    sizes = spec.model.shape
     by_token = len(shape) == 3 and tuple(shape[:2]) == (spec.batch, spec.context)
-    if sizes is None:
+    if spec.model.shape is None:
         return ["batch", "context", "width"] if by_token else None
-    kind = _kind(shape, spec, sizes)
-    if kind == "scores":
+    kind = shaped_as(shape, spec)
+    if kind == "attention scores":
         return [*(("batch", "heads") if len(shape) == 4 else ("(batch × heads)",)), "context", "context"]
     if kind is None or not (by_token or len(shape) == 2):
         return None
-    tokens = ["batch", "context"] if by_token else ["(batch × context)"]
-    return [*tokens, "vocabulary" if kind == "logits" else kind]
+    return [*(("batch", "context") if by_token else ("(batch × context)",)), _WIDTHS[kind]]
 
 
 def node_name(op: str) -> str:
@@ -141,18 +80,6 @@ def node_name(op: str) -> str:
 
 def is_compiled(tensors: SavedTensors) -> bool:
     return node_name(tensors.op) == "CompiledFunction"
-
-
-def _projected_widths(sizes: TransformerShape) -> set[int]:
-    if not sizes.num_heads:
-        return set()
-    widths = sizes.query_key_value_widths
-    return {sizes.d_model, sum(widths)} if sizes.projections == "merged" else set(widths)
-
-
-def _inner_widths(sizes: TransformerShape) -> set[int]:
-    *wide, _ = sizes.feed_forward_layers
-    return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
 
 
 _Item = TypeVar("_Item")
@@ -218,19 +145,11 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
     )
 
 
-def allocation_table(
-    run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
-) -> Table:
+def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | None = None) -> Table:
     looks = (
         Column(key="requested_bytes", header="size"),
         Column(key="category", value=lambda made: category_word(made.category)),
-        Column(
-            key="what",
-            header="tensor",
-            rank=2,
-            wraps_from=20,
-            value=lambda made: (what_it_is(made, run.spec) or "").removeprefix("a tensor of the "),
-        ),
+        Column(key="what", header="shaped as", rank=2, wraps_from=20, value=lambda made: _shaped_as(made, run.spec)),
         Column(key="module", rank=3),
         Column(key="line", rank=1, value=lambda made: _place(made)[1]),
         Column(key="function", rank=5, value=lambda made: _place(made)[2]),
@@ -258,8 +177,11 @@ def allocation_table(
         ),
         caption=" ".join(filter(None, (left_out, remark))),
         first=_FIRST_ALLOCATIONS,
-        folded=folded,
     )
+
+
+def _shaped_as(made: Allocation, spec: StepSpec | None) -> str | None:
+    return None if made.shape is None or made.category in _OF_PARAMETERS else shaped_as(made.shape, spec)
 
 
 def _place(made: Allocation) -> tuple[str, str, str]:

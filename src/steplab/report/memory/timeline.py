@@ -37,7 +37,7 @@ def memory_timeline(profile: MemoryProfile, capacity: int | None = None) -> Char
         start_s = min([timeline.time_s[0], *(phase.start_s for phase in profile.phases)])
         end_s = max([timeline.time_s[-1], profile.peak_s, *(phase.end_s for phase in profile.phases)])
         axes.set_xlim(start_s, max(end_s, start_s + 1e-9))
-        kit.bytes_scale([1, profile.peak_bytes], near).put_on(axes)
+        kit.linear_scale(max(1, profile.peak_bytes, near or 0), units.format_bytes, base=2).put_on(axes)
         axes.grid(axis="y")
         _time_axis(axes, timeline, start_s, end_s)
         spans = [
@@ -97,7 +97,7 @@ def _areas(picture: Drawing, axes: "Axes", profile: MemoryProfile) -> None:
 
 
 def _time_axis(axes: "Axes", timeline: MemoryTimeline, start_s: float, end_s: float) -> None:
-    scale = kit.time_scale([0.0, end_s - start_s])
+    scale = kit.scale([0.0, end_s - start_s])
     ticks = [tick for tick in scale.ticks if tick <= end_s - start_s]
     show = (lambda count: units.format_count(count).rstrip()) if timeline.by_event else scale.show
     axes.tick_params(axis="x", pad=7)

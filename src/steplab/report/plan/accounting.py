@@ -38,17 +38,20 @@ def _equation(figure: Figure) -> Equation:
 
 
 def _means(means: tuple[Means, ...]) -> Table:
-    return Table(
-        name="means",
-        columns=(
+    return Table.of(
+        "means",
+        means,
+        (
             Column(key="what", header="means"),
-            Column(key="tokens_per_device", header="tokens a device", quantity=NUMBER),
+            Column(
+                key="tokens_per_device",
+                header="tokens a device",
+                quantity=NUMBER,
+                value=lambda one: round(one.tokens_per_device),
+            ),
             Column(key="how", wraps_from=30),
         ),
-        rows=tuple(
-            {"what": one.what, "how": one.how, "tokens_per_device": round(one.tokens_per_device)} for one in means
-        ),
-        caption="Least batch with a compute-bound forward pass.",
+        "Least batch with a compute-bound forward pass.",
     )
 
 

@@ -78,7 +78,7 @@ def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]
     yield Section.of("Memory by rank", _ranks(prediction))
     yield Section.of("Peak by category", _categories(prediction))
     yield Section.of("Peaks by phase", _phases(prediction))
-    yield Section.of("Summands of the peak", _summands(spec, prediction))
+    yield Section.of("Components of the peak", _summands(spec, prediction))
     yield Section.notes(prediction.notes)
 
 

@@ -55,7 +55,7 @@ def why(operation: OperationAudit) -> str:
 def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
     precision = numerics.spec.precision if numerics.spec else ""
     yield from _types(precision, audit)
-    yield from _in_fp32(precision, audit, numerics)
+    yield from _kept_on_cuda(precision, audit, numerics)
     yield from _range(precision, audit)
 
 
@@ -81,7 +81,7 @@ def _types(precision: str, audit: Audit) -> Iterator[str]:
         yield f"The loss is {short(audit.loss_dtype)}{value}."
 
 
-def _in_fp32(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
+def _kept_on_cuda(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
     if precision not in AUTOCAST:
         return
     if audit.kept_on_cuda:

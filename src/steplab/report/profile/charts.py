@@ -3,10 +3,9 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.kit.charts import category_color, category_legend, color_number
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.profile import words
-from steplab.report.profile.figures import Span, passes, shown_categories, spans
+from steplab.report.profile.figures import Span, spans
 
 BUSY, WAITS, IDLE = 1, 2, 7
 
@@ -37,27 +36,3 @@ def _device_segments(span: Span, colors: dict[str, int]) -> Iterator[Segment]:
             share = units.format_percent(values[name] / span.window_s if span.window_s else 0.0)
             tip = f"{span.phase}: {name} {units.format_time(values[name])}, {share} of the window"
             yield Segment(value=values[name], color=color, tip=tip)
-
-
-def category_bars(run: Run, profile: Profile) -> Bars | None:
-    rows = passes(run, profile)
-    if not rows:
-        return None
-    bars = tuple(
-        Bar(label=name, figure=units.format_time(span.busy_s), segments=tuple(_category_segments(name, span)))
-        for name, span in rows
-    )
-    note = "Share of the busy time by category; at the right, the busy time per step."
-    return Bars(bars=bars, legend=category_legend(shown_categories(profile)), note=note, full=1.0)
-
-
-def _category_segments(name: str, span: Span) -> Iterator[Segment]:
-    for category, seconds in span.categories.items():
-        share = seconds / span.busy_s if span.busy_s else 0.0
-        if share:
-            tip = f"{name}: {category} {units.format_time(seconds)}, {units.format_percent(share)} of the busy time"
-            yield Segment(value=share, color=_color(category), tip=tip)
-
-
-def _color(category: str) -> int:
-    return color_number(category_color(category))

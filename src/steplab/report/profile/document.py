@@ -18,7 +18,7 @@ from steplab.report.kit.document import (
 from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
-from steplab.report.profile.charts import category_bars, device_time
+from steplab.report.profile.charts import device_time
 from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
@@ -94,7 +94,7 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield Section.of("Categories", category_bars(run, profile), category_table(run, profile), *told)
+    yield Section.of("Categories", category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences.of(words.top_kernel_sentences(profile), "finding")
         yield Section.of(f"Top {words.kernels_word(profile)}", tops, kernel_table(profile))

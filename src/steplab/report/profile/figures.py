@@ -13,7 +13,7 @@ from steplab.report.kit.grouping import grouped
 from steplab.report.kit.kernel_names import short_kernels
 
 _TRAINING = {"forward", "backward", "optimizer"}
-_OVERLAPPED = {"forward", "backward"}
+_UPDATING_IN_BACKWARD = {"forward", "backward"}
 TOLERANCE = 0.03
 """Largest relative difference between profiled busy time and unprofiled step time that counts as agreement."""
 
@@ -73,7 +73,7 @@ def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
     """
     marked = [part for name in PHASES if (part := profile.phase(name))]
     told = []
-    trained = _OVERLAPPED if run.spec is not None and run.spec.updates_in_backward else _TRAINING
+    trained = _UPDATING_IN_BACKWARD if run.spec is not None and run.spec.updates_in_backward else _TRAINING
     for count in range(1, len(marked) + 1):
         parts = marked[:count]
         names = [part.phase for part in parts]

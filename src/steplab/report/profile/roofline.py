@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.costs.roofline import Roofline
-from steplab.records.profile import CATEGORIES, OpStats, Profile
+from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
 from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
 from steplab.report.kit.document import Chart, Legend
@@ -107,10 +107,9 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
         for point in points:
             _draw_point(picture, axes, point)
         _name_largest(axes, points)
-    shown = [category for category in CATEGORIES if any(p.op.category == category for p in points)]
     return Chart(
         pictures=(picture.picture(),),
-        legend=(*category_legend(shown), *_phase_legend(points)),
+        legend=(*category_legend({point.op.category for point in points}), *_phase_legend(points)),
         note=_note(run, every, points, roofs, peaks),
     )
 

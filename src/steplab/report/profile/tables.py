@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from steplab import units
-from steplab.records.profile import CATEGORIES, KernelStats, Profile, TracedRanks
+from steplab.records.profile import KernelStats, Profile, TracedRanks
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.report.kit.charts import category_legend
 from steplab.report.kit.document import Chart, Column, Section, Table, later, row_of
 from steplab.report.kit.quantities import DIGITS, FLOPS, PERCENT, TIME, Quantity
-from steplab.report.kit.timelines import step_end_ns, step_picture
+from steplab.report.kit.timelines import steps_chart
 from steplab.report.profile import words
 from steplab.report.profile.attention import AttentionRow
 from steplab.report.profile.figures import Span, TopKernel, shown_categories, spans, top_kernels
@@ -65,16 +64,11 @@ def _told(seen: TracedRanks) -> str:
 
 
 def _timelines(seen: TracedRanks) -> Chart | None:
-    drawn = [(rank, rank.timeline) for rank in seen.ranks if rank.timeline and rank.timeline.kernel]
-    if not drawn:
-        return None
-    until_ns = max(step_end_ns(timeline) for _, timeline in drawn)
-    names = {category for _, timeline in drawn for category in timeline.categories}
-    pictures = tuple(
-        step_picture(timeline, _ROWS, title=f"rank {rank.rank}", until_ns=until_ns) for rank, timeline in drawn
-    )
     note = "The last step of each rank, on one axis of time from its own beginning."
-    return Chart(pictures=pictures, legend=category_legend([name for name in CATEGORIES if name in names]), note=note)
+    steps = [
+        (f"rank {rank.rank}", rank.timeline, _ROWS, "") for rank in seen.ranks if rank.timeline and rank.timeline.kernel
+    ]
+    return steps_chart(steps, note) if steps else None
 
 
 _TOP = 10  # rows shown before the rest
@@ -137,7 +131,7 @@ def category_table(run: Run, profile: Profile) -> Table:
         last = index == len(found) - 1  # the step, or the only phase
         columns += [
             Column(key=span.phase, header=span.phase, quantity=TIME, rank=0 if last else 2),
-            Column(key=f"{span.phase}_share", header="share", quantity=PERCENT, rank=1 if last else 3),
+            Column(key=f"{span.phase}_share", header="share", quantity=PERCENT, rank=1 if last else 3, bar=last),
         ]
     rows.append({"category": "busy"} | {span.phase: span.busy_s for span in found})
     return Table(name="categories", columns=tuple(columns), rows=tuple(rows))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import units
-from steplab.records.profile import CATEGORIES, Profile, Timeline
+from steplab.records.profile import Profile, Timeline
 from steplab.report.kit.charts import MUTED, Drawing, category_color, category_legend
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part, short_kernel
@@ -39,13 +39,12 @@ def timeline_chart(profile: Profile) -> Chart | None:
     names = {stream: f"{word[:-1]} {stream}" for stream in streams}
     pictures = [step_picture(timeline, names)]
     pictures += [_close_picture(timeline, window, names) for window in close_ups(timeline)]
-    shown = [category for category in CATEGORIES if category in timeline.categories]
     note = "The last of the profiled steps. Each column is filled by the categories that ran in it, as high as "
     note += "their share of its time; empty is idle."
     if len(pictures) > 1:
         note += " Below, one block in the middle of the model, with every kernel and the range it belongs to."
     note += f" {left_out} more {word} with less time are not drawn." if left_out else ""
-    return Chart(pictures=tuple(pictures), legend=category_legend(shown), note=note)
+    return Chart(pictures=tuple(pictures), legend=category_legend(timeline.categories), note=note)
 
 
 def _busiest_streams(timeline: Timeline) -> tuple[int, ...]:

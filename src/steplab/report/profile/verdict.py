@@ -7,14 +7,11 @@ from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.document import (
-    Bar,
-    Bars,
     Column,
     Document,
     Fact,
     Pairs,
     Section,
-    Segment,
     Sentences,
     Table,
     Verdict,
@@ -30,7 +27,6 @@ _MOST_TOLD = 3
 _NOTE = (
     "Predicted saving per step of each change alone; the savings do not add up. `steplab explain {}` has the evidence."
 )
-_COLOR = 1
 _LEAST = 0.01
 
 
@@ -104,19 +100,6 @@ def saving_facts(findings: Findings) -> list[Fact]:
 
 
 def findings_section(findings: Findings) -> Section:
-    bars = tuple(
-        Bar(
-            label=finding.title,
-            figure=saved_words(finding),
-            segments=(Segment(value=finding.saves_s, color=_COLOR, tip=saved_words(finding)),)
-            if finding.saves_s
-            else (),
-            detail=_options(finding) or finding.change,
-            strong=place == 0,
-        )
-        for place, finding in enumerate(findings.findings)
-    )
-
     def share(finding: Finding) -> float | None:
         return finding.saves_s / findings.step_s if finding.saves_s and findings.step_s else None
 
@@ -126,14 +109,12 @@ def findings_section(findings: Findings) -> Section:
         (
             Column(key="title", header="finding", wraps_from=30),
             Column(key="saves", value=saved_words),
-            Column(key="share", header="of the step", quantity=PERCENT, value=share),
+            Column(key="share", header="of the step", quantity=PERCENT, value=share, bar=True),
             Column(key="change", wraps_from=24, rank=1),
         ),
         caption=_NOTE.format(findings.run_id),
-        folded=True,
     )
-    chart = Bars(bars=bars, full=findings.step_s, first=_MOST_TOLD)
-    return Section.of("Possible savings", chart, table)
+    return Section.of("Possible savings", table)
 
 
 _SAME_STEP = 0.20
@@ -141,9 +122,7 @@ _SAME_STEP = 0.20
 
 Medians usually repeat within a few per cent.
 """
-_CAPTION = (
-    "Each gain is predicted as if no other change were made, as far as those before it leave as much of the step."
-)
+_CAPTION = "Each saving is predicted for its change alone, and limited to what the savings above it leave of the step."
 _TO_TRY = "`--try` measures the changes that are options of the step."
 _SIGNED = Quantity(units.format_change)
 
@@ -242,9 +221,8 @@ def trials_table(findings: Findings) -> Table:
             Column(key="after_s", header="after", rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
-        caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "
-        "low, high: its 95 % interval. The error is predicted minus measured savings, as a "
-        "share of the step before.",
+        caption="before, after: median times without and with the change, alternating, for the same number of tokens. "
+        "low, high: 95 % interval of the measured saving. error: predicted minus measured saving, relative to before.",
     )
 
 

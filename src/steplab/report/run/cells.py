@@ -125,7 +125,7 @@ def varying(cells: Sequence[RunCell]) -> list[str]:
 
 
 def said(field: str, value: Scalar) -> str:
-    """Example: 'context 1024', 'compiled (max-autotune)'."""
+    """A field's value in words, such as 'context 1024' or 'compiled (max-autotune)'."""
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
@@ -159,7 +159,7 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
     """Group cells by panel and series over the size that varies; None if no series has two sizes.
 
-    A second size, such as the model's, tells the series apart. Repeated measurements share a series, unless nothing
+    A second size, such as the model's, distinguishes the series. Repeated measurements share a series, unless nothing
     else distinguishes the cells.
     """
     rest = varying(cells)

@@ -1,27 +1,28 @@
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
 from steplab import stats, units
 from steplab.records.rows import Row, run_row
-from steplab.records.run import Run
-from steplab.records.timing import curve
-from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
+from steplab.records.run import RankSamples, Run
+from steplab.records.timing import PhaseSamples, Timing, curve, find_phase, lead_s
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Pairs, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import TIME, TIMES, quotient
+from steplab.report.kit.quantities import LABEL, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
-from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
+from steplab.report.run.curves import steady_step, warmup_curves, worth_a_curve
 from steplab.report.run.first_steps import first_steps_table
 from steplab.report.run.one_run import (
     WARMUP_COUNTS,
     choices,
     doubts,
-    failure_blocks,
     gaps,
-    phase_blocks,
-    rank_blocks,
+    phase_names,
+    spread_words,
     steady_sentence,
     steady_words,
     step_time_pairs,
@@ -39,8 +40,8 @@ TERMS = (
     ),
     (
         "steady",
-        "From the first step that lies, with the median of every three later steps, within 5 % of the median of the "
-        "curve's second half.",
+        "From the first step that is within 5 % of the median of the curve's second half, if the median of any three "
+        "consecutive later steps is so too.",
     ),
     (
         "MFU",
@@ -63,8 +64,16 @@ _MANY = 4  # runs; more are listed separately
 
 
 def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
-    if len(cells) == 1 and (why := cells[0].run.failure):
-        yield from failure_blocks(why)
+    if len(cells) != 1 or not (why := cells[0].run.failure):
+        return
+    sizes = (("requested", why.requested_bytes), ("allocated before", why.peak_allocated_bytes))
+    pairs = [
+        ("during", why.phase),
+        *((name, units.format_bytes(size)) for name, size in sizes if size is not None),
+        ("signal", why.signal),
+    ]
+    yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
+    yield Section.of("Last lines it wrote", Sentences(texts=why.last_lines, role="code"))
 
 
 def step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
@@ -80,7 +89,55 @@ def step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
 def phases_of_steps(cells: Sequence[RunCell]) -> Iterator[Block | None]:
     yield phases(cells)
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
-        yield from phase_blocks(cells[0].run, timing)
+        yield from _phases_of_one(cells[0].run, timing)
+
+
+_NOTICEABLY = 1.02
+"""Ratio of phases' summed medians to the step's above which shares visibly exceed 100 %."""
+
+
+def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
+    whole_s = run.median_s
+
+    def alone(name: str) -> PhaseSamples | None:
+        return find_phase(timing.synchronised, name)
+
+    def time_s(name: str) -> float | None:
+        return _median(timing.phase(name), "best_s")
+
+    yield Table.of(
+        "phases",
+        (*phase_names(run), "step"),
+        (
+            Column(key="phase", value=str),
+            Column(key="time_s", header="back to back", value=time_s),
+            Column(key="share", quantity=SHARE, value=lambda name: quotient(time_s(name), whole_s)),
+            Column(
+                key="lead_s",
+                header="host ahead",
+                note="host ahead: GPU work left once Python launched the phase.",
+                value=lambda name: lead_s(timing.back_to_back, name),
+            ),
+            Column(
+                key="device_s",
+                header="alone, device",
+                note="alone: each phase by itself, by the GPU's and the CPU's clock.",
+                value=lambda name: _median(alone(name), "device_s"),
+            ),
+            Column(key="host_s", header="alone, host", value=lambda name: _median(alone(name), "host_s")),
+        ),
+        "Medians.",
+    )
+    parts_s = [seconds for name in phase_names(run) if (seconds := time_s(name)) is not None]
+    ratio = sum(parts_s) / whole_s if whole_s else 1.0
+    if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
+        share = units.format_percent(ratio)
+        yield Sentences.of([f"The steps vary so much that the phases' medians add up to {share} of the step's median."])
+
+
+def _median(phase: PhaseSamples | None, clock: str) -> float | None:
+    samples = getattr(phase, clock, None)
+    return median(samples) if samples else None
 
 
 def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
@@ -90,15 +147,19 @@ def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) == 1:
         yield Sentences.of([steady_sentence(curve(timings[0]))])
     else:
-        counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
-        steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
-        restless = [runs for words, runs in counts if not words.startswith("from")]
-        told = [f"The step time is steady {steady}."] if steady else []
-        yield Sentences.of(told + [f"The step time did not settle in {runs}." for runs in restless])
+        long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= stats.FEWEST_FOR_STEADY]
+        firsts = Counter(map(steady_step, long_enough))
+        restless = firsts.pop(None, 0)
+        steady = [f"from step {step} in {units.counted(firsts[step], 'run')}" for step in sorted(filter(None, firsts))]
+        yield Sentences.of(
+            [
+                f"The step time is steady {', '.join(steady)}." if steady else None,
+                f"The step time did not settle in {units.counted(restless, 'run')}." if restless else None,
+            ]
+        )
     yield later(warmup_curves, cells)
     yield Section.of("Fewer warm-up steps", warmup_table(cells))
-    if table := first_steps_table(worth_a_curve(cells)):
-        yield Section.of("The first steps", table)
+    yield Section.of("The first steps", first_steps_table(worth_a_curve(cells)))
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
@@ -132,8 +193,32 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
 
 
 def ranks(cells: Sequence[RunCell]) -> Iterator[Block]:
-    if len(cells) == 1 and (found := cells[0].run.ranks):
-        yield from rank_blocks(found)
+    if len(cells) != 1 or not (found := cells[0].run.ranks):
+        return
+    yield Table.of(
+        "ranks",
+        found,
+        (
+            Column(key="rank", quantity=LABEL),
+            Column(key="host", shared="{}"),
+            Column(key="device_name", header="device", shared="{}", wraps_from=16),
+            Column(key="step_s", header="step", value=lambda rank: _median(rank.phase("step"), "best_s")),
+            Column(key="waiting_s", header=_SYNC, value=lambda rank: _median(rank.phase(_SYNC), "best_s")),
+            Column(key="peak_bytes", header="peak allocated", value=_peak_bytes),
+            Column(key="host_peak_bytes", header="host peak", rank=1),
+        ),
+        "Medians.",
+    )
+    if told := spread_words(found):
+        yield Sentences.of([f"{told}."])
+
+
+_SYNC = "gradient sync"
+
+
+def _peak_bytes(rank: RankSamples) -> int | None:
+    peak = rank.peak("step")
+    return peak.peak_allocated_bytes if peak else None
 
 
 def utilization(cells: Sequence[RunCell]) -> Iterable[Block]:

@@ -1,7 +1,7 @@
 """Plots step time and peak memory of several runs: lines over a size that varies, else bars."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from steplab import stats, units
 from steplab.records.disturbances import disturbance_words
@@ -12,15 +12,6 @@ from steplab.report.run.cells import RunCell, label, over_size, varying
 from steplab.report.run.one_run import interval_words
 
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shown:
-    name: str
-    scale: kit.Scale
-    note: str
-    limit: float | None = None
-    limit_name: str = ""
 
 
 def step_times(cells: Sequence[RunCell]) -> Chart | Bars | None:
@@ -45,8 +36,8 @@ def step_times(cells: Sequence[RunCell]) -> Chart | Bars | None:
             doubtful=bool(warnings),
         )
 
-    scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
-    return _chart(cells, point, _Shown(name="step time", scale=scale, note="Median step time."))
+    scale = kit.scale([v for s in summaries.values() for v in (s.low, s.high)])
+    return _chart(cells, point, Plot(name="step time", note="Median step time."), scale)
 
 
 def peak_memory(cells: Sequence[RunCell]) -> Chart | Bars | None:
@@ -82,44 +73,37 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | Bars | None:
     if not peaks:
         note = "Largest resident set of the measuring process, Python and libraries included: this device's "
         note += "allocator does not count live tensors."
-    shown = _Shown(
+    plot = Plot(
         name="peak memory" if peaks else "peak memory of the process",
-        scale=kit.bytes_scale([highest], limit),
         note=note,
         limit=limit,
         limit_name=f"device memory, {units.format_bytes(limit)}" if limit is not None else "",
     )
-    return _chart(cells, point, shown)
+    scale = kit.linear_scale(max(highest, limit or 0), units.format_bytes, base=2)
+    return _chart(cells, point, plot, scale)
 
 
-def _chart(cells: Sequence[RunCell], point: Callable[[RunCell, float], Point], shown: _Shown) -> Chart | Bars:
+def _chart(
+    cells: Sequence[RunCell], point: Callable[[RunCell, float], Point], plot: Plot, scale: kit.Scale
+) -> Chart | Bars:
     found = over_size(cells)
     if found is None:
-        points = [point(cell, 0.0) for cell in cells]
-        return point_bars(points, shown.note, limit=shown.limit, limit_name=shown.limit_name)
+        return point_bars(plot, [point(cell, 0.0) for cell in cells])
     axis, groups = found
     panels = [
         Panel(
             title=title,
             lines={name: [point(cell, float(cell.values[axis] or 0)) for cell in some] for name, some in lines.items()},
-            scale=shown.scale,
+            scale=scale,
         )
         for title, lines in groups.items()
     ]
-    plot = Plot(
-        name=shown.name,
-        axis=axis,
-        show_x=lambda size: f"{size:g}",
-        failures_on_top=True,
-        limit=shown.limit,
-        limit_name=shown.limit_name,
-    )
-    note = f"{shown.note} The scale {'is logarithmic' if shown.scale.log else 'starts at zero'}."
+    note = f"{plot.note} The scale {'is logarithmic' if scale.log else 'starts at zero'}."
     points = [point for panel in panels for line in panel.lines.values() for point in line]
-    if shown.name == "step time":
+    if plot.name == "step time":
         note += " Whiskers are the 95 % interval of the median, or the range of fewer than six steps."
     elif any(each.ends for each in points):
         note += " Whiskers reach to the bytes held by the allocator."
     if any(each.doubtful for each in points):
         note += " Hollow marks are runs with a warning."
-    return line_chart(plot, panels, note)
+    return line_chart(replace(plot, axis=axis, note=note), panels)

@@ -49,7 +49,7 @@ def warmup_curves(cells: Sequence[RunCell]) -> Chart | None:
         samples = curve(cell.run.timing)
         with drawing(_WIDTH, _HEIGHT, f"warm-up curve, {name}") as picture:
             _curve(picture, cell.run)
-            alarming = len(samples) >= 4 and not _settles(cell.run)
+            alarming = len(samples) >= stats.FEWEST_FOR_STEADY and not _settles(cell.run)
             pictures.append(picture.picture(name, subtitle=steady_words(samples), alarming=alarming))
     timed = sum(1 for cell in cells if cell.run.timing)
     note = "Time of each step from the first on. Hollow steps are warm-up, full ones are measured; the level "
@@ -64,7 +64,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     samples = curve(run.timing)
     warmup = find_phase(run.timing.warmup, "step")
     num_warmup = len(warmup.best_s) if warmup else 0
-    scale = kit.time_scale(samples, log_from=4)
+    scale = kit.scale(samples, log_from=4)
     axes = picture.axes(56, 26, 8, 6)
     scale.put_on(axes)
     axes.grid(axis="y")
@@ -86,11 +86,3 @@ def _curve(picture: Drawing, run: Run) -> None:
         (mark,) = axes.plot([number], [sample], "o", color=SERIES[0], markerfacecolor=fill, markersize=size)
         kind = "warm-up" if number <= num_warmup else "measured"
         picture.tip(mark, f"step {number}, {kind}: {units.format_time(sample)}")
-
-
-def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
-    """Count runs by their first steady step, in words; empty without a run of four steps."""
-    long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
-    steps = [steady_step(run) for run in long_enough]
-    counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]
-    return counts + ([("not settled", steps.count(None))] if None in steps else [])

@@ -18,7 +18,7 @@ from steplab.specs.step import STEP_FIELDS
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 
 
-_ALONE = 7
+_COLOR_OF_ONE_PAIR = 7
 
 VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
 
@@ -115,14 +115,14 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 
 def effect_words(effect: Effect) -> list[str]:
-    told = _pays(effect)
+    told = _outcome(effect)
     if restless := sum(pair.never_settles for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
         told[-1] += f" {where} step time did not settle."
     return told
 
 
-def _pays(effect: Effect) -> list[str]:
+def _outcome(effect: Effect) -> list[str]:
     others = varying([pair.before for pair in effect.pairs])
     least, most = effect.pairs[0], effect.pairs[-1]
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
@@ -188,7 +188,7 @@ def _effect_bar(one: tuple[float, Effect]) -> Bar:
     faster, slower = len(effect.faster), len(effect.slower)
     rest = {"slower": slower, "no difference": same, "undecided": count - faster - slower - same}
     told = [f"{faster} of {units.counted(count, 'pair')} faster", *(f"{n} {word}" for word, n in rest.items() if n)]
-    color = _ALONE if count == 1 else 1 if saved > 0 else 2
+    color = _COLOR_OF_ONE_PAIR if count == 1 else 1 if saved > 0 else 2
     segment = Segment(value=saved, color=color, tip=" ".join(effect_words(effect)))
     figure = f"{units.format_percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
     return Bar(label=effect.choice, figure=figure, segments=(segment,), detail=", ".join(told))

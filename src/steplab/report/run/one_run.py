@@ -2,13 +2,11 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from steplab import stats, units
-from steplab.records.failure import Failure
 from steplab.records.record import Record
-from steplab.records.rows import Row
 from steplab.records.run import NOT_FINITE, RankSamples, Run, Utilization
-from steplab.records.timing import Timing, curve, find_phase, lead_s
-from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
-from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE
+from steplab.records.timing import Timing, curve
+from steplab.report.kit.document import Block, Column, Pairs, Sentences, Table
+from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE
 from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
 from steplab.specs.step import describe
 from steplab.stats import Summary
@@ -145,9 +143,9 @@ def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
         return []
     reasons = []
     kinds = {used.kind for used in run.utilizations}
-    if "mfu" not in kinds and not _tells(told, "MFU"):
+    if "mfu" not in kinds and not _has_note_on(told, "MFU"):
         reasons.append(f"MFU: {_why_no_mfu(run)}")
-    if "hfu" not in kinds and not _tells(told, "HFU") and not _tells(told, "MFU and HFU"):
+    if "hfu" not in kinds and not _has_note_on(told, "HFU") and not _has_note_on(told, "MFU and HFU"):
         reasons.append("HFU: the FLOPs that the step executes were not counted")
     absent = [used for used in run.utilizations if used.value is None]
     for source in dict.fromkeys(used.peak_source for used in absent):
@@ -164,34 +162,8 @@ def _why_no_mfu(run: Run) -> str:
     return "the FLOPs that the model needs were not counted"
 
 
-def _tells(told: list[str], kind: str) -> bool:
+def _has_note_on(told: list[str], kind: str) -> bool:
     return any(text.startswith(kind) for text in told)
-
-
-_WAITING = "gradient sync"
-
-
-def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
-    def peak_bytes(rank: RankSamples) -> int | None:
-        peak = rank.peak("step")
-        return peak.peak_allocated_bytes if peak else None
-
-    yield Table.of(
-        "ranks",
-        ranks,
-        (
-            Column(key="rank", quantity=LABEL),
-            Column(key="host", shared="{}"),
-            Column(key="device_name", header="device", shared="{}", wraps_from=16),
-            Column(key="step_s", header="step", value=lambda rank: _median_of(rank, "step")),
-            Column(key="waiting_s", header=_WAITING, value=lambda rank: _median_of(rank, _WAITING)),
-            Column(key="peak_bytes", header="peak allocated", value=peak_bytes),
-            Column(key="host_peak_bytes", header="host peak", rank=1),
-        ),
-        "Medians.",
-    )
-    if told := spread_words(ranks):
-        yield Sentences.of([f"{told}."])
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:
@@ -206,29 +178,6 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
         f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "
         f"is {units.format_time(apart)} ({share}) behind the fastest, by the median"
     )
-
-
-def _median_of(rank: RankSamples, phase: str) -> float | None:
-    samples = rank.phase(phase)
-    return median(samples.best_s) if samples and samples.best_s else None
-
-
-_NOTICEABLY = 1.02
-"""Ratio of phases' summed medians to the step's above which shares visibly exceed 100 %."""
-
-
-def failure_blocks(failure: Failure) -> Iterator[Block]:
-    pairs = [
-        ("during", failure.phase),
-        ("requested", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
-        (
-            "allocated before",
-            failure.peak_allocated_bytes is not None and units.format_bytes(failure.peak_allocated_bytes),
-        ),
-        ("signal", failure.signal),
-    ]
-    yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
-    yield Section.of("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
@@ -257,7 +206,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
-        pairs.append(("host clock", f"{show(per_step)} per step: the whole loop by its steps, as a check"))
+        pairs.append(("host clock", f"{show(per_step)} per step over the whole loop, as a check"))
     if energy := timing.energy:
         tokens = (
             f", {units.three_digits(run.tokens_per_step / energy.per_step_j)} tokens/J" if run.tokens_per_step else ""
@@ -267,52 +216,6 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         if energy.limited_share is not None:
             pairs.append(("power limit", f"lowered the clock {units.format_share(energy.limited_share)} of that time"))
     return Pairs(pairs=tuple(pairs))
-
-
-def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
-    whole = run.median_s
-    rows: list[Row] = []
-    for name in (*phase_names(run), "step"):
-        together, alone = timing.phase(name), find_phase(timing.synchronised, name)
-        time_s = _median(together.best_s if together else None)
-        rows.append(
-            {
-                "phase": name,
-                "time_s": time_s,
-                "share": time_s / whole if time_s is not None and whole else None,
-                "lead_s": lead_s(timing.back_to_back, name),
-                "device_s": _median(alone.device_s if alone else None),
-                "host_s": _median(alone.host_s if alone else None),
-            }
-        )
-    yield Table(
-        name="phases",
-        columns=(
-            Column(key="phase"),
-            Column(key="time_s", header="back to back"),
-            Column(key="share", quantity=SHARE),
-            Column(key="lead_s", header="host ahead", note="host ahead: GPU work left once Python launched the phase."),
-            Column(
-                key="device_s",
-                header="alone, device",
-                note="alone: each phase by itself, by the GPU's and the CPU's clock.",
-            ),
-            Column(key="host_s", header="alone, host"),
-        ),
-        rows=tuple(rows),
-        caption="Medians.",
-    )
-    parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
-    ratio = sum(map(median, parts_s)) / whole if whole else 1.0
-    if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
-        told = (
-            f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
-        )
-        yield Sentences.of([f"{told}median of the step."])
-
-
-def _median(samples: Sequence[float] | None) -> float | None:
-    return median(samples) if samples else None
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:

@@ -16,9 +16,9 @@ _SEEN = 0.005
 
 
 RATIO_IN_TURNS = (
-    "In turns a ratio is of the medians, B / A, after each step was divided by the median of the steps of both sides "
-    "around its turn. So what slowed the machine for a while is not in it, and it may differ from the quotient of the "
-    "step times."
+    "When A and B alternate, each step is divided by the median of both sides' steps around its turn; the ratio is of "
+    "the medians after that, B / A. A slow spell of the machine cancels, so the ratio may differ from the quotient of "
+    "the step times."
 )
 
 
