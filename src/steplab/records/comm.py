@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Annotated
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
+from steplab.records.record import Benchmark, Positive, Problem, RankPlace, numbered, one_of
 from steplab.records.rows import DESCRIPTION, Scalar
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds, percentile
@@ -19,7 +20,7 @@ class RankTimes:
     rank: int
     device_s: tuple[float, ...] | None = None
     """Seconds per call between device events, calls back to back; None: the device has no events."""
-    calls_per_sample: int = 1
+    calls_per_sample: Positive = 1
     """Number of consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
     """Samples of `device_s` that may include waits for the host: it launched some calls after the sample before ended.
@@ -54,8 +55,6 @@ class RankTimes:
     def problems(self) -> Iterator[Problem]:
         if not self.best_s or not all(self.best_s):
             yield ".device_s" if self.device_s else ".alone_s", "has no samples, or a sample without time"
-        if self.calls_per_sample < 1:
-            yield ".calls_per_sample", "must be at least 1, not 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +108,7 @@ class CommCell(Outcome):
 class CommFit:
     """Fitted cost of one collective: time = alpha + beta · bytes sent (+ gamma · ranks)."""
 
-    collective: str
+    collective: Annotated[str, one_of(COLLECTIVES)]
     way: str
     dtype: str
     world_size: int | None
@@ -126,9 +125,6 @@ class CommFit:
     """
     worst_relative: float | None
     """Largest (fitted - measured) / measured by magnitude, signed; None as for `rms_relative`."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from known(".collective", self.collective, COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Annotated
+
+import msgspec
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, Group, MeasuredCell, measured_cell
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import PHASES, Timeline
-from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
+from steplab.records.record import Benchmark, Problem, RankPlace, numbered, one_of
 from steplab.records.rows import step_key
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES
@@ -32,7 +35,7 @@ COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
 class StateMemory:
     """Memory of one rank at one moment, by kind of tensor."""
 
-    moment: str
+    moment: Annotated[str, one_of(MOMENTS)]
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -55,17 +58,13 @@ class StateMemory:
 class Messages:
     """Consecutive collectives of one kind in one step of a rank."""
 
-    collective: str
-    sizes_bytes: tuple[int, ...]
+    collective: Annotated[str, one_of(SENT)]
+    sizes_bytes: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     """Bytes of each call, in order: of the output for all-gather, of the input for reduce-scatter."""
 
     @property
     def total_bytes(self) -> int:
         return sum(self.sizes_bytes)
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.sizes_bytes:
-            yield ".sizes_bytes", "is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +113,6 @@ class DdpRank:
     def problems(self) -> Iterator[Problem]:
         yield from measured_problems(".phases", self.phases)
         yield from measured_problems(".baseline", self.baseline)
-        for index, memory in enumerate(self.memory):
-            yield from known(f".memory[{index}].moment", memory.moment, MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +167,6 @@ class DdpCell(Outcome):
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
-        for index, messages in enumerate(self.messages):
-            yield from known(f".messages[{index}].collective", messages.collective, SENT)
         if not self.failure and not self.ranks:
             yield ".ranks", "is empty, and no failure says why"
 

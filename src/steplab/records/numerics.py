@@ -7,9 +7,11 @@ element, so zeros from a ReLU are no underflow. Data types have torch's names: f
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
-from steplab.records.record import Problem, StepRecord, known
+import msgspec
+
+from steplab.records.record import Problem, StepRecord, one_of
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
 """Autocast's rule for an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest
@@ -107,7 +109,7 @@ class MatmulAudit:
 
     module: str
     """Module that calls it, or in backward the module whose gradient it computes; '' for the model."""
-    phase: str
+    phase: Annotated[str, one_of(("forward", "backward"))]
     op: str
     node: str | None
     """Autograd node that calls it, such as MmBackward0; None in forward."""
@@ -116,9 +118,6 @@ class MatmulAudit:
     calls: int
     fp8: Fp8Losses | None = None
     """Losses if the operands are fp8; None: other types, or another library casts."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from known(".phase", self.phase, ("forward", "backward"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,16 +141,11 @@ class Audit:
     modules: tuple[ModuleAudit, ...]
     operations: tuple[OperationAudit, ...]
     matmuls: tuple[MatmulAudit, ...]
-    gradient_exponents: tuple[tuple[int, int], ...] = ()
+    gradient_exponents: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1100, le=1100)], int], ...] = ()
     """Histogram of fp32 gradient magnitudes: pairs (e, number of magnitudes in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
     kept_on_cuda: tuple[str, ...] = ()
     """Operations that autocast runs in fp32 on CUDA but not on this device."""
-
-    def problems(self) -> Iterator[Problem]:
-        for index, (exponent, _) in enumerate(self.gradient_exponents):
-            if abs(exponent) > 1100:
-                yield f".gradient_exponents[{index}]", f"must be an exponent from -1100 to 1100, not {exponent}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +175,9 @@ class Accumulation:
     num_rounded: int
     """Number of additions whose exact sum is not representable in the accumulator's type."""
     result: float
-    binades: tuple[Binade, ...]
+    binades: Annotated[tuple[Binade, ...], msgspec.Meta(min_length=1)]
 
     def problems(self) -> Iterator[Problem]:
-        if not self.binades:
-            yield ".binades", "is empty"
         if self.num_rounded > self.num_additions:
             yield ".num_rounded", f"is {self.num_rounded} of {self.num_additions} additions"
 

@@ -6,8 +6,11 @@ profiled steps. Times of ranks are per step; collectives end on all ranks at onc
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from steplab.records.record import Problem, as_long, known
+import msgspec
+
+from steplab.records.record import Positive, Problem, as_long, one_of
 from steplab.units import counted, format_time
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
@@ -33,6 +36,8 @@ CATEGORIES = (
 """Categories of kernels. other: known kernels outside the categories (random numbers, sorting, indices). uncategorised:
 no rule matches the name.
 """
+Category = Annotated[str, one_of(CATEGORIES)]
+PhaseName = Annotated[str, one_of((*PHASES, OUTSIDE))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +45,8 @@ class KernelStats:
     """Calls of one kernel in one phase, range and stream. On a CPU, of one operator, without time in its callees."""
 
     name: str
-    category: str
-    phase: str
+    category: Category
+    phase: PhaseName
     """Phase of the host call that launched it: one of PHASES, or outside."""
     range: str
     """Annotated part of the model without layer numbers, such as 'blocks.*.attention.scores'; '': unknown. Backward
@@ -49,7 +54,7 @@ class KernelStats:
     """
     stream: int
     """CUDA stream, or thread on a CPU."""
-    calls: int
+    calls: Positive
     total_s: float
     median_s: float
     max_s: float
@@ -60,14 +65,14 @@ class OpStats:
     """Calls of one operator with one input shape, in one phase and range."""
 
     name: str
-    category: str
-    phase: str
+    category: Category
+    phase: PhaseName
     range: str
     inputs: str
     """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': not in the trace."""
     dtype: str
     """Data type of the computation: fp32, bf16, fp16; '': unknown."""
-    calls: int
+    calls: Positive
     kernels: int
     """Kernels that the operator launched itself, summed over calls."""
     device_s: float
@@ -85,7 +90,7 @@ class PhaseTime:
     therefore leave no gaps.
     """
 
-    phase: str
+    phase: PhaseName
     window_s: float
     """Seconds of the phase on the device: busy_s + host_bound_s + idle_s."""
     busy_s: float
@@ -93,7 +98,7 @@ class PhaseTime:
     """Idle seconds in which the host had not yet launched the next kernel."""
     idle_s: float
     """Idle seconds in which the next kernel had been launched but not started."""
-    categories: dict[str, float]
+    categories: dict[Category, float]
     """Busy seconds by category; overlapping kernels share their common time equally."""
     host_s: float | None = None
     """Seconds of the phase on the host; None: the trace marks no phases."""
@@ -119,9 +124,9 @@ class HostCallStats:
 
     name: str
     """Call, such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
-    phase: str
+    phase: PhaseName
     range: str
-    calls: int
+    calls: Positive
     total_s: float
 
 
@@ -130,14 +135,14 @@ class Timeline:
     """Kernels of one step as parallel columns, for the timeline chart and export."""
 
     names: tuple[str, ...]
-    categories: tuple[str, ...]
+    categories: tuple[Category, ...]
     kernel: tuple[int, ...]
     """Index into `names` of each kernel, in order of start."""
     stream: tuple[int, ...]
     start_ns: tuple[int, ...]
     """Start of each kernel in ns after the step's start."""
     duration_ns: tuple[int, ...]
-    phases: tuple[tuple[str, int, int], ...]
+    phases: tuple[tuple[PhaseName, int, int], ...]
     """Name, start and end of each phase on the device, in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
     """Name, start, end and depth of each range; it spans its kernels, in ns."""
@@ -176,11 +181,11 @@ class Profile:
     source: str
     """torch.profiler for steplab's own runs; kineto or nsys for imported files."""
     device: str
-    num_steps: int
+    num_steps: Positive
     """Steps in the profile; 1 if the trace marks none."""
     window_s: float
     """Seconds from the first step's first kernel to the end of the last step's last kernel."""
-    phases: tuple[PhaseTime, ...]
+    phases: Annotated[tuple[PhaseTime, ...], msgspec.Meta(min_length=1)]
     """Phases in order, then `outside` if present."""
     kernels: tuple[KernelStats, ...]
     ops: tuple[OpStats, ...]
@@ -215,28 +220,6 @@ class Profile:
 
     def category_s(self, category: str) -> float:
         return sum(phase.categories.get(category, 0.0) for phase in self.phases)
-
-    def problems(self) -> Iterator[Problem]:
-        phases = (*PHASES, OUTSIDE)
-        if self.num_steps < 1:
-            yield ".num_steps", "must be at least 1, not 0"
-        if not self.phases:
-            yield ".phases", "is empty"
-        for name in ("phases", "kernels", "ops", "host_calls"):
-            for index, part in enumerate(getattr(self, name)):
-                yield from known(f".{name}[{index}].phase", part.phase, phases)
-                if name in ("kernels", "ops"):
-                    yield from known(f".{name}[{index}].category", part.category, CATEGORIES)
-                if getattr(part, "calls", 1) < 1:
-                    yield f".{name}[{index}].calls", "must be at least 1, not 0"
-        for index, phase in enumerate(self.phases):
-            for category in phase.categories:
-                yield from known(f".phases[{index}].categories", category, CATEGORIES)
-        if timeline := self.timeline:
-            for index, category in enumerate(timeline.categories):
-                yield from known(f".timeline.categories[{index}]", category, CATEGORIES)
-            for index, (phase_name, *_) in enumerate(timeline.phases):
-                yield from known(f".timeline.phases[{index}]", phase_name, phases)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

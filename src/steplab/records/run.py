@@ -9,7 +9,7 @@ from steplab.errors import SteplabError
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import PHASES, Profile, TracedRanks
-from steplab.records.record import Problem, StepRecord, known, numbered
+from steplab.records.record import Positive, Problem, StepRecord, known, numbered
 from steplab.records.timing import PhaseSamples, Timing, Turns, find_phase, measured_problems, timing_problems
 from steplab.stats import median_interval
 from steplab.units import format_share, format_time
@@ -93,7 +93,7 @@ class Utilization:
     """Source of the peak, or the reason why there is none."""
     value: float | None
     """flops / median step time / (peak x num_devices); None without a peak."""
-    num_devices: int = 1
+    num_devices: Positive = 1
 
     @property
     def label(self) -> str:
@@ -104,10 +104,6 @@ class Utilization:
     def exceeds_peak(self) -> bool:
         """True above 100 %: the stated peak is too low, or the convention counts too many FLOPs."""
         return self.value is not None and self.value > 1
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_devices < 1:
-            yield ".num_devices", "must be at least 1, not 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

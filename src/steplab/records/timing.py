@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from steplab.records.record import Problem, as_long
+import msgspec
+
+from steplab.records.record import Positive, Problem, as_long
 
 HARDLY_AHEAD = 0.01
 """Host lead, as a share of the step, below which the device may wait for Python."""
@@ -49,10 +51,10 @@ class PhaseSamples:
 class Energy:
     """Energy of one GPU during the back-to-back steps, and its time at the power limit, by NVML."""
 
-    joules: float
+    joules: Annotated[float, msgspec.Meta(gt=0)]
     """Energy of the whole board during `seconds`."""
-    seconds: float
-    num_steps: int
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    num_steps: Positive
     limited_s: float | None = None
     """Seconds in which the power limit lowered the clock; None: not reported."""
 
@@ -67,11 +69,6 @@ class Energy:
     @property
     def limited_share(self) -> float | None:
         return None if self.limited_s is None else self.limited_s / self.seconds
-
-    def problems(self) -> Iterator[Problem]:
-        for name in ("joules", "seconds", "num_steps"):
-            if not getattr(self, name) > 0:
-                yield f".{name}", f"must be above 0, not {getattr(self, name)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
