@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
@@ -185,19 +187,19 @@ class AttentionStudy:
         return [tuple(cells) for cells in found.values()]
 
 
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    description: str = ""
+    grid: list[dict[str, Any]] = []
+
+
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
     """Read a preset grid or a TOML file; return its name, description and cells. `overrides` replace fields of the
     grid, `defaults` fill missing ones. Raises UserError for an unknown or invalid grid."""
-    content = content_of("grid", source, GRIDS)
-    grids = content.get("grid", [])
-    unknown = sorted(set(content) - {"description", "grid"})
-    if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        wrong = f"unknown key '{unknown[0]}'" if unknown else "'grid' must be a list of [[grid]] tables"
-        raise UserError(f"grid {source}: {wrong}; a grid has a description and [[grid]] tables")
-    cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in grids])
-    return Path(source).stem, str(content.get("description", "")), cells
+    content = content_of("grid", source, GRIDS, _File)
+    cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in content.grid])
+    return Path(source).stem, content.description, cells
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:

@@ -3,12 +3,10 @@
 docs/studies.md has an example and the keys.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from steplab.errors import UserError
 from steplab.specs.study import content_of
 
 FOLDER = "questions"
@@ -103,8 +101,4 @@ class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 def load_questions(source: str) -> Questions:
     """Read a preset or a TOML file. Raises UserError if it has no questions."""
-    content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
-    try:
-        return msgspec.convert(content, Questions)
-    except msgspec.ValidationError as error:
-        raise UserError(f"questions {source}: {error}") from error
+    return content_of("set of questions", source, FOLDER, Questions)
