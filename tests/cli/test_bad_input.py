@@ -140,7 +140,7 @@ def test_a_wrong_request_is_named_with_its_remedy(
         ("attention --derive --gpu abacus", "unknown hardware 'abacus'"),
         ("attention --derive --output page.html", "does not write html; choose one of table, json, csv"),
         ("attention --implementation plain --against sdpa", "--against 'sdpa' is not among ... choose one of plain"),
-        ("attention --repeats 0", "the number of repeats must be at least 1"),
+        ("attention --repeats 0", "repeats must be at least 1"),
         ("precision --precision int4", "precision 'int4' is not known; choose one of fp32, tf32 ... bf16_pure"),
         ("precision --only weights", 'Invalid value "weights" for --only'),
         ("precision --format csv", "--format csv holds one table; set --only"),

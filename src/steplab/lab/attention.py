@@ -19,7 +19,6 @@ from steplab.records.codec import new_head
 from steplab.specs.attention import ATTENTION, PASSES, AttentionSpec, AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.benchmark import sampling
 from steplab.specs.hardware import hardware_named
-from steplab.specs.layout import check_device
 from steplab.specs.resolve import as_grid
 from steplab.units import parse_duration
 
@@ -100,7 +99,6 @@ def attention_study(given: Mapping[str, object]) -> AttentionStudy:
     lists the valid values.
     """
     fields, asked = ATTENTION.asked(given)
-    check_device(asked.device)
     on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and visible_gpus() > 0)
     lists = as_grid(fields)
     defaults = {"implementation": [row.name for row in TABLE if ("cuda" if on_gpu else "cpu") in row.benchmarked_on]}

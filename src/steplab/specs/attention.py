@@ -15,7 +15,7 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
-from steplab.specs.benchmark import Benchmark, Device, check_sampling
+from steplab.specs.benchmark import Benchmark, Device
 from steplab.specs.resolve import Grid, as_grid, cells_of_grids, products
 from steplab.specs.step_choices import CompileMode
 from steplab.specs.step_fields import Declared, declared_fields
@@ -135,12 +135,12 @@ class AttentionOptions:
     ] = None
     passes: Annotated[Sequence[str], Declared(help="Passes to time", key="pass")] = PASSES
     repeats: Annotated[
-        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration")
+        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration", least=1)
     ] = None
     errors: Annotated[bool, Declared(help="Measure the error of each result against float64")] = True
     device: Device = "auto"
     """The device of all cells."""
-    seed: Annotated[int, Declared(help="Seed of the random inputs")] = 0
+    seed: Annotated[int, Declared(help="Seed of the random inputs", least=-(2**63))] = 0
 
 
 ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min", cells=FIELDS, options=AttentionOptions)
@@ -174,10 +174,6 @@ class AttentionStudy:
     """Seed of the random inputs."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed must be of 64 bits, not {self.seed}")
-
         object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
 
     def groups(self) -> list[tuple[AttentionSpec, ...]]:

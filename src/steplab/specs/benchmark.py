@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
+
 from steplab.errors import UserError
-from steplab.specs.layout import DEVICES_TOLD
+from steplab.specs.layout import DEVICES_TOLD, check_device
 from steplab.specs.step_fields import Declared, Fields, StepField, declared_fields
 
 Options = TypeVar("Options")
-Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
+Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}", check=check_device)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +57,13 @@ class Benchmark(Generic[Options]):
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
+        """The given fields of cells, and the options. Raises UserError for an invalid option."""
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
-        return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
+        options = self.options(**{known[name]: value for name, value in given.items() if name in known})
+        for field in self.own:
+            field.refuse_invalid(getattr(options, field.attribute))
+        return fields, options
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
         """A study's table with its options converted. Raises UserError for an unknown name or a wrong type."""
@@ -75,8 +81,6 @@ DOCTOR = Benchmark(name="doctor", what="the machine's ceilings", timeout="10min"
 
 
 def _read(what: str, value: object, wanted: Any) -> object:
-    import msgspec  # `--help` does without it
-
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
@@ -88,11 +92,3 @@ def _read(what: str, value: object, wanted: Any) -> object:
 
 def sampling(repeats: int | None) -> dict[str, Any]:
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
-
-
-def check_sampling(study: Any) -> None:
-    for name in ("warmup_s", "measured_s"):
-        if not 0 <= getattr(study, name) < float("inf"):
-            raise UserError(f"{name} must be a time, not {getattr(study, name)}")
-    if not 1 <= study.least_repeats <= study.most_repeats:
-        raise UserError("the number of repeats must be at least 1")

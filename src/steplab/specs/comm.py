@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark, check_sampling
+from steplab.specs.benchmark import Benchmark
 from steplab.specs.resolve import Grid, products
 from steplab.specs.step_fields import Declared, declared_fields
 from steplab.units import format_message, parse_bytes
@@ -23,8 +23,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives whose message has one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
-_SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
+_SERVES: dict[str, tuple[CommDevice, ...]] = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
+"""Devices whose tensors each backend sends; the first is its native one."""
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
@@ -63,13 +63,14 @@ class CommSpec:
         Declared(
             help="Number of ranks that take part",
             default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
+            least=2,
         ),
     ] = 2
     dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"
 
     def __post_init__(self) -> None:
-        if self.device is None and self.backend in _OWN_DEVICE:
-            object.__setattr__(self, "device", _OWN_DEVICE[self.backend])
+        if self.device is None and self.backend in _SERVES:
+            object.__setattr__(self, "device", _SERVES[self.backend][0])
         for field in FIELDS.values():
             field.refuse_invalid(getattr(self, field.attribute))
         if self.device not in _SERVES[self.backend]:
@@ -79,8 +80,6 @@ class CommSpec:
                 f"backend {self.backend} has no {self.collective}; choose {', '.join(_DOES[self.backend])}, "
                 "or another backend"
             )
-        if self.world_size < 2:
-            raise UserError(f"world-size must be at least 2, not {self.world_size}")
         least = _least_bytes(self.world_size)
         if not least <= self.size_bytes <= _LARGEST_BYTES:
             raise UserError(
@@ -111,7 +110,7 @@ class CommSpec:
     @property
     def transport(self) -> str:
         """Backend, and device if it is not the backend's native one: 'nccl', 'gloo', 'gloo on cuda'."""
-        return self.backend if self.device == _OWN_DEVICE[self.backend] else f"{self.backend} on {self.device}"
+        return self.backend if self.device == _SERVES[self.backend][0] else f"{self.backend} on {self.device}"
 
     @property
     def label(self) -> str:
@@ -143,6 +142,7 @@ class CommOptions:
         Declared(
             help="Samples of each cell; on a GPU a sample of short calls is the mean of many",
             default_words="10 to 200, by their duration",
+            least=1,
         ),
     ] = None
 
@@ -171,7 +171,6 @@ class CommStudy:
     """Largest number of samples, however short they are."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
         if not self.cells:
             raise UserError("no cells to measure; give each list at least one value")
         largest = max(cell.world_size for cell in self.cells)
@@ -234,7 +233,8 @@ def worlds_of(num_processes: int) -> list[int]:
 
 
 def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
-    return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
+    served = _SERVES.get(backend, ())
+    return _served(named, served) if named else served[:1] or [None]
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:

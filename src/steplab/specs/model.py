@@ -141,33 +141,15 @@ _PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
 
 
-def _shape(
-    d_model: int,
-    d_ff: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 10_000,
-    feed_forward: FeedForward = "swiglu",
-) -> TransformerShape:
-    return TransformerShape(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        feed_forward=feed_forward,
-    )
-
-
 MODEL_SIZES: dict[str, TransformerShape] = {
-    "tiny": _shape(128, 512, 2, 4, vocab_size=1_000),
-    "small": _shape(768, 3072, 12, 12),
-    "medium": _shape(1024, 4096, 24, 16),
-    "large": _shape(1280, 5120, 36, 20),
-    "xl": _shape(1600, 6400, 48, 25),
-    "2.7b": _shape(2560, 10240, 32, 32),
-    "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
-    "xxl": _shape(16384, 53248, 126, 0, vocab_size=0, feed_forward="gelu"),
+    "tiny": TransformerShape(vocab_size=1_000, d_model=128, d_ff=512, num_layers=2, num_heads=4),
+    "small": TransformerShape(vocab_size=10_000, d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": TransformerShape(vocab_size=10_000, d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": TransformerShape(vocab_size=10_000, d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": TransformerShape(vocab_size=10_000, d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7b": TransformerShape(vocab_size=10_000, d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "8b": TransformerShape(vocab_size=151_936, d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
+    "xxl": TransformerShape(vocab_size=0, d_model=16384, d_ff=53248, num_layers=126, num_heads=0, feed_forward="gelu"),
 }
 """Built-in sizes by name. tiny is for a CPU; xxl is for planning only: it has feed-forward blocks, no attention."""
 
