@@ -5,7 +5,7 @@ this module scales them, for people. Memory is binary (GiB); bandwidth and messa
 and nccl-tests do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 
 from steplab.errors import UserError
@@ -116,17 +116,7 @@ def format_share(share: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
-    cleaned = text.strip()
-    for suffix in sorted(_TIME_SUFFIXES, key=len, reverse=True):
-        if cleaned.endswith(suffix):
-            number, scale = cleaned[: -len(suffix)], _TIME_SUFFIXES[suffix]
-            break
-    else:
-        number, scale = cleaned, 1.0
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = -1.0
+    seconds = _number(text, _TIME_SUFFIXES)
     if not 0 < seconds < float("inf"):
         raise UserError(f"'{text}' is not a duration; write it as 90s, 5min or 2h")
     return seconds
@@ -134,11 +124,7 @@ def parse_duration(text: str) -> float:
 
 def parse_share(text: str) -> float:
     """A share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
-    cleaned = text.strip()
-    try:
-        share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
+    share = _number(text, {"%": 0.01})
     if not 0 < share < 1:
         raise UserError(f"'{text}' is not a share between 0 and 1; write it as 3% or 0.03")
     return share
@@ -148,15 +134,20 @@ def parse_count(text: str) -> float:
     """Number of tokens from '300B', '15T' or '1.5e12' (B is 1e9, as in models' names). Raises UserError for other
     texts.
     """
-    cleaned = text.strip()
-    scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
-    try:
-        count = float(cleaned[:-1]) * scale if scale else float(cleaned)
-    except ValueError:
-        count = -1.0
+    count = _number(text.upper(), _COUNT_SUFFIXES)
     if not 0 < count < float("inf"):
         raise UserError(f"'{text}' is not a number of tokens; write it as 300B, 15T or 1.5e12")
     return count
+
+
+def _number(text: str, suffixes: Mapping[str, float]) -> float:
+    """The number times its suffix, the longest that fits; -1 if it is no number."""
+    number = text.strip()
+    suffix = max(filter(number.endswith, suffixes), key=len, default="")
+    try:
+        return float(number.removesuffix(suffix)) * suffixes.get(suffix, 1.0)
+    except ValueError:
+        return -1.0
 
 
 def parse_bytes(text: str) -> int:

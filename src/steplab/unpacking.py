@@ -6,7 +6,7 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar
 
 from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
@@ -138,61 +138,50 @@ def small_file(path: Path) -> bytes:
     return content
 
 
-class _Member(Protocol):
-    name: str
-    magic: bytes
+class _Member:
+    """One compressed stream of a file."""
+
+    name: ClassVar[str]
+    magic: ClassVar[bytes]
+    _stream: Any
 
     @property
-    def eof(self) -> bool: ...
+    def eof(self) -> bool:
+        return bool(self._stream.eof)
 
     @property
     def rest(self) -> bytes:
         """Input after the end of the compressed stream."""
+        return bytes(self._stream.unused_data)
 
     @property
-    def needs_input(self) -> bool: ...
+    def needs_input(self) -> bool:
+        return True
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         """At most `most` decompressed bytes, and the input not yet used."""
+        raise NotImplementedError
 
 
-class _Gzip:
+class _Gzip(_Member):
     name, magic = "gzip", GZIP_MAGIC
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB
 
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def rest(self) -> bytes:
-        return self._stream.unused_data
-
-    needs_input = True
-
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         return self._stream.decompress(data, most), self._stream.unconsumed_tail
 
 
-class _Xz:
+class _Xz(_Member):
     name, magic = "xz", XZ_MAGIC
 
     def __init__(self) -> None:
         self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_UNPACKER_BYTES)
 
     @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def rest(self) -> bytes:
-        return self._stream.unused_data
-
-    @property
     def needs_input(self) -> bool:
-        return self._stream.needs_input
+        return bool(self._stream.needs_input)
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         return self._stream.decompress(data, most), b""  # it keeps the remaining input

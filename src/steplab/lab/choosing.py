@@ -13,14 +13,13 @@ from steplab.git import git
 from steplab.lab.keeping import open_store, read_records
 from steplab.records.comparison import Side
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of
+from steplab.records.registry import KINDS, KINDS_IN_LISTS, kind_of
 from steplab.records.rows import Row
 from steplab.store.database import Store
 from steplab.store.location import is_store_header
 from steplab.store.selection import BACK, LAST
 
 _MOST_TOGETHER = 60
-_TRIED_FIRST = 10
 _TELLING = ("id", "name", "tags", "git_commit")
 
 
@@ -225,12 +224,9 @@ def records_that_answer(
 
 
 def _newest(opened: Store) -> Record:
-    kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]
-    for most in (_TRIED_FIRST, None):
-        rows = [row for name in kinds for row in opened.rows(kind=name, limit=most)]
-        for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
-            if record := opened.find(str(row["id"])):
-                return record
+    for row in opened.each_row():
+        if row["kind"] in KINDS_IN_LISTS and row["kind"] != "doctor" and (record := opened.find(str(row["id"]))):
+            return record
     raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
 
 

@@ -37,46 +37,32 @@ T = TypeVar("T")
 _LEFT = 512
 
 
-class _Trace(msgspec.Struct, array_like=True, gc=False):
-    pieces: list[tuple[str, str, int, str, str]]
-    phases: list[str]
-    operators: list[Operator]
-    runs: list[list[int]]
-    """Coded events of the build and of each run: 4 n + kind. n indexes a piece, an allocation in order, a phase or an
-    operator.
-    """
+Coded = int | str | tuple[str, str, int, str, str] | Operator
+"""An event on disk: the fields of an allocated piece, the number of a freed allocation, the phase that began, or an
+operator.
+"""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
     """Cache `trace` on disk for a transformers model; `what` distinguishes traces of one step."""
     if spec.model.kind != "hf":
         return trace
-    path = _folder() / f"{_key(spec, what)}.trace"
-    with suppress(OSError, zlib.error, msgspec.MsgspecError):
-        found = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=_Trace)
-        return functools.partial(_told_again, found)
-    return functools.partial(_told_and_kept, path, trace)
+    path = _path(spec, what)
+    found = _read(path, list[list[Coded]])
+    return partial(_told_again, found) if found else partial(_told_and_kept, path, trace)
 
 
-def kept_facts(spec: StepSpec, what: str, kind: type[T], find: Callable[[], T]) -> T:
-    """Cache on disk what `find` returns for a transformers model; `what` is as in `kept`."""
-    if spec.model.kind != "hf":
-        return find()
-    path = _folder() / f"{_key(spec, what)}.trace"
+def _path(spec: StepSpec, what: str) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steplab" / "traces"
+    facts = (msgspec.json.encode(spec.as_predicted), what, *_versions(), _sources())
+    return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.trace"
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """The content of a cached file; None if there is none that can be read."""
     with suppress(OSError, zlib.error, msgspec.MsgspecError):
         return msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=kind)
-    found = find()
-    _keep(path, found)
-    return found
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steplab" / "traces"
-
-
-def _key(spec: StepSpec, what: str) -> str:
-    facts = (msgspec.json.encode(spec.as_predicted), what, *_versions(), _sources())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return None
 
 
 @functools.cache
@@ -95,33 +81,40 @@ _DEPENDS_ON = ("fake_step", "model", "measurement/step", "plan/dry_run", "lab")
 
 
 @contextmanager
-def _told_again(trace: _Trace, listen: Listener) -> Iterator[Callable[[], None]]:
-    made: list[Piece] = []
-
-    def tell(run: list[int]) -> None:
-        for code in run:
-            listen(_event(trace, made, *divmod(code, 4)))
-
-    build, *runs = trace.runs
-    tell(build)
+def _told_again(runs: list[list[Coded]], listen: Listener) -> Iterator[Callable[[], None]]:
+    pieces: list[Piece] = []
     left = iter(runs)
-    yield lambda: tell(next(left))
 
+    def event(code: Coded) -> Event:
+        if isinstance(code, tuple):
+            what, formula, num_bytes, category, where = code
+            pieces.append(Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where))
+            return Allocated(pieces[-1])
+        if isinstance(code, int):
+            return Freed(pieces[code])
+        return Began(code) if isinstance(code, str) else code
 
-def _event(trace: _Trace, made: list[Piece], number: int, kind: int) -> Event:
-    if kind == 0:
-        what, formula, num_bytes, category, where = trace.pieces[number]
-        piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
-        made.append(piece)
-        return Allocated(piece)
-    if kind == 1:
-        return Freed(made[number])
-    return Began(trace.phases[number]) if kind == 2 else trace.operators[number]
+    def tell() -> None:
+        for code in next(left):
+            listen(event(code))
+
+    tell()
+    yield tell
 
 
 @contextmanager
 def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callable[[], None]]:
-    runs: list[list[Event]] = [[]]
+    runs: list[list[Event]] = []
+    with _recorded(trace, runs, listen) as run:
+        yield run
+        told = _coded(runs)  # before the context ends and frees it
+    _keep(path, told)
+
+
+@contextmanager
+def _recorded(trace: Open, runs: list[list[Event]], listen: Listener) -> Iterator[Callable[[], None]]:
+    """Tell `listen` the events of a trace, and append to `runs` those of the build and of each run."""
+    runs.append([])
 
     def listen_too(event: Event) -> None:
         runs[-1].append(event)
@@ -134,8 +127,6 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
             run()
 
         yield run_once_more
-        told = _written(runs)  # before the context ends and frees it
-    _keep(path, told)
 
 
 def _keep(path: Path, found: object) -> None:
@@ -148,27 +139,19 @@ def _keep(path: Path, found: object) -> None:
             old.unlink()
 
 
-def _written(runs: list[list[Event]]) -> _Trace:
-    pieces: dict[tuple[str, str, int, str, str], int] = {}
-    made: dict[int, int] = {}
-    phases: dict[str, int] = {}
-    operators: list[Operator] = []
+def _coded(runs: list[list[Event]]) -> list[list[Coded]]:
+    numbers: dict[int, int] = {}  # of allocations, by the id of their piece, which `runs` keeps alive
 
-    def code(event: Event) -> int:
+    def code(event: Event) -> Coded:
         if isinstance(event, Allocated):
             piece = event.piece
-            made[id(piece)] = len(made)
-            facts = (piece.what, piece.formula, piece.num_bytes, piece.category, piece.where)
-            return 4 * pieces.setdefault(facts, len(pieces))
+            numbers[id(piece)] = len(numbers)
+            return piece.what, piece.formula, piece.num_bytes, piece.category, piece.where
         if isinstance(event, Freed):
-            return 4 * made[id(event.piece)] + 1
-        if isinstance(event, Began):
-            return 4 * phases.setdefault(event.phase, len(phases)) + 2
-        operators.append(event)
-        return 4 * (len(operators) - 1) + 3
+            return numbers[id(event.piece)]
+        return event.phase if isinstance(event, Began) else event
 
-    coded = [[code(event) for event in run] for run in runs]
-    return _Trace(list(pieces), list(phases), operators, coded)
+    return [[code(event) for event in run] for run in runs]
 
 
 def memory_of(
@@ -214,22 +197,11 @@ def _open_traced(
 
         return fake_step(spec, workspace, tell, compiled=True)
 
-    found: list[Operator] = []
-
-    def listen_too(event: Event) -> None:
-        listen(event)
-        if isinstance(event, Operator):
-            found.append(event)
-
-    with kept(spec, f"memory {workspace.value}", trace)(listen_too) as run:
-
-        def run_once_more() -> None:
-            found.clear()
-            run()
-
-        yield run_once_more
+    runs: list[list[Event]] = []
+    with _recorded(kept(spec, f"memory {workspace.value}", trace), runs, listen) as run:
+        yield run
         if operators is not None and spec.compile == "off":
-            operators.extend(found)
+            operators.extend(event for event in runs[-1] if isinstance(event, Operator))
 
 
 _DEEP = 12
@@ -344,7 +316,14 @@ def _known(spec: StepSpec, tp: int = 1, whole: Known | None = None) -> Known:
             return replace(whole, spread=None, why_not=str(error))  # kept too, for a search tries many sizes of tp
 
     alone = replace(spec, layout=Layout(tp=tp), compile="off", checkpointing="none", **ALONE)
-    return kept_facts(alone, "known", Known, find)
+    if spec.model.kind != "hf":
+        return find()
+    path = _path(alone, "known")
+    known = _read(path, Known)
+    if known is None:
+        known = find()
+        _keep(path, known)
+    return known
 
 
 def _trace_two_blocks(of: int | None, spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
