@@ -113,7 +113,7 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert comm_study({})[0].num_processes == 3
-    with pytest.raises(UserError, match="torchrun has started 3 processes"):
+    with pytest.raises(UserError, match="torchrun started 3 processes, not 2"):
         comm_study({"processes": 2})
 
 

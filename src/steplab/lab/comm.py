@@ -8,8 +8,7 @@ from typing import Unpack
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
-from steplab.lab.machine import visible_gpus
-from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.lab.machine import processes_here, visible_gpus
 from steplab.measurement.processes.launch import Cells, refuse_too_many
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
@@ -17,7 +16,6 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
 from steplab.specs.benchmark import sampling
 from steplab.specs.comm import COMM, CommSpec, CommStudy, comm_cells, numbers_of
-from steplab.specs.layout import process_count
 from steplab.specs.resolve import as_grid
 from steplab.units import format_time, parse_duration
 
@@ -62,13 +60,8 @@ def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
 
 
 def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
-    around, found = torchrun_around(), visible_gpus()
-    asked = process_count(gpus, processes) if gpus is not None or processes is not None else None
-    if around is not None:
-        if asked and asked[0] != around.size:
-            raise UserError(f"torchrun has started {around.size} processes; leave --gpus and --processes out")
-        return around.size, asked[1] if asked else "cuda" if found else "cpu"
-    count, device = asked or ((found, "cuda") if found > 1 else (_FEWEST, "cpu"))
+    found = visible_gpus()
+    count, device = processes_here(gpus, processes, default=(found, "cuda") if found > 1 else (_FEWEST, "cpu"))
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}, not {count}: a collective needs two processes")

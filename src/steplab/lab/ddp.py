@@ -12,9 +12,8 @@ from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.files import Destination, folder_for
-from steplab.lab.machine import visible_gpus
+from steplab.lab.machine import processes_here
 from steplab.lab.measuring import named_fields
-from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.reading.bounded import read_bounded
@@ -22,7 +21,6 @@ from steplab.records.codec import new_head
 from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, DdpRun, OverheadModel, StateMemory, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import BYTES_PER_MB, DDP, SMALL_STEP, DdpStudy, Variant, asked_variants
-from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.units import parse_duration
@@ -65,14 +63,7 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
     """Each rank's step, and the number of ranks: requested, torchrun's, or two. On a CPU the step is small by default.
     Raises UserError for contradictions.
     """
-    around = torchrun_around()
-    if around is not None and gpus is None and processes is None:
-        return resolve_step({**({} if visible_gpus() else SMALL_STEP), **fields}), around.size
-    if gpus is None and processes is None:
-        processes = DEFAULT_PROCESSES
-    count, device = process_count(gpus, processes)
-    if around is not None and around.size != count:
-        raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
+    count, device = processes_here(gpus, processes, default=(DEFAULT_PROCESSES, "cpu"))
     return resolve_step({**(SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
@@ -85,7 +76,7 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
     if step.checkpointing == AUTO:
         why = "the variants need different amounts of memory, and are compared in equal steps"
         raise Unsupported("checkpointing auto in a benchmark of data parallelism", why, "use none, selective or full")
-    small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
+    small = step.device == "cpu"
     if small and asked.transport and "peer_copy" in asked.transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     return DdpStudy(

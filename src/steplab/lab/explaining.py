@@ -73,8 +73,7 @@ def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> t
 
 def _counterparts(run: Run, rows: Sequence[Row], opened: Store) -> Iterator[Run]:
     assert run.spec is not None  # watched, and no snapshot of unknown origin
-    machine = {"device": run.device_name, **software(run)}
-    del machine["git_commit"]
+    machine = {"device": run.device_name, "torch": software(run)["torch"]}
     for field, value in (("precision", "fp32"), ("checkpointing", "none")):
         if getattr(run.spec, field) == value:
             continue

@@ -19,7 +19,7 @@ from steplab.measurement.processes.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
 from steplab.records.failure import Failure
-from steplab.specs.layout import SINGLE, Layout, check_device, with_processes
+from steplab.specs.layout import SINGLE, Layout, check_device, process_count, with_processes
 from steplab.specs.step import StepSpec
 
 _FIRST_STORES_S = 5.0
@@ -98,6 +98,19 @@ def fields_here(
     """The step's fields, with the layout from `gpus`, `processes` or torchrun. Raises UserError for contradictions."""
     given, around = with_processes(fields, gpus, processes), torchrun_around()
     return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
+
+
+def processes_here(gpus: int | None, processes: int | None, default: tuple[int, str]) -> tuple[int, str]:
+    """Number of processes and their device, cuda or cpu: as requested, else torchrun's, else `default`. Raises
+    UserError for contradictions.
+    """
+    around = torchrun_around()
+    if gpus is None and processes is None:
+        return (around.size, "cuda" if visible_gpus() else "cpu") if around else default
+    count, device = process_count(gpus, processes)
+    if around is not None and around.size != count:
+        raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
+    return count, device
 
 
 def spread_here(spec: StepSpec) -> StepSpec:

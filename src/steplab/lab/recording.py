@@ -115,21 +115,12 @@ def recorder(
 def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
     try:
         number = float(given)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
     except Exception:
         number = math.nan
-    if number >= most:
-        rule = f"below {most:g}"
-    elif whole and number != number // 1:
-        rule = "a whole number"
-    elif whole and number >= least:
-        return int(number)
-    elif number > 0:
-        return number
-    else:
-        rule = f"at least {least:g}" if whole else "above 0"
-    raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
+    if not least <= number < most or (whole and number % 1):
+        rule = f"{'a whole number' if whole else 'a number'} from {least:g} to below {most:g}"
+        raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
+    return number
 
 
 def _flops(given: object, precision: object) -> float | None:
@@ -137,7 +128,7 @@ def _flops(given: object, precision: object) -> float | None:
         FIELDS["precision"].refuse_invalid(precision)
     if given is None:
         return None
-    flops = _number("flops_per_step", given, 0, LARGEST_FLOPS, whole=False)
+    flops = _number("flops_per_step", given, 1, LARGEST_FLOPS, whole=False)
     if precision is None:
         raise UserError("flops_per_step needs precision, the number format of its products, as in precision='bf16'")
     return flops
