@@ -59,21 +59,18 @@ def plan_layout(
     given, chosen = asked_step("plan_layout", spec, fields | spread), gpu_named(gpu) if isinstance(gpu, str) else gpu
     refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
     asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
-    model = spread_model(asked)
-    refuse_unknown_step(asked, chosen, operators_are_known=model is not None)
     machine = _machine(hardware_named(chosen.name), gpus_per_node, links, profile, store)
-    found = plan_of_layouts(
-        LayoutJob(
-            spec=asked,
-            update=given.update,
-            gpus=gpus,
-            global_batch=global_batch,
-            gpu=chosen,
-            machine=machine,
-            model=model,
-        )
-    )
-    return dataclasses.replace(found, tokens=tokens)
+    job = _job(asked, chosen, update=given.update, gpus=gpus, global_batch=global_batch, machine=machine)
+    return dataclasses.replace(plan_of_layouts(job), tokens=tokens)
+
+
+def _job(alone: StepSpec, gpu: Gpu, **others: Any) -> LayoutJob:
+    """The job of a step in one process; `others` are the job's other fields. Raises Unsupported for a step of
+    unpredictable time.
+    """
+    model = spread_model(alone)
+    refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
+    return LayoutJob(spec=alone, gpu=gpu, model=model, **others)
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
@@ -83,19 +80,11 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
     alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)
-    model = spread_model(alone)
-    refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
-    if model is not None:
-        model.refuse_unplanned(chosen.spec)
-    job = LayoutJob(
-        spec=alone,
-        update=spec.update,
-        gpus=spec.layout.world_size,
-        global_batch=spec.tokens_of_all // spec.context,
-        gpu=gpu,
-        machine=machine_of(hardware_named(gpu.name), None),
-        model=model,
-    )
+    machine, sequences = machine_of(hardware_named(gpu.name), None), spec.tokens_of_all // spec.context
+    size = spec.layout.world_size
+    job = _job(alone, gpu, update=spec.update, gpus=size, global_batch=sequences, machine=machine)
+    if job.model is not None:
+        job.model.refuse_unplanned(chosen.spec)
     found = plan_of_given(job, chosen.spec)
     return dataclasses.replace(found, notes=(*chosen.notes, *found.notes))
 

@@ -124,19 +124,16 @@ def _utilization(
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     over = [u for u in used if u.exceeds_peak]
-    done = _done_over(used)
     if not over:
         return []
-    kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
-    if not done:
-        why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
-        if over[0].convention == "given":
-            why = (
-                "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
-            )
-            why += "; `steplab doctor` measures it again" if peak.measured else ""
-    else:
+    if done := _done_over(used):
         why = "the step exceeds the stated peak of the device, so one of the two figures is wrong"
+    elif over[0].convention != "given":
+        why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
+    else:
+        why = "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
+        why += "; `steplab doctor` measures it again" if peak.measured else ""
+    kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
     return [f"{kinds} over 100 %: {why}"]
 
 
