@@ -141,6 +141,20 @@ class Destination:
             )
 
 
+def raw_file(
+    path: Path | str | None, store: Path | str | None, force: bool, what: str, suffixes: tuple[str, ...]
+) -> Destination | None:
+    """Where a trace or snapshot goes; None without a path. Raises as `check` does, and UserError for another suffix."""
+    if path is None:
+        return None
+    target = Destination(path=Path(path), store=store, force=force)
+    target.check()
+    if not target.is_written_to and not target.path.name.endswith(suffixes):
+        ends = " or ".join(suffixes)
+        raise UserError(f"cannot write the {what} to {target.path}; use a name ending in {ends}")
+    return target
+
+
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
     """A temporary folder on the destination's disk. Raises as `check` does."""

@@ -1,7 +1,6 @@
 """Open the store, keep a measurement even if that fails, import files, and annotate records."""
 
 import io
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,13 +206,11 @@ def _records(file: Path) -> Iterator[ForeignRecord]:
 def _in_lines(file: Path, stream: IO[bytes]) -> Iterator[ForeignRecord]:
     unpacked = Unpacked(stream, most_bytes=limits.IMPORT_BYTES)
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
-    for number in itertools.count(1):
-        if not (line := lines.readline(limits.RECORD_BYTES + 1)):
-            break
+    for number, line in enumerate(iter(lambda: lines.readline(limits.RECORD_BYTES + 1), b""), start=1):
         if len(line) > limits.RECORD_BYTES:
             raise LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
         if unpacked.damage:
-            raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")
+            break  # the line may be cut off
         if line.strip():
             try:
                 yield read_foreign(f"{file}, line {number}", line)

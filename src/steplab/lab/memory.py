@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import Unsupported
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, rescue, unread
+from steplab.lab.files import Destination, folder_for, raw_file, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -53,7 +53,8 @@ def memory(
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
-    target, marks_target = _destinations(snapshot, store, force)
+    target = raw_file(snapshot, store, force, "snapshot", (".pickle", ".pkl"))
+    marks_target = _marks_of(target)
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / "step.pickle"
         marks = marks_beside(written)
@@ -76,21 +77,12 @@ def memory(
         return run
 
 
-def _destinations(
-    snapshot: Path | str | None, store: Path | str | None, force: bool
-) -> tuple[Destination | None, Destination | None]:
-    if snapshot is None:
-        return None, None
-    path = Path(snapshot)
-    target = Destination(path=path, store=store, force=force)
-    if target.is_written_to and not path.is_dir():
-        return target, None
-    if path.suffix not in (".pickle", ".pkl"):
-        raise UserError(f"cannot write the snapshot to {path}: it is a pickle; call it {path.with_suffix('.pickle')}")
+def _marks_of(snapshot: Destination | None) -> Destination | None:
+    if snapshot is None or snapshot.is_written_to:
+        return None
+    target = dataclasses.replace(snapshot, path=marks_beside(snapshot.path))
     target.check()
-    beside = Destination(path=marks_beside(path), store=store, force=force)
-    beside.check()
-    return target, beside
+    return target
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, rescue, unread
+from steplab.lab.files import folder_for, raw_file, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -64,7 +64,7 @@ def profile(
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
-    target = _destination(trace, store, force)
+    target = raw_file(trace, store, force, "trace", (".json", ".json.gz"))
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / ("steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
@@ -145,16 +145,6 @@ def read_ranks(
     assert profile is not None
     with named_file(folder):
         return dataclasses.replace(profile, file=files[0].name), side_by_side(traces)
-
-
-def _destination(trace: Path | str | None, store: Path | str | None, force: bool) -> Destination | None:
-    if trace is None:
-        return None
-    target = Destination(path=Path(trace), store=store, force=force)
-    target.check()
-    if not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
-        raise UserError(f"cannot write the trace to {target.path}: it is JSON; use a name ending in .json or .json.gz")
-    return target
 
 
 def is_recorded_elsewhere(run: Run) -> bool:

@@ -18,7 +18,7 @@ from steplab.ops.attention.implementations import NAMES
 from steplab.specs.benchmark import Benchmark, Device
 from steplab.specs.resolve import Grid, as_grid, cells_of_grids, products
 from steplab.specs.step_choices import CompileMode
-from steplab.specs.step_fields import Declared, declared_fields
+from steplab.specs.step_fields import Declared, check_declared, declared_fields, parse_declared
 from steplab.specs.study import GRIDS, content_of
 
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -70,8 +70,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)
-        for field in CELL_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(CELL_FIELDS, self)
         if self.heads % self.num_kv_heads:
             raise UserError(f"heads must be a multiple of kv-heads, not {self.heads} of {self.kv_heads}")
 
@@ -218,10 +217,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
     """The cell. Raises UserError with an invalid field, its value and the valid ones."""
-    for name in fields:
-        if name not in FIELDS:
-            raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")
-    found = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    found = parse_declared(fields, FIELDS, " of an attention cell")
     if "sequence" in found:
         found = dict.fromkeys(("queries", "keys"), found.pop("sequence")) | found
-    return AttentionSpec(**found)  # type: ignore[arg-type]
+    return AttentionSpec(**found)

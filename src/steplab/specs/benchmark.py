@@ -9,19 +9,19 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.specs.layout import DEVICES_TOLD, check_device
-from steplab.specs.step_fields import Declared, Fields, StepField, declared_fields
+from steplab.specs.step_fields import Declared, Fields, StepField, check_declared, declared_fields
 
 Options = TypeVar("Options")
 Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}", check=check_device)]
+Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """Number of processes to start for a measurement; torchrun starts them itself."""
 
-    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
-        None
-    )
+    gpus: Gpus = None
+    """Number of processes, each on its own GPU."""
     processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
 
 
@@ -61,8 +61,7 @@ class Benchmark(Generic[Options]):
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
         options = self.options(**{known[name]: value for name, value in given.items() if name in known})
-        for field in self.own:
-            field.refuse_invalid(getattr(options, field.attribute))
+        check_declared(self.own, options)
         return fields, options
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:

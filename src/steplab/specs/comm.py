@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark
+from steplab.specs.benchmark import Benchmark, Gpus
 from steplab.specs.resolve import Grid, products
-from steplab.specs.step_fields import Declared, declared_fields
+from steplab.specs.step_fields import Declared, check_declared, declared_fields
 from steplab.units import format_message, parse_bytes
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv"]
@@ -71,8 +71,7 @@ class CommSpec:
     def __post_init__(self) -> None:
         if self.device is None and self.backend in _SERVES:
             object.__setattr__(self, "device", _SERVES[self.backend][0])
-        for field in FIELDS.values():
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(FIELDS.values(), self)
         if self.device not in _SERVES[self.backend]:
             raise UserError(f"{self.backend} cannot send tensors on {self.device}; use --backend gloo for those")
         if self.collective not in _DOES.get(self.backend, COLLECTIVES):
@@ -127,9 +126,8 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 class CommOptions:
     """The options of `steplab comm` other than its cells."""
 
-    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
-        None
-    )
+    gpus: Gpus = None
+    """Number of processes, each on its own GPU."""
     processes: Annotated[
         Sequence[object] | None,
         Declared(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from steplab.errors import Unsupported, UserError
-from steplab.specs.step_fields import Declared, StepField, declared_fields
+from steplab.specs.step_fields import Declared, StepField, check_declared, declared_fields
 from steplab.unpacking import small_file
 
 ModelKind = Literal["transformer", "hf", "factory"]
@@ -74,8 +74,7 @@ class TransformerShape:
     ] = "separate"
 
     def __post_init__(self) -> None:
-        for field in SIZE_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(SIZE_FIELDS, self)
         if self.num_heads == 0:
             self._refuse_parts_of_attention()
             return

@@ -16,7 +16,7 @@ from steplab.specs.step_choices import (
     WITH_MASTERS,
     StepChoices,
 )
-from steplab.specs.step_fields import StepField, declared_fields
+from steplab.specs.step_fields import StepField, check_declared, declared_fields
 
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
 """Number format of autocast, for the precisions that use it."""
@@ -250,8 +250,7 @@ class StepSpec(StepChoices):
     """Everything that determines the computation of one training step and its measurement."""
 
     def __post_init__(self) -> None:
-        for field in STEP_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(STEP_FIELDS, self)
         if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
             raise UserError(
                 f"device {self.device} is one device, but layout {self.layout} takes {self.layout.world_size}; "

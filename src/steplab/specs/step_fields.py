@@ -7,12 +7,12 @@ A declaration is part of the field's type annotation, in `specs.step_choices`, `
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from steplab.errors import UserError
+from steplab.errors import UserError, meant
 
 Spec = Any
 """A specs.step.StepSpec; that module imports this one."""
@@ -214,6 +214,22 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
 
 
 Fields = tuple[StepField, ...]
+
+
+def check_declared(fields: Iterable[StepField], declaring: object) -> None:
+    """Raise UserError, with the valid values, for an invalid field of a declaring dataclass."""
+    for field in fields:
+        field.refuse_invalid(getattr(declaring, field.attribute))
+
+
+def parse_declared(given: Mapping[str, object], known: Mapping[str, StepField], of: str = "") -> dict[str, Any]:
+    """Values of their fields' types. Raises UserError for an unknown field, where `of` says what it would be of, and
+    for an invalid value.
+    """
+    for name in given:
+        if name not in known:
+            raise UserError(f"unknown field '{name}'{of}; {meant(name, known)}")
+    return {name: known[name].parsed(value) for name, value in given.items()}
 
 
 def option_name(key: str) -> str:
