@@ -1,4 +1,4 @@
-"""The record of a collectives benchmark: samples of every rank, and a fitted cost model per collective."""
+"""The record of a collectives benchmark."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,15 +23,15 @@ class RankTimes:
     calls_per_sample: Positive = 1
     """Number of consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` that may include waits for the host: it launched some calls after the sample before ended.
-    None: unknown.
+    """Samples of `device_s` that may include waits for the host, which launched some calls after the previous sample
+    ended. None: unknown.
     """
     held_s: float | None = None
-    """Longest seconds that the device was held before calls, so that Python could launch ahead; None: unknown, or a
+    """Longest time in seconds that the device was held before calls, for Python to launch ahead; None: unknown, or a
     CPU.
     """
     alone_s: tuple[float, ...] = ()
-    """Host seconds of single calls, each after a barrier and synchronised on both sides."""
+    """Host seconds of single calls, after a barrier and synchronised on both sides."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
@@ -59,11 +59,11 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
-    """Comparison of one call's results on all ranks with the exact values."""
+    """One call's results on all ranks against exact values."""
 
     num_elements: int
     num_wrong: int
-    """Number of wrong elements. Inputs are small integers, so every dtype sums them exactly."""
+    """Wrong elements; inputs are small integers, which every dtype sums exactly."""
     first_wrong: str = ""
     """First wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty: all are right."""
 
@@ -80,7 +80,7 @@ class CommCell(Outcome):
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the largest median; figures of the cell use its times. None after a failure."""
+        """Rank with the largest median, which gives the cell's figures. None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
     @property
@@ -120,8 +120,8 @@ class CommFit:
     """Seconds per rank; None: the fit is of one world size."""
     num_points: int
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as coefficients
-    (old records).
+    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as
+    coefficients.
     """
     worst_relative: float | None
     """Largest (fitted - measured) / measured by magnitude, signed; None as for `rms_relative`."""

@@ -1,4 +1,4 @@
-"""Reasons to doubt a run's step time: steps that differ too much, and a busy machine."""
+"""Reasons to doubt a run's step time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Disturbance:
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
-    """Reasons to doubt a run's step time; empty if there are none, or no timing.
+    """Reasons to doubt a run's step time; empty without timing.
 
     Unstable times: a quarter of the steps take over twice the median, or times do not settle within 5 %. Launch-bound:
     the device waits for the host. Machine: other processes use CPU or GPU, heat or power lowers the clock, or it was

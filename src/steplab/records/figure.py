@@ -28,15 +28,15 @@ class MeasuredFigure:
     unit: str
     """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]
-    """Raw samples in order of time, or a single value."""
+    """Raw samples in order, or a single value."""
     decides: bool = False
-    """True if a comparison's outcome depends on it; larger is worse."""
+    """True if it decides a comparison; larger is worse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
     key: dict[str, Scalar]
-    """Field values that identify the cell; comparisons match cells with equal keys."""
+    """Field values by which comparisons match cells."""
     label: str
     """Cell name for tables; empty: the record has one cell."""
     figures: tuple[MeasuredFigure, ...] = ()
@@ -69,17 +69,17 @@ class Figure(Generic[Item]):
     folds: bool = False
     """True if a narrow terminal may show values below their rows, formatted by `shared`."""
     rank: int = 0
-    """Columns with higher rank are dropped first on a narrow terminal; 0 is never dropped."""
+    """A narrow terminal drops the highest ranks first, and never 0."""
     shared: str = ""
-    """Caption, with {} for the value, that replaces the column if all rows have one value; empty: never replaced."""
+    """Caption ({}: the value) that replaces the column if all rows have one value; empty: never replaced."""
     note: str = ""
-    """Explanation below tables with this column, in sentences."""
+    """Sentences below tables with this column."""
     group: Group | None = None
     """Group in comparisons; None: not compared."""
     name: str = ""
     """Name in comparisons; empty: `header`."""
     samples: Callable[[Item], Sequence[float]] | None = None
-    """Function that returns the raw samples, in seconds, for comparisons; None: `find`'s value is compared."""
+    """Raw samples in seconds, for comparisons; None: `find`'s value is compared."""
     decides: bool = False
 
     def measured(self, item: Item) -> MeasuredFigure | None:

@@ -32,7 +32,7 @@ class Trial:
     """Tokens per step with the change over without; not 1 if the batch changes."""
     failure: str | None = None
     alternating: str | None = None
-    """Reason why each turn had a process of its own (records.timing); None: it had not."""
+    """Why each turn had its own process (records.timing); None: it had not."""
 
     @property
     def saved_s(self) -> float | None:

@@ -39,7 +39,7 @@ MFU, HFU = ("mfu", "causal"), ("hfu", "as_executed")
 
 
 def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
-    """Function that returns this field of a run's utilization, of the first kind and convention that it has."""
+    """Finds this field of a run's utilization, of its first existing kind and convention."""
 
     def find(run: Run) -> Scalar:
         found = (run.utilization(*kind) for kind in kinds)
@@ -49,7 +49,7 @@ def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
 
 
 def _peak(field: str, of_profile: str) -> Callable[[Run], int | None]:
-    """Function that returns a peak's bytes, or those of a memory profile without timed steps, such as a snapshot."""
+    """Finds a peak's bytes, else those of a memory profile without timed steps, such as a snapshot."""
 
     def find(run: Run) -> int | None:
         if run.peak:

@@ -1,8 +1,8 @@
 """Checks of imported records beyond their types.
 
-Columns of different lengths, absurd numbers or unknown categories would fail in a later report; `check` refuses them
-and names the field. Rules for all fields (finite, not absurd, one line of text) have exceptions by name; rules between
-fields are the classes' `problems`.
+Columns of different lengths or absurd numbers would fail in a later report; `check` refuses them and names the field.
+Rules for all fields (finite, not absurd, one line of text) have exceptions by name; rules between fields are the
+classes' `problems`.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def first_problem(value: Any) -> str | None:
 
 
 def cleaned(value: Any) -> Any:
-    """Copy of the value with texts in one line each, without control characters."""
+    """Copy with each text in one line, without control characters."""
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
     if isinstance(value, (int, float, NoneType)):
