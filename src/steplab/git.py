@@ -1,7 +1,7 @@
 """Runs git in the working folder without running programs that its repository names.
 
-The repository may be untrusted, and can name file monitors, hooks, content filters and fetchers. Settings of the user
-and the system still apply, where git distinguishes them.
+An untrusted repository can name file monitors, hooks, content filters and fetchers. Settings of the user and the system
+still apply, where git distinguishes them.
 """
 
 import os

@@ -60,8 +60,8 @@ def drift(samples: Sequence[float]) -> float:
 
 
 def doubtful_outliers(samples: Sequence[float]) -> int:
-    """Number of samples beyond twice the median, if at least a quarter are: the median is then doubtful. Otherwise
-    return 0.
+    """Number of samples beyond twice the median if they are at least a quarter, which makes the median doubtful; else
+    0.
     """
     bound = _FAR * median(samples)
     far = sum(sample > bound for sample in samples)

@@ -73,8 +73,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`. By default, the
-    newest stored benchmark that ran out is used. Raises UserError without such a cell.
+    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`, by default in the
+    newest stored benchmark that ran out. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -95,8 +95,8 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark of a named grid, of given cell fields, or both; by default the device's grid. Raises UserError that
-    lists the valid values.
+    """The benchmark of a grid, of given cell fields, or both; by default the device's grid. Raises UserError with the
+    valid values.
     """
     fields, asked = ATTENTION.asked(given)
     on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and visible_gpus() > 0)

@@ -47,8 +47,8 @@ def comm(
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The study, and its device, cuda or cpu. The default is torchrun's processes, else one per GPU, or two on a CPU or
-    a single GPU. Raises UserError that lists the valid values.
+    """The study, and its device, cuda or cpu. Default processes: torchrun's, else one per GPU, or two on a CPU or a
+    single GPU. Raises UserError with the valid values.
     """
     fields, asked = COMM.asked(given)
     numbers = numbers_of(asked.processes)
@@ -70,7 +70,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """Measure the study's cells and store the record, as `measure_benchmark`. `device`: cuda or cpu."""
+    """As `measure_benchmark`. `device`: cuda or cpu."""
     return measure_benchmark(
         CommRun(**new_head(), study=study),
         collective_cells(study, device),

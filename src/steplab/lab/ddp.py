@@ -60,16 +60,16 @@ def ddp(
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """Each rank's step, and the number of ranks: requested, torchrun's, or two. On a CPU the step is small by default.
-    Raises UserError for contradictions.
+    """Each rank's step, by default small on a CPU, and the number of ranks: requested, torchrun's, or two. Raises
+    UserError for contradictions.
     """
     count, device = processes_here(gpus, processes, default=(DEFAULT_PROCESSES, "cpu"))
     return resolve_step({**(SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError that lists the valid
-    values, and Unsupported for a transport that needs GPUs.
+    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError with the valid
+    values, Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
@@ -87,9 +87,7 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """Measure the variants and store the record, as `measure_benchmark`. The folder `traces` gets a trace of each
-    variant; `force` replaces other files there.
-    """
+    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
         return measure_benchmark(
@@ -236,7 +234,7 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Backward seconds without communication, on the slowest rank; 0 if not timed. `baseline`: take the turns that
+    """Backward seconds without communication, on the slowest rank; 0: not timed. `baseline`: of the turns that
     alternate with the variant.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]

@@ -42,7 +42,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy the store, which may be in use. Raises as Destination does if `target` must not be replaced."""
+    """Copy the store, which may be in use. Raises as Destination does."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -63,7 +63,7 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
 
 
 def checked_line(what: str, text: str) -> str:
-    """Return `text`. Raises UserError, with `what` as its subject, for several lines or unprintable text."""
+    """Return `text`. Raises UserError about `what` for several lines or unprintable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
@@ -115,7 +115,7 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record; if that fails, write it to a file. Raises NotStored, which names the file if one was written."""
+    """Store a record, else write it to a file and raise NotStored with its name."""
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
@@ -133,8 +133,8 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Add and remove a record's tags, and return it. Raises UserError unless a tag is one printable word, and for
-    removing an absent tag.
+    """Add and remove a record's tags, and return it. Raises UserError unless a tag is one printable word, and for an
+    absent tag to remove.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):

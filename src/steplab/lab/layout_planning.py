@@ -65,18 +65,14 @@ def plan_layout(
 
 
 def _job(alone: StepSpec, gpu: Gpu, **others: Any) -> LayoutJob:
-    """The job of a step in one process; `others` are the job's other fields. Raises Unsupported for a step of
-    unpredictable time.
-    """
+    """`others`: the job's other fields. Raises Unsupported for a step of unpredictable time."""
     model = spread_model(alone)
     refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
     return LayoutJob(spec=alone, gpu=gpu, model=model, **others)
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """The predicted time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported for a step of
-    unpredictable time or memory on several GPUs.
-    """
+    """Time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported if they are unpredictable."""
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
     alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)
@@ -98,8 +94,8 @@ def plan_layouts(
     links: Sequence[str] = (),
     **given: Any,
 ) -> tuple[LayoutPlan, ...]:
-    """Plan every combination of the values. `grid` lists values of the step's fields. A link may list values too, as
-    `network=200Gb/s,400Gb/s`. `given` are further arguments of `plan_layout`.
+    """Plan every combination of the values. `grid` lists values of step fields; a link may list values too, as
+    `network=200Gb/s,400Gb/s`. `given`: further arguments of `plan_layout`.
     """
     steps: list[dict[str, Any]] = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return tuple(

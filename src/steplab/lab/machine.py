@@ -55,7 +55,7 @@ def visible_gpus() -> int:
 
 
 def device_kind_here(name: str) -> str:
-    """The device kind (cuda, mps, cpu) that `name` probably means here, found without importing torch."""
+    """The device kind (cuda, mps, cpu) that `name` probably means here, without importing torch."""
     kind = name.partition(":")[0]
     if kind != "auto":
         return kind
@@ -144,5 +144,5 @@ def is_told_here(failure: Failure) -> bool:
 
 
 def let_the_first_store() -> None:
-    """Delay this program's exit, so that rank 0 can store: after an error torchrun ends all other ranks."""
+    """Delay this exit, so that rank 0 can store: after an error torchrun ends the other ranks."""
     atexit.register(time.sleep, _FIRST_STORES_S)

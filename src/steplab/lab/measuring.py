@@ -68,8 +68,8 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """The step of a StepSpec or of fields. `device_kind` maps a device's name to its kind, which a recipe depends on.
-    Raises UserError for an invalid request.
+    """The step of a StepSpec or of fields. `device_kind` maps a device's name to its kind, for recipes. Raises
+    UserError for an invalid request.
     """
     if isinstance(spec, StepSpec):
         if fields:

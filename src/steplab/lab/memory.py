@@ -86,7 +86,7 @@ def _marks_of(snapshot: Destination | None) -> Destination | None:
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Memory predictions by run id, for runs with a memory profile on a CUDA device that can be predicted."""
+    """Memory predictions by run id, for predictable runs with a memory profile on a CUDA device."""
     from steplab.plan.memory import predict_memory
 
     remembered = functools.cache(predict_memory)  # runs of one step share a dry run
@@ -116,8 +116,8 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for a file that is
-    no snapshot, and marks of another. Raises SteplabError for a snapshot without allocations.
+    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for no snapshot, and
+    marks of another; SteplabError for a snapshot without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:

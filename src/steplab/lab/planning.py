@@ -114,7 +114,7 @@ def plan_time(
 
 
 def _memory_on(spec: StepSpec, gpu: Gpu) -> tuple[MemoryPrediction | None, list[Operator], list[str]]:
-    """The memory, or None if it is not predictable; the operators of a traced model; and why there is no memory."""
+    """The memory, None if unpredictable; a traced model's operators; and why there is no memory."""
     operators: list[Operator] = []
     try:
         return memory_of(spec, gpu=gpu.hardware, operators=operators), operators, []
@@ -165,8 +165,8 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
 
 
 def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
-    """Predictions by run id, for the different training steps of these runs on their known GPU. At most _MOST_PLANNED
-    steps are predicted, the first and the last included.
+    """Predictions by run id, for the distinct training steps of these runs on their known GPU: at most _MOST_PLANNED,
+    with the first and the last.
     """
     steps = {
         run.spec.as_predicted: run
@@ -222,8 +222,8 @@ _MOST_PLANNED = 12
 def chosen_gpu(
     name: str, peaks: tuple[str, ...] = (), bandwidth: float | None = None, memory: str | None = None
 ) -> Gpu:
-    """The GPU of this name with changed figures. `peaks`: texts such as bf16=989e12, in FLOP/s; `memory`: such as
-    96GiB. Raises UserError for other texts.
+    """A GPU with changed figures. `peaks`: texts such as bf16=989e12, in FLOP/s; `memory`: such as 96GiB. Raises
+    UserError for other texts.
     """
     found: dict[str, float] = {}
     for text in peaks:

@@ -59,7 +59,7 @@ def _path(spec: StepSpec, what: str) -> Path:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """The content of a cached file; None if there is none that can be read."""
+    """A cached file's content; None without a readable one."""
     with suppress(OSError, zlib.error, msgspec.MsgspecError):
         return msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=kind)
     return None
@@ -113,7 +113,7 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
 
 @contextmanager
 def _recorded(trace: Open, runs: list[list[Event]], listen: Listener) -> Iterator[Callable[[], None]]:
-    """Tell `listen` the events of a trace, and append to `runs` those of the build and of each run."""
+    """Tell `listen` a trace's events, and append those of the build and of each run to `runs`."""
     runs.append([])
 
     def listen_too(event: Event) -> None:
@@ -161,8 +161,8 @@ def memory_of(
     gpu: HardwareSpec | None = None,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
-    """Predict a step's memory, by a trace for third-party models if possible. A trace appends the step's operators to
-    `operators`. gpu: determines the cuBLAS workspace; None: a Hopper GPU.
+    """Predict a step's memory; a trace of a third-party model appends its operators to `operators`. gpu: determines the
+    cuBLAS workspace; None: a Hopper GPU.
     """
     found = _memory_of(spec, variant, gpu, operators)
     return found if found.model else replace(found, model=facts_of(spec))

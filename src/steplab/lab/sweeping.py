@@ -46,7 +46,7 @@ class StudyJob:
     measure: Measure
     """Measure and store the record. Raises SteplabError if that is impossible."""
     num_steps: int = 0
-    """Number of warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured steps; 0: unknown."""
 
 
 def jobs_of(study: StudySpec) -> list[StudyJob]:
@@ -144,7 +144,7 @@ class SweepProgress:
     skipped: int
     what: str
     num_steps: int
-    """Number of warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured steps; 0: unknown."""
     within: Progress | None = None
     record: Record | None = None
     """The stored record; None while measuring, or if the measurement was refused."""

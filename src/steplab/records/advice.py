@@ -16,7 +16,7 @@ class Tried:
     """Measured trial of one change to the step, alternated with the fastest step so far."""
 
     field: str
-    """Name of the changed field, as in study files."""
+    """Changed field, as in study files."""
     value: str
     along: tuple[str, ...] = ()
     """Further changes made in the same trial: requirements of the change, or parts of the recipe `fast`."""

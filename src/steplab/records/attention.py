@@ -59,7 +59,7 @@ class AttentionCell(Outcome):
     errors: tuple[TensorError, ...] = ()
     """Errors against float64; empty: no float64 reference was computed."""
     checked_heads: int | None = None
-    """Number of heads compared with float64, summed over sequences."""
+    """Heads compared with float64, summed over sequences."""
     flops: dict[Annotated[str, one_of(PASSES)], float] = field(default_factory=dict)
     """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half if causal; backward 2.5 times as much. Recomputation does not
     count.
@@ -126,7 +126,7 @@ class AttentionAccount:
     terms: tuple[TensorTerm, ...]
     memory_bytes: int
     memory_source: str
-    """Name of the device, and the source of its memory size."""
+    """Device, and source of its memory size."""
     asked: AttentionSpec | None = None
     """The requested spec if it fits; `spec` then has the sequence doubled until it does not. None: `spec` was
     requested.

@@ -58,7 +58,7 @@ class Ceilings(MachineRecord):
 
     @property
     def doubt(self) -> str | None:
-        """Reason why the peaks may be too low; MFU then ignores them. None: no reason found."""
+        """Why the peaks may be too low; MFU then ignores them. None: no reason."""
         if busy := busy_machine(self.environment):
             return busy.text
         wide = [c.dtype or c.name for c in self.ceilings if c.scatters]

@@ -21,7 +21,7 @@ class RankTimes:
     device_s: tuple[float, ...] | None = None
     """Seconds per call between device events, calls back to back; None: the device has no events."""
     calls_per_sample: Positive = 1
-    """Number of consecutive calls averaged into each sample of `device_s`."""
+    """Consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
     """Samples of `device_s` that may include waits for the host, which launched some calls after the previous sample
     ended. None: unknown.

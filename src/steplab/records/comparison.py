@@ -36,7 +36,7 @@ class Ratio:
     near the threshold.
     """
     why: str = ""
-    """Reason why `decision` is weaker than the interval suggests; empty: it is not."""
+    """Why `decision` is weaker than the interval suggests; empty: it is not."""
 
     @property
     def exceeds(self) -> bool | None:

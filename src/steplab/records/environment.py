@@ -22,7 +22,7 @@ class DeviceInfo:
     clock_limits: tuple[str, ...] | None = None
     """NVML's reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
     other_processes: int | None = None
-    """Number of other processes that had the GPU open, read with `sm_clock_hz`; None: unknown."""
+    """Other processes with the GPU open, read with `sm_clock_hz`; None: unknown."""
     threads: int | None = None
 
 

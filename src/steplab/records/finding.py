@@ -43,7 +43,7 @@ class Trial:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     kind: str
-    """Name of the diagnosis in `explain`, such as launch_bound or scores_materialised."""
+    """Diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
     saw: str
     why: str

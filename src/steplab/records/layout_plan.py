@@ -94,7 +94,7 @@ class LayoutPlan:
     usable_bytes: int
     candidates: tuple[LayoutCandidate, ...]
     num_as_fast: int
-    """Number of first layouts as fast as the fastest, within the errors of prediction."""
+    """First layouts as fast as the fastest, within the errors of prediction."""
     network: str = ""
     """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None

@@ -107,7 +107,7 @@ class Allocation:
     dtype: str | None = None
     at_peak: bool = False
     count: Positive = 1
-    """Number of allocations with this size, category, phase, source and module, regardless of layer numbers."""
+    """Allocations with equal size, category, phase, source and module, regardless of layer numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +179,7 @@ class MemoryProfile:
     blocks: tuple[BlockMemory, ...] = ()
     """The first Transformer block, then the first of each kind with different memory."""
     blocks_left_out: LeftOut | None = None
-    """Number of further kinds of blocks, and their saved bytes, one block each; None: none."""
+    """Further kinds of blocks, and their saved bytes, one block each; None: none."""
     num_events: int = 0
     device: str | None = None
     """Device of the history, such as 'cuda:0'; None: it covers only one."""

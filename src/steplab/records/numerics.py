@@ -28,15 +28,15 @@ class Elements:
     num_inf: int
     num_nan: int
     num_zero: int
-    """Number of zeros, including elements that are zero in fp32 too."""
+    """Zeros, including elements that are zero in fp32 too."""
     num_subnormal: int
-    """Number of subnormal elements, which have fewer significant digits."""
+    """Subnormal elements have fewer significant digits."""
     num_overflowed: int | None
-    """Number of infinite or NaN elements that are finite in fp32; None: no fp32 run."""
+    """Infinite or NaN elements that are finite in fp32; None: no fp32 run."""
     num_underflowed: int | None
-    """Number of zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
+    """Zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Number of `num_underflowed` with an fp32 value that rounds to zero in this type. The others vanished in earlier
+    """Those of `num_underflowed` whose fp32 value rounds to zero in this type; the others vanished in earlier
     operations, such as a difference of rounded numbers. None: no fp32 run.
     """
     largest: float | None
@@ -173,7 +173,7 @@ class Accumulation:
     addend_value: float
     num_additions: int
     num_rounded: int
-    """Number of additions whose exact sum is not representable in the accumulator's type."""
+    """Additions whose exact sum the accumulator's type cannot represent."""
     result: float
     binades: Annotated[tuple[Binade, ...], msgspec.Meta(min_length=1)]
 

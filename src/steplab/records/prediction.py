@@ -28,7 +28,7 @@ class Term:
     """Bytes of one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
     count: int = 1
-    """Number of such tensors, for example one per block."""
+    """Such tensors, for example one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

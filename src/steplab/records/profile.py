@@ -239,7 +239,7 @@ class TracedRank:
     """Seconds of collectives that do not overlap computation."""
     idle_s: float
     num_last: int = 0
-    """Number of collectives, over all steps, that this rank joined last."""
+    """Collectives, over all steps, that this rank joined last."""
     late_s: float = 0.0
     """Seconds that the median rank waits idle for this rank."""
     timeline: Timeline | None = None
@@ -256,7 +256,7 @@ class Meeting:
     number: int
     """Index among the step's collectives of this kind and group, from 0."""
     num_steps: int
-    """Number of steps that have it on at least two ranks."""
+    """Steps with it on at least two ranks."""
     last_rank: int
     late_s: float
     """Median seconds from the middle rank's arrival to that of `last_rank`."""

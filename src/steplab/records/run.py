@@ -49,7 +49,7 @@ class ModelFacts:
     """Sizes of the built model, for counting FLOPs."""
 
     num_parameters: int
-    """Number of parameters; tied ones count once."""
+    """Tied parameters count once."""
     num_embedding_parameters: int | None = None
     """Parameters of token embeddings that take part in no matmul (0 if tied to the head); None: unknown."""
     num_layers: int | None = None

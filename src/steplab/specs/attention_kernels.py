@@ -33,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Reason that the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
+    """Why the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent

@@ -18,7 +18,7 @@ Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Number of processes to start for a measurement; torchrun starts them itself."""
+    """Processes to start; torchrun starts them itself."""
 
     gpus: Gpus = None
     """Number of processes, each on its own GPU."""

@@ -92,7 +92,7 @@ class CommSpec:
 
     @property
     def part_elements(self) -> int:
-        """Number of elements in one rank's part; in the whole message if it has no parts."""
+        """Elements in one rank's part; in the whole message if it has no parts."""
         parts = self.world_size if self.collective in SCATTERED else 1
         part_bytes = self.size_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         return part_bytes // self.element_bytes
@@ -157,7 +157,7 @@ class CommStudy:
     cells: tuple[CommSpec, ...]
     """The cells, without duplicates."""
     num_processes: int
-    """Number of ranks to start; those that a cell does not use are idle meanwhile."""
+    """Ranks to start; a cell's unused ones are idle."""
     warmup_s: float = 0.1
     """Shortest warm-up of each cell, in seconds; at least five calls run, for at most about ten times as long."""
     measured_s: float = 0.3

@@ -120,11 +120,11 @@ class DdpStudy:
     contenders: tuple[Variant, ...]
     """Variants in the order of measurement, without duplicates; the baseline `none` is first."""
     turn: int = 5
-    """Number of consecutive steps of a variant before the baseline is measured again."""
+    """Consecutive steps of a variant between those of the baseline."""
     profiled_steps: int = 2
-    """Number of profiled steps of each variant, after the timed ones; 0: no traces and no timelines."""
+    """Profiled steps of each variant, after the timed ones; 0: no traces, no timelines."""
     repeats: int = 10
-    """Number of times that each variant's communication is timed without computation."""
+    """Samples of each variant's communication without computation."""
 
     def __post_init__(self) -> None:
         step = self.step

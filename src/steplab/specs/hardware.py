@@ -55,7 +55,7 @@ class HardwareSpec:
     memory_bandwidth_bytes_per_s: _Figure
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
     multiprocessors: _Count | None = None
-    """Number of streaming multiprocessors, or compute units; None: unknown."""
+    """Streaming multiprocessors or compute units; None: unknown."""
     interconnect: str
     """Name of the fastest link between GPUs, such as NVLink 4; a machine may lack one that is a bridge."""
     interconnect_bytes_per_s: _Figure
@@ -86,7 +86,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpus: tuple[str, ...]
     """Short names of the GPUs."""
     gpus_per_node: int
-    """Number of GPUs per node, each with its own adapter."""
+    """GPUs per node, each with its own adapter."""
     source: str
     """Citation of the stated figures, and their conversion."""
 

@@ -21,7 +21,7 @@ from steplab.specs.step_fields import StepField, check_declared, declared_fields
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
 """Number format of autocast, for the precisions that use it."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
-"""Number of pipeline stages per rank, by schedule."""
+"""Pipeline stages per rank, by schedule."""
 _LARGEST_SHOWN = 1024
 _OFF = "or --cuda-graph off"
 _AFTER = "or --update after"

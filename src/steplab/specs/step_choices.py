@@ -422,7 +422,7 @@ class StepChoices:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of pipeline microbatches: `microbatches`, or one per sequence; 1 without a pipeline."""
+        """`microbatches`, or one per sequence; 1 without a pipeline."""
         return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
@@ -437,7 +437,7 @@ class StepChoices:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-steps: `accumulation`, or 1 without gradients."""
+        """`accumulation`, or 1 without gradients."""
         return 1 if self.pass_name == "forward" else self.accumulation
 
     @property

@@ -46,16 +46,16 @@ class Declared:
     above: float | None = None
     """Exclusive lower bound of a number."""
     check: Callable[[str], None] | None = None
-    """Function that raises UserError for an invalid text."""
+    """Raises UserError for an invalid text."""
     parse: Callable[[str], object] | None = None
-    """Function that converts text to a type other than text and numbers; the text may contain commas."""
+    """Converts text to a type other than text and numbers; the text may contain commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Function that returns True if the field affects a step; rows and labels omit it otherwise."""
+    """True if the field affects a step; otherwise rows and labels omit it."""
     unused: Callable[[Spec], str | None] | None = None
-    """Function that returns why a field without effect is refused, with a fix; None if it has an effect. A grid omits
-    the field from the cells that it does not affect."""
+    """Why the field has no effect, with a fix; None if it has one. A grid omits the field from cells that it does not
+    affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """Function that returns the value for rows and labels; None: the field's own value."""
+    """The value for rows and labels; None: the field's own."""
     column: str | None = None
     """Name in a row; None: the field's own name."""
     header: str | None = None
@@ -105,7 +105,7 @@ class StepField:
     about: Declared
     """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """Function that reads the value from a spec; it returns None for a size if the model is not built in."""
+    """Reads the value from a spec; None for a size if the model is not built in."""
 
     @property
     def is_list(self) -> bool:
@@ -135,7 +135,7 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Reason to refuse the field for this step; None if it has an effect."""
+        """Why the field has no effect on this step, with a fix; None if it has one."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:

@@ -63,7 +63,7 @@ class StudySpec:
     parts: tuple[Part, ...] = ()
     """Measurements beyond the timing of steps."""
     gpus: int = 0
-    """Number of GPUs that the measurements need."""
+    """GPUs that the measurements need."""
     questions: str = ""
     """Preset or file of questions that the report answers; empty: a report without questions."""
     includes: tuple["StudySpec", ...] = ()
