@@ -1,7 +1,7 @@
 """User errors with their exit codes.
 
-Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted. Every error that users
-can cause is a `SteplabError`: one line with the fault and the fix.
+0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted. Every error that users can cause
+is a `SteplabError`: one line with fault and fix.
 """
 
 import difflib

@@ -1,6 +1,6 @@
-"""Limits on reading one outside file, so that no file takes the machine's memory or hours.
+"""Limits on one outside file, so that none takes the machine's memory or hours.
 
-They are far above the sizes that programs write. `docs/reliability.md` explains them.
+They are far above what programs write; see `docs/reliability.md`.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Makes outside text safe to print: every output passes `leaving` or `plain`.
 
-Records, traces, snapshots and file names may hold escape sequences, writing-direction marks and other control
-characters. Terminals obey escape sequences, and editors reorder lines by direction marks. `leaving` serves outputs of
-any format (`cli.output`, `views.view`); `plain` serves errors, remarks and text in columns.
+Terminals obey escape sequences, and editors reorder lines by writing-direction marks; records, traces, snapshots and
+file names may hold both. `leaving` serves outputs of any format; `plain` serves errors, remarks and text in columns.
 """
 
 import os
@@ -51,7 +50,7 @@ def text_of(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr that cannot steer the terminal.
+    """Print a harmless message on stderr.
 
     A failed write raises nothing: the reader may be gone (`2>&1 | head -1`) or the disk full.
     """
@@ -80,8 +79,8 @@ def plain_json(text: str) -> str:
 
 
 def approximated(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encoding error handler for `codecs.register_error`. It replaces each of steplab's non-ASCII signs by one ASCII
-    character, so columns stay aligned. Other characters become Python's escapes.
+    """Handler for `codecs.register_error`: steplab's non-ASCII signs become one ASCII character each, so columns stay
+    aligned, and others Python's escapes.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -1,7 +1,7 @@
 """Statistics of small sets of noisy timings: pure functions from raw samples.
 
-The headline is the median with a distribution-free interval: step times have a long right tail (clocks, other
-processes) that drags the mean. All times are seconds.
+Results are medians with distribution-free intervals: step times have a long right tail (clocks, other processes) that
+drags the mean. All times are seconds.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Formats and parses times, sizes, rates and shares.
 
-Inside steplab, times are seconds, sizes bytes, rates per second; names carry the unit (`_s`, `_bytes`, `_flops`). Only
-this module scales them, for people. Memory is binary (GiB); bandwidth and messages are decimal (GB = 1e9), as vendors
-and nccl-tests do.
+Inside steplab, times are seconds, sizes bytes, rates per second; names carry the unit (`_s`, `_bytes`, `_flops`).
+Memory is shown in binary units (GiB), bandwidth and messages in decimal ones (GB = 1e9), as by vendors and nccl-tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -161,9 +160,7 @@ def _no_size(text: str) -> UserError:
 
 
 def _number(text: str, suffixes: Mapping[str, int | str]) -> Decimal:
-    """The number times what its longest suffix stands for, exactly: as a float, 1.001 kB is not whole. -1 for a text
-    that is no finite number.
-    """
+    """The number times its longest suffix, exactly: as a float, 1.001 kB is not whole. -1 for no finite number."""
     number = text.strip()
     suffix = max(filter(number.endswith, suffixes), key=len, default="")
     try:

@@ -121,7 +121,7 @@ class Unpacked(io.RawIOBase):
 
 
 def small_file(path: Path) -> bytes:
-    """The decompressed content of a small file: a study, grid, configuration, table or marks.
+    """Decompressed content of a small file: a study, grid, configuration, table or marks.
 
     Raises OSError as files do, also for damage or more than 64 MiB.
     """

@@ -1,7 +1,7 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-A store is never replaced. Another file is replaced if it is empty, steplab wrote it, or with force. Tables (CSV, JSON,
-LaTeX) and plain text bear no mark of steplab. A device or a pipe is appended to.
+A store is never replaced; another file only if it is empty, steplab wrote it, or with force. Tables (CSV, JSON, LaTeX)
+and plain text bear no mark of steplab. Devices and pipes are appended to.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Compare precisions on one step: data types, lost values, inexact sums, and time saved.
 
-Audits and timings have separate processes. One call's records share a study, so a report finds them.
+Audits and timings have separate processes; one call's records share a study.
 """
 
 import dataclasses

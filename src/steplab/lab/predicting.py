@@ -190,7 +190,7 @@ def _memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """Like fake_step, cached; `operators` gets the operators of the last run. Compiled code reports none."""
+    """fake_step, cached; `operators` gets the last run's operators. Compiled code reports none."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
@@ -209,8 +209,8 @@ _DEEP = 12
 
 
 def _deep_model(spec: StepSpec) -> ForeignModel | None:
-    """A model of two traced blocks that stands for many equal ones; None: trace the whole model. Its optimizers need no
-    temporary memory for the update.
+    """A model of two traced blocks for many equal ones, with an optimizer that needs no temporary memory; None: trace
+    the whole model.
     """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
@@ -223,8 +223,8 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """Operators of a traced model's eager step after the first, in execution order, for predicting fusion. Raises
-    Unsupported for a model that cannot be run on tensors without content.
+    """Operators of a traced model's second eager step, in order. Raises Unsupported for a model that cannot run on
+    tensors without content.
     """
     deep = _deep_model(spec)
     if deep is None:
@@ -252,7 +252,7 @@ def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[O
 
 
 def spread_model(spec: StepSpec) -> ForeignModel | None:
-    """A third-party model's parts that layouts divide, by a trace, which takes seconds; None for other models."""
+    """A third-party model's parts that layouts divide, by a trace of seconds; None for other models."""
     if not is_traced(spec):
         return None
     known = _known(spec)

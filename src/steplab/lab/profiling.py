@@ -121,8 +121,8 @@ def import_trace(
 def read_ranks(
     folder: Path, on_progress: OnProgress = lambda progress: None, step_range: str | None = None
 ) -> tuple[Profile, TracedRanks]:
-    """The first rank's profile, and a summary of all ranks. Files are read in parallel. Raises UserError for a folder
-    or a file without a trace.
+    """The first rank's profile, and a summary of all ranks, read in parallel. Raises UserError for a folder or file
+    without a trace.
     """
     from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
 
@@ -157,8 +157,8 @@ def read_profile(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> Profile:
-    """Read a trace. `source`: the program that wrote it; None: detect it. Raises UserError for a file that is no trace
-    or too large.
+    """Read a trace. `source`: the program that wrote it; None: detect it. Raises UserError for no trace, or one too
+    large.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -175,8 +175,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """Add the predicted time shares after torch.compile, or a note why not. Only eager steps on CUDA get them. A user's
-    model runs in another process.
+    """Add the predicted time shares after torch.compile to an eager step on CUDA, or a note why not. A user's model
+    runs in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

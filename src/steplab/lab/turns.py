@@ -77,7 +77,7 @@ class StoredSession:
     ) -> None:
         """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each.
 
-        Undecided ratios get additional rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
+        Undecided ratios get more rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
         `alternates`, a second side that does not fit in memory next to the first fails.
         """
 
@@ -200,8 +200,8 @@ def label_of(number: int) -> str:
 def checked_out(revision: str) -> Iterator[Surroundings]:
     """Check out a revision in a temporary worktree.
 
-    Processes run in the same folder there. They import from the worktree: a user's model, and steplab if the repository
-    contains it. Raises UserError outside a git repository, and for an unknown revision.
+    Processes run in the same folder there, and import from it: a user's model, and steplab if the repository has it.
+    Raises UserError outside a git repository, and for an unknown revision.
     """
     here = Path.cwd().resolve()
     root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
@@ -222,9 +222,7 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 
 
 def _import_path(root: Path, tree: Path) -> str:
-    """PYTHONPATH for the worktree: the repository's entries of PYTHONPATH and `sys.path`, such as an editable
-    install's, moved there.
-    """
+    """PYTHONPATH with the repository's entries, also of `sys.path` (editable installs), moved to the worktree."""
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = []
     for entry in dict.fromkeys([*given, *sys.path]):
@@ -259,11 +257,11 @@ def try_findings(
     on_trial: Callable[[str], None] = lambda what: None,
     session: Callable[..., Session] = Session,
 ) -> Findings:
-    """Measure the changes that findings propose, and return the findings with these trials.
+    """Measure the changes that findings propose; return the findings with these trials.
 
-    Each changed step is measured alternately with the unchanged one. `timeout_s` limits each warm-up and turn. A
-    failing change gives a trial with a failure. Raises UserError for a run without a step, and SteplabError if the
-    unchanged step fails or runs on another device.
+    Each changed step alternates with the unchanged one. `timeout_s` limits each warm-up and turn. A failing change
+    gives a trial with a failure. Raises UserError for a run without a step, SteplabError if the unchanged step fails or
+    runs on another device.
     """
     if run.spec is None:
         what = (

@@ -1,7 +1,7 @@
 """Encode and decode records as JSON, including other versions' records.
 
-Unknown fields are ignored, so an older steplab reads newer records of the same major format. A newer major format is
-refused, because its fields may have other meanings.
+Unknown fields are ignored, so an older steplab reads newer records of its major format. A newer major format is
+refused: its fields may have other meanings.
 """
 
 import secrets

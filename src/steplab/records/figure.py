@@ -1,6 +1,6 @@
 """Declares each figure of a record once; rows, table columns and comparisons derive from it.
 
-Comparisons match cells of samples; records.registry names the function that builds them.
+Comparisons match cells of samples, built by functions that records.registry names.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """Marks: facts about a watched step's memory that the allocator's history lacks.
 
 `measurement.memory.recorder` writes them next to a snapshot; `reading.snapshots.digest` reads them. Position n lies
-between the n-th `alloc` event and the next, so no clock is needed to match marks with the history.
+between the n-th `alloc` event and the next, so no clock is needed to match them with the history.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The record of a precision audit: data types in a step, and values lost to low precision.
 
-An audit runs the step on the same weights and batch in fp32 and in the requested precision. It compares both element by
-element, so zeros from a ReLU are no underflow. Data types have torch's names: float32, bfloat16.
+An audit runs the step on the same weights and batch in fp32 and in the requested precision, and compares them element
+by element, so zeros from a ReLU are no underflow. Data types have torch's names.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Profile of a few steps, by phase, kernel and operator; and a comparison of the ranks of one run.
 
-A profiler slows Python, so use these times for shares, kernels and gaps, never as step times. A Profile sums all
-profiled steps. Times of ranks are per step; collectives end on all ranks at once, which aligns their clocks.
+A profiler slows Python: use these times for shares, kernels and gaps, never as step times. A Profile sums its steps.
+Times of ranks are per step; collectives end on all ranks at once, which aligns clocks.
 """
 
 from collections.abc import Iterator

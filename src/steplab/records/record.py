@@ -1,7 +1,7 @@
 """Fields common to all stored records and to all benchmarks.
 
-Annotated types limit single values when a record is decoded. A class whose fields must agree has a method `problems`
-that yields violations; `validation` calls it.
+Types limit single values when a record is decoded. A class whose fields must agree has a method `problems`, which
+`validation` calls.
 """
 
 import re

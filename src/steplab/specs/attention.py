@@ -1,4 +1,4 @@
-"""A benchmark of attention: the cells to measure, and how. A cell is a shape, number format and implementation.
+"""A benchmark of attention. A cell is a shape, number format and implementation.
 
 Cells come from a preset grid, a TOML file, or lists of values. A TOML grid has a description and `[[grid]]` tables,
 each a product of lists. `sequence` sets both queries and keys.
@@ -89,8 +89,8 @@ class AttentionSpec:
 
     @property
     def sizes_label(self) -> str:
-        """Sizes as batch×heads×sequence×dim, such as 1×16×16384×64. Heads 16/4: 4 key and value heads. Sequence 1/512:
-        1 query and 512 keys."""
+        """batch×heads×sequence×dim, such as 1×16×16384×64. Heads 16/4: 4 key and value heads. Sequence 1/512: 1 query,
+        512 keys."""
         heads = f"{self.heads}" if self.num_kv_heads == self.heads else f"{self.heads}/{self.num_kv_heads}"
         length = f"{self.queries}" if self.num_keys == self.queries else f"{self.queries}/{self.num_keys}"
         return f"{self.batch}×{heads}×{length}×{self.dim}"
@@ -124,7 +124,7 @@ and `keys`."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """The options of `steplab attention` other than its cells."""
+    """Options of `steplab attention` outside cells."""
 
     grid: Annotated[
         str | None,
@@ -147,7 +147,7 @@ ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStudy:
-    """The attention cells to measure, with their timing and checks."""
+    """Attention cells to measure, with timing and checks."""
 
     name: str
     """Name of the grid; 'attention' for cells given on the command line."""
@@ -190,8 +190,8 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Read a preset grid or a TOML file; return its name, description and cells. `overrides` replace fields of the
-    grid, `defaults` fill missing ones. Raises UserError for an unknown or invalid grid."""
+    """Name, description and cells of a preset grid or a TOML file. `overrides` replace its fields, `defaults` fill
+    missing ones. Raises UserError for an unknown or invalid grid."""
     content = content_of("grid", source, GRIDS, _File)
     cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in content.grid])
     return Path(source).stem, content.description, cells

@@ -1,5 +1,5 @@
-"""Declares a benchmark: the fields of its cells, and its other options. Command-line options, study tables, Python
-arguments and error messages are derived from this."""
+"""Declares a benchmark: fields of its cells, and other options. Command line, study tables, Python arguments and errors
+derive from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
-"""Changes that may speed up a step without changing its training. `steplab advise` tries them in the ranks of ORDER;
-the recipe `fast` applies those that made steps faster.
+"""Changes that may speed up a step without changing its training. `steplab advise` tries them by ORDER; the recipe
+`fast` applies those that made steps faster.
 
-A change sets one field of the step; specs.own_loop writes it as lines for a user's own training loop. Changes of the
-model, the batch or the optimizer's rule are excluded, because they change the training. Changes of the number format
-are included, with a note.
+A change sets one field; specs.own_loop writes it as lines for a user's loop. Changes of the model, the batch or the
+optimizer's rule would change the training. Changes of the number format are included, with a note.
 """
 
 import dataclasses
@@ -234,10 +233,10 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """Resolve fields as resolve_step does, and apply the recipe that they name.
+    """As resolve_step, with the recipe that the fields name.
 
     `device_kind` returns the kind of a device name such as `auto`; only a recipe calls it. A Remark reports the fields
-    that were set, and those that could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    that it set or could not set. Raises UserError too for an unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)

@@ -124,7 +124,7 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
-    """The options of `steplab comm` other than its cells."""
+    """Options of `steplab comm` outside cells."""
 
     gpus: Gpus = None
     """Number of processes, each on its own GPU."""
@@ -190,9 +190,9 @@ def numbers_of(processes: object) -> list[int]:
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
-    """Cells for all combinations of values; a field without values gets those that suit the machine. Cells on the same
-    ranks are adjacent, and sizes vary fastest. A backend skips devices and collectives that it does not support. Raises
-    UserError with an invalid field, its value and the valid ones."""
+    """Cells for all combinations of values, by default those that suit the machine. Cells on the same ranks are
+    adjacent; sizes vary fastest. A backend skips unsupported devices and collectives. Raises UserError with an invalid
+    field, its value and the valid ones."""
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")

@@ -156,7 +156,7 @@ class DdpStudy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions(Spread):
-    """The options of `steplab ddp` other than the fields of each rank's step."""
+    """Options of `steplab ddp` outside the step's fields."""
 
     variants: Annotated[
         Sequence[str],
@@ -214,8 +214,7 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """Variants that the options request. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused
-    options."""
+    """Requested variants. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused options."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))

@@ -108,8 +108,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """GPU with this short name or torch's, without regard to case and spaces. H100 means its SXM module, else the one
-    with most memory. Raises UserError with the short names."""
+    """GPU with this short name or torch's, in any case and spacing. H100 means its SXM module, else the one with most
+    memory. Raises UserError with the short names."""
     return _named(name, catalogue())
 
 

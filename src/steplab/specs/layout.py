@@ -69,7 +69,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """Numbers of the blocks in a pipeline stage; the first stages have one more if they cannot be equal."""
+    """Blocks of a pipeline stage; the first stages have one more if they cannot be equal."""
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
@@ -85,8 +85,8 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """Fields with device and layout for `gpus` GPUs, or for `processes` processes on the CPU; default: data-parallel.
-    Raises UserError if the given layout or device contradicts the number."""
+    """Fields with device and layout, by default data-parallel, for `gpus` GPUs or `processes` CPU processes. Raises
+    UserError if the given layout or device contradicts the number."""
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
@@ -102,8 +102,8 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """Number of processes and their device, cuda or cpu. Raises UserError for two numbers or none, for one below 1, and
-    for a contradicting device."""
+    """Processes and their device, cuda or cpu. Raises UserError for two numbers or none, one below 1, and a
+    contradicting device."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

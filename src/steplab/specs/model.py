@@ -175,8 +175,8 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
-        """Short name for tables: a built-in name with changed sizes, or a configuration file's name. For a config.json
-        it is the folder's name, because all sizes of a family share a model type."""
+        """Short name for tables: a built-in name with changed sizes, or a configuration file's name; for a config.json
+        the folder's, because a family's sizes share a model type."""
         if self.kind == "factory":
             return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
         if self.kind == "hf":

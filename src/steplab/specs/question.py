@@ -50,8 +50,8 @@ class Figure(Expression, kw_only=True, frozen=True):
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A question that `steplab plan accounting` answers, named by its beginning, with options of that command. Without
-    a model, `steplab attention --derive` answers."""
+    """A question that `steplab plan accounting` answers, by its beginning, with that command's options. Without a
+    model, `steplab attention --derive` answers."""
 
     question: str = ""
     model: str = ""

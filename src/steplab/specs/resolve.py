@@ -1,6 +1,6 @@
 """Converts a user's fields (`{"model": "small", "context": 256}`) to a StepSpec, and a StepSpec to options.
 
-The command line, study files and Python share this module, so a wrong name or type gets the same message everywhere.
+Command line, study files and Python share it, and so its errors.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """StepSpec with these fields, and defaults for others. Raises UserError for an invalid field, with the valid
-    values, and for a field without an effect on this step."""
+    """StepSpec with these fields, and defaults. Raises UserError for an invalid field, with the valid values, and for
+    one without effect on this step."""
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
         raise UserError(f"{name} has no effect here: {why}")
@@ -44,8 +44,8 @@ def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cel
 
 
 def resolve_grid(grid: Grid) -> list[StepSpec]:
-    """Steps for all combinations of values; the first field varies slowest. A field is omitted from combinations that
-    it does not affect, so steps may repeat. Raises UserError as resolve_step does."""
+    """Steps for all combinations of values; the first field varies slowest. Combinations omit fields without effect, so
+    steps may repeat. Raises UserError as resolve_step."""
     every = products(grid)
     unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)

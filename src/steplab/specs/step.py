@@ -174,7 +174,7 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 
 
 def refuse_unserved_masters(spec: StepChoices) -> None:
-    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast, or have no masters."""
+    """Raise Unsupported if bf16 weights would train differently from autocast, or have no masters."""
     if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
@@ -247,7 +247,7 @@ _REFUSALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec(StepChoices):
-    """Everything that determines the computation of one training step and its measurement."""
+    """All that determines a training step and its measurement."""
 
     def __post_init__(self) -> None:
         check_declared(STEP_FIELDS, self)

@@ -48,7 +48,7 @@ _MODELS = ", ".join(MEASURED)
 
 
 def averages_gradients(layout: Layout) -> bool:
-    """True if steplab's own data parallelism averages gradients: dp is the only axis. With other axes FSDP2 does."""
+    """True if steplab's own data parallelism averages gradients: dp is the only axis. Else FSDP2 does."""
     return layout.world_size == layout.dp > 1
 
 
@@ -78,7 +78,7 @@ def no_gradients(spec: "StepChoices") -> str | None:
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """Make the `unused` of a field for built-in models only. `own` completes the reason, as 'has its own blocks'."""
+    """`unused` of a field for built-in models only. `own` completes the reason: 'has its own blocks'."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -432,7 +432,7 @@ class StepChoices:
 
     @property
     def as_predicted(self) -> Self:
-        """Copy with default warm-up, steps, seed and device, which do not affect a prediction."""
+        """Copy with defaults of what does not affect a prediction."""
         return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property
@@ -451,7 +451,7 @@ class StepChoices:
 
     @property
     def launcher(self) -> str:
-        """How kernels are launched: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
+        """How kernels are launched: eager, compiled, or triton (block operators), whose Python is slowest."""
         return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
@@ -461,7 +461,7 @@ class StepChoices:
 
     @property
     def strategy(self) -> str | None:
-        """Strategy of steplab's own gradient averaging; None without a dp axis, or if FSDP2 averages gradients."""
+        """Strategy of steplab's own gradient averaging; None without dp, or if FSDP2 averages."""
         return self.data_parallel if averages_gradients(self.layout) else None
 
     @property

@@ -27,7 +27,7 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Declared:
-    """Metadata of a field, in its type annotation. Name, type, choices and default come from the dataclass."""
+    """Metadata of a field; name, type, choices and default come from the dataclass."""
 
     help: str
     """Help of the option, without the choices and the default."""
@@ -187,8 +187,8 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """Fields that a dataclass declares. `prefix` starts their keys; `read` returns the dataclass instance of a spec.
-    `pass_name` gets the key `pass`. Raises TypeError for an undeclared field."""
+    """Fields of a dataclass. `prefix` starts their keys; `read` returns the instance in a spec. `pass_name` gets the
+    key `pass`. Raises TypeError for an undeclared field."""
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:
@@ -217,14 +217,14 @@ Fields = tuple[StepField, ...]
 
 
 def check_declared(fields: Iterable[StepField], declaring: object) -> None:
-    """Raise UserError, with the valid values, for an invalid field of a declaring dataclass."""
+    """Raise UserError, with the valid values, for an invalid field."""
     for field in fields:
         field.refuse_invalid(getattr(declaring, field.attribute))
 
 
 def parse_declared(given: Mapping[str, object], known: Mapping[str, StepField], of: str = "") -> dict[str, Any]:
-    """Values of their fields' types. Raises UserError for an unknown field, where `of` says what it would be of, and
-    for an invalid value.
+    """Values in their fields' types. Raises UserError for an unknown field (`of`: of what, in words) or an invalid
+    value.
     """
     for name in given:
         if name not in known:

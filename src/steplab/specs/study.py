@@ -1,19 +1,8 @@
 """A study: steps to time, in products of field values, and further measurements.
 
-In TOML, each `[[grid]]` is one product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
+In TOML, each `[[grid]]` is a product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
 `[[precision]]` are grids of steps that are also profiled, watched or audited. `[[attention]]`, `[[comm]]`, `[[ddp]]`
-and `[[doctor]]` are one benchmark each, with the options of the command of that name:
-
-    description = "how far does bf16 carry?"
-    [[grid]]
-    model = ["small", "medium"]
-    context = [128, 256]
-    precision = ["fp32", "bf16"]
-    [[comm]]
-    collective = "all_reduce"
-
-`gpus` is the number of GPUs that a study needs. `include` lists presets to run too; those that need more GPUs than the
-machine has are skipped.
+and `[[doctor]]` are one benchmark each, with its command's options. docs/studies.md has an example.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudySpec:
-    """A named list of steps to time, in order and without duplicates, and of further measurements."""
+    """Distinct steps to time, in order, and further measurements."""
 
     name: str
     """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
@@ -82,7 +71,7 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """Study merged with its included studies, except those that need more than `num_gpus`; the description lists these.
+    """Study merged with its included ones, without those that need more than `num_gpus`, which the description lists.
     Raises UserError if none is left."""
     kept, missing = list[StudySpec](), list[StudySpec]()
 
@@ -136,8 +125,8 @@ def in_common(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset, an
-    unreadable file, or a file that is not a study."""
+    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset and
+    an unreadable or invalid file."""
     content = content_of("study", source, STUDIES, _File)
     try:
         return _study(Path(source).stem, content, overrides)
