@@ -27,7 +27,7 @@ from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Variants whose time of communication alone the link's bandwidth and latency are fitted to: they only all-reduce."""
+"""Variants that only all-reduce: the link's bandwidth and latency are fitted to their communication alone."""
 _POINTS_A_DECADE = 12
 
 

@@ -79,9 +79,9 @@ class Outlook:
     opt_in: Collection[str] = ()
     attempts: list[Attempt] = field(default_factory=list)
     gone: set[tuple[str, str]] = field(default_factory=set)
-    """Field and value, or field and resolved value, of changes that are not tried again."""
+    """Field and value, given or resolved, of changes not tried again."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Steps that did not pay with an added memory-saving change; they may pay without it."""
+    """Steps that did not pay with an added memory-saving change, but may without it."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"

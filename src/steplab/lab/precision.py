@@ -35,7 +35,7 @@ PARTS = ("audit", "accumulation", "timings")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
     numerics: tuple[Numerics, ...] = ()
-    """One audit per precision, in order; a test of sums alone is one record without a step."""
+    """One audit per precision; a test of sums alone has no step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
     """Study of the timings; None without timings."""

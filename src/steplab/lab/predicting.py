@@ -32,15 +32,13 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import ALONE
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
-"""Context manager that builds a step and yields a function that runs it; the listener gets the events of both."""
+"""Context manager that builds a step and yields a function to run it; the listener gets the events of both."""
 T = TypeVar("T")
 _LEFT = 512
 
 
 Coded = int | str | tuple[str, str, int, str, str] | Operator
-"""An event on disk: the fields of an allocated piece, the number of a freed allocation, the phase that began, or an
-operator.
-"""
+"""An event on disk: an allocated piece's fields, a freed allocation's number, a phase that began, or an operator."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:

@@ -34,7 +34,7 @@ from steplab.store.database import Store
 
 STEPS = 30
 STARTS, _SOON_S = 3, 60.0
-"""Default number of starts of each side by `ab`; only one if the first took longer than _SOON_S seconds."""
+"""Default starts of each side by `ab`; one if the first took longer than _SOON_S seconds."""
 LEAST_GAIN = 0.003
 """Smallest time saving, as a share, that keeps a change."""
 _PLAIN = 0.03

@@ -37,7 +37,7 @@ class TensorError:
     """output, or the input of a gradient: queries, keys or values."""
     max_abs: float | None
     relative: float | None
-    """Frobenius norm of the error over the norm of the float64 result; None: not finite."""
+    """Frobenius norm of the error over that of the float64 result; None: not finite."""
     plain_max_abs: float | None = None
     plain_relative: float | None = None
     """`relative` of plain attention in the same format; None: it ran out of memory."""
@@ -128,9 +128,7 @@ class AttentionAccount:
     memory_source: str
     """Device, and source of its memory size."""
     asked: AttentionSpec | None = None
-    """The requested spec if it fits; `spec` then has the sequence doubled until it does not. None: `spec` was
-    requested.
-    """
+    """The requested spec if it fits; `spec` has its sequence doubled until it does not. None: `spec` was requested."""
     previous: AttentionSpec | None = None
     """Spec with the largest shorter sequence, which fits; None: none was examined."""
     previous_bytes: int | None = None

@@ -27,9 +27,7 @@ class RankTimes:
     ended. None: unknown.
     """
     held_s: float | None = None
-    """Longest time in seconds that the device was held before calls, for Python to launch ahead; None: unknown, or a
-    CPU.
-    """
+    """Longest hold of the device before calls, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
     alone_s: tuple[float, ...] = ()
     """Host seconds of single calls, after a barrier and synchronised on both sides."""
 
@@ -49,7 +47,7 @@ class RankTimes:
 
     @property
     def drift(self) -> float:
-        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed during the measurement."""
+        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed meanwhile."""
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:

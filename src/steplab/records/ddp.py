@@ -20,8 +20,8 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
 MOMENTS = ("initialised", "before_step", "after_step")
-"""Moments of memory readings: after building model and optimizer, and before and after the first optimizer step, which
-allocates the optimizer state.
+"""Moments of memory readings: after building, then before and after the first optimizer step, which allocates the
+optimizer state.
 """
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
@@ -75,9 +75,7 @@ class DdpRank:
     baseline: tuple[PhaseSamples, ...] = ()
     """Samples of the alternating step without communication; empty for the baseline."""
     held_s: float | None = None
-    """Longest time in seconds that the device was held before a step, for Python to launch ahead; None: unknown, or a
-    CPU.
-    """
+    """Longest hold of the device before a step, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
     alone_s: tuple[float, ...] = ()
     """Seconds of one step's collectives alone, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
@@ -119,7 +117,7 @@ class DdpRank:
 class TracedSteps:
     """Overlap of communication and computation on rank 0, per profiled step.
 
-    A profiler slows the host, so these are never step times.
+    A profiler slows the host: these are no step times.
     """
 
     num_steps: int

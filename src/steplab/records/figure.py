@@ -16,8 +16,8 @@ Cell = TypeVar("Cell", bound=Outcome)
 
 
 Group = Literal["time", "phase", "speed", "memory", "category", "kernels", "communication"]
-"""time, memory: main results. phase: parts of a step. speed: rates. category: memory at the peak by category. kernels,
-communication: times from a profile.
+"""time, memory: main results. phase: parts of a step. speed: rates. category: memory at the peak. kernels,
+communication: from a profile.
 """
 
 

@@ -58,8 +58,8 @@ class Saved:
     address: Natural
     position: Natural
     module: str
-    """Innermost module running when it was saved, or ''. For a tensor outside autograd's graph: the block that has it
-    as input, else the module that made it.
+    """Innermost module running when it was saved, or ''. Outside autograd's graph: the block with it as input, else the
+    module that made it.
     """
     op: str
     """Backward node that saved it, such as MmBackward0; '' if checkpointing or the model holds it."""
@@ -96,9 +96,9 @@ class Marks:
 
 
 def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:
-    """SHA-256 in hexadecimal of a device's history; it identifies the history of marks.
+    """SHA-256 in hexadecimal of a device's history, to match marks.
 
-    It covers the events in BLOCK_ACTIONS, in order: one byte of action, then address and requested size, eight
+    It covers the events in BLOCK_ACTIONS, in order: a byte of action, then address and requested size, eight
     little-endian bytes each.
     """
     return hashlib.sha256(b"".join((actions, addresses, sizes))).hexdigest()

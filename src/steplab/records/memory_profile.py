@@ -148,8 +148,8 @@ class LeftOut:
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryProfile:
     source: str
-    """cuda allocator: its history. cpu allocator: allocations reported by torch's profiler, since it keeps no history.
-    snapshot: an imported memory snapshot.
+    """cuda allocator: its history. cpu allocator: allocations by torch's profiler, for lack of a history. snapshot:
+    imported.
     """
     peak_bytes: int
     at_peak: dict[Category, int]

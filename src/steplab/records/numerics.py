@@ -14,9 +14,8 @@ import msgspec
 from steplab.records.record import Problem, StepRecord, one_of
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
-"""Autocast's rule for an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest
-input type. parts: inner operations have different rules. none: no cast. cast: the model requests the type. off: no
-autocast.
+"""Autocast's rule. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest input type.
+parts: inner operations differ. none: no cast. cast: the model requests the type. off: no autocast.
 """
 
 
@@ -36,8 +35,8 @@ class Elements:
     num_underflowed: int | None
     """Zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Those of `num_underflowed` whose fp32 value rounds to zero in this type; the others vanished in earlier
-    operations, such as a difference of rounded numbers. None: no fp32 run.
+    """Those of `num_underflowed` whose fp32 value rounds to zero in this type; others vanished earlier, as in a
+    difference of rounded numbers. None: no fp32 run.
     """
     largest: float | None
     smallest: float | None
@@ -126,7 +125,7 @@ class LossScaling:
 
     largest_gradient: float
     suggested_scale: float
-    """Power of two that scales the largest gradient to an eighth of the type's range, without overflow in the step."""
+    """Power of two that scales the largest gradient to an eighth of the type's range, without overflow."""
     unscaled: Elements
     scaled: Elements
     """Counts over gradients under the suggested scale, not yet divided by it."""

@@ -50,7 +50,7 @@ class KernelStats:
     """Phase of the host call that launched it: one of PHASES, or outside."""
     range: str
     """Annotated part of the model without layer numbers, such as 'blocks.*.attention.scores'; '': unknown. Backward
-    kernels have the range of their forward operator.
+    kernels have their forward operator's.
     """
     stream: int
     """CUDA stream, or thread on a CPU."""
@@ -86,8 +86,7 @@ class OpStats:
 class PhaseTime:
     """Device time of one phase, summed over profiled steps.
 
-    A phase lasts from the previous phase's end to the end of its own last kernel, as CUDA events would measure. Phases
-    therefore leave no gaps.
+    A phase lasts from the previous one's end to its own last kernel's end, as by CUDA events, so phases leave no gaps.
     """
 
     phase: PhaseName
@@ -162,7 +161,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledShares:
-    """Ratios of a step's compiled to its eager costs, predicted by a dry run of the operators."""
+    """Predicted ratios of a step's compiled to its eager costs."""
 
     memory_bound: float
     """Ratio of time in the model's memory-bound kernels, without gaps between kernels."""
@@ -173,7 +172,7 @@ class CompiledShares:
     reads_at: tuple[str, ...] = ()
     """Code lines that read tensor values on the host, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
-    """Code lines that make tensors without a device argument, so on the CPU, and then copy them."""
+    """Code lines that make tensors on the CPU, for lack of a device argument, and copy them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -224,13 +223,13 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRank:
-    """Times of one rank per step; computing, exposed and idle add up to the step, except for copies (HTA's temporal
+    """Times of one rank per step; computing, exposed and idle sum to the step but for copies (HTA's temporal
     breakdown).
     """
 
     rank: int
     step_s: float
-    """Seconds from the first step's first device work to the last step's last, over the number of steps."""
+    """Seconds from the first step's first device work to the last step's last, over steps."""
     compute_s: float
     """Seconds with at least one kernel other than a collective; copies do not count."""
     hidden_s: float

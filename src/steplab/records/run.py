@@ -179,7 +179,7 @@ class Run(StepRecord):
         return next(iter(exact or of_kind), None)
 
     def to_frame(self) -> "DataFrame":
-        """Measured steps as a pandas DataFrame: a row per step, a column per phase (`step_s`, `forward_s`,...).
+        """Measured steps as a pandas DataFrame: a row per step, a column per phase, as `forward_s`.
 
         A phase that some steps skip has NaN in its last rows. Raises SteplabError without pandas.
         """

@@ -49,7 +49,7 @@ class PhaseSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Energy:
-    """Energy of one GPU during the back-to-back steps, and its time at the power limit, by NVML."""
+    """Energy of one GPU during the back-to-back steps, and time at the power limit, by NVML."""
 
     joules: Annotated[float, msgspec.Meta(gt=0)]
     """Energy of the whole board during `seconds`."""

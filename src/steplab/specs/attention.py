@@ -118,7 +118,7 @@ _SEQUENCE = replace(
     about=Declared(help="Sequence length of both queries and keys"),
 )
 FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
-"""Fields of a grid by name, in the order of options; the first varies slowest. `sequence` is the default of `queries`
+"""A grid's fields by name, in the order of options; the first varies slowest. `sequence` is the default of `queries`
 and `keys`."""
 
 

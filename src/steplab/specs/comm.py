@@ -162,7 +162,7 @@ class CommStudy:
     """Shortest warm-up of each cell, in seconds; at least five calls run, for at most about ten times as long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean over a millisecond of calls (measurement.comm.back_to_back); single calls are timed too."""
+    sample is a mean over a millisecond of calls (measurement.comm.back_to_back); single calls are timed too."""
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""
     most_repeats: int = 200

@@ -39,7 +39,7 @@ COLLECTIVES = "collectives"
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """Ways to send gradients, by their names in DataParallel."""
 UPDATES = (AFTER, OVERLAPPED)
-"""When parameters are updated: after all gradients have arrived, or in parts as their gradients arrive."""
+"""When parameters are updated: after all gradients, or in parts as these arrive."""
 _SIZED = ("bucketed", "torch_ddp")
 DEFAULT_BUCKET_MB = 25.0
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...], object]] = {
@@ -47,7 +47,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...], object]] = {
     "transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES),
     "update": (WITH_UPDATE, UPDATES, AFTER),
 }
-"""Options that only some kinds of variant have: those kinds, the values (empty: any number), and the default."""
+"""Options of some kinds of variant: the kinds, the values (empty: any number), the default."""
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)

@@ -20,7 +20,7 @@ class Layout:
     dp: int = 1
     """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""
     fsdp: int = 1
-    """Size of the fully sharded data-parallel axis: as dp, with parameters, gradients and optimizer state sharded."""
+    """Size of the fully sharded axis: as dp, with sharded parameters, gradients and optimizer state."""
     tp: int = 1
     """Size of the tensor-parallel axis: each matrix is split over the ranks; all ranks see the same batch."""
     pp: int = 1

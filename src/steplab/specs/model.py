@@ -24,8 +24,8 @@ Projections = Literal["separate", "merged"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerShape:
-    """Sizes and parts of the plain pre-norm Transformer; by default LLaMA's: RMSNorm, rotary embedding, SwiGLU, an
-    untied head, no biases."""
+    """The plain pre-norm Transformer; by default LLaMA's parts: RMSNorm, rotary embedding, SwiGLU, an untied head, no
+    biases."""
 
     vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
     d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
@@ -170,8 +170,8 @@ class ModelSpec:
     shape: TransformerShape | None = None
     """Sizes of a built-in model; None for other kinds, whose parameters are counted after building."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """Content of the transformers config.json, so that a record is complete without the file. It is not part of the
-    hash, because a dict cannot be hashed."""
+    """Content of the transformers config.json, so that a record is complete without the file. A dict cannot be part of
+    the hash."""
 
     @property
     def label(self) -> str:

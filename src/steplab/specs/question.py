@@ -76,12 +76,12 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     most: int = 0
     """Largest number of rows to show; 0: all."""
     figures: dict[str, Figure] = {}
-    """Figures that the answer inserts as {name}; {name.at} is where the largest, or the smallest, was found."""
+    """Figures that the answer inserts as {name}; {name.at} is where the largest, or smallest, was."""
     answer: str = ""
     otherwise: str = ""
     """Answer if no record has the figures; empty: not measured."""
     complete: Where = {}
-    """Values to cover in all combinations; a combination without a row leaves the question partly answered."""
+    """Values to cover in all combinations; without a row for each, the question is partly answered."""
     shows: list[str] = []
     """Titles of sections, with pictures, to show from the answering record's own report."""
     derives: Derivation | None = None

@@ -110,7 +110,7 @@ def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoices:
-    """The fields of a StepSpec, which also checks that they are valid and fit each other."""
+    """Fields of a StepSpec, which also checks them and their combinations."""
 
     model: Annotated[
         ModelSpec,

@@ -18,7 +18,7 @@ Spec = Any
 """A specs.step.StepSpec; that module imports this one."""
 
 LARGEST = 2**63 - 1
-"""Largest valid count; a larger one fits neither a tensor's size nor a database column."""
+"""Largest valid count: of a tensor's size and a database column."""
 
 Scalar = str | int | float | None
 """Value of a field in a table row."""
@@ -36,7 +36,7 @@ class Declared:
     choices: tuple[str, ...] = ()
     """Valid values of a `str` field whose choices come from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Meaning of each choice, shown in brackets after it in the help; with a `check`, of each valid form."""
+    """Meaning of each choice, for the help; with a `check`, of each valid form."""
     default_words: str | None = None
     """The default in words, for the help; None: the help shows its value, if any."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
@@ -61,7 +61,7 @@ class Declared:
     header: str | None = None
     """Heading of the column; None: the name, with spaces for underscores."""
     said: str = "{}"
-    """Template of the words for a value in labels, captions and descriptions; {s} and {es} become plural endings."""
+    """Template for a value in labels and descriptions; {s} and {es} become plural endings."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
     """Words that replace certain values."""
     unit: str = ""
@@ -69,10 +69,10 @@ class Declared:
     quiet: bool = False
     """True to omit the default from descriptions, and from tables in which all rows have it."""
     rank: int = 0
-    """Priority of the column: a narrow terminal drops the highest ranks first, and never 0."""
+    """A narrow terminal drops columns of the highest ranks first, and never 0."""
     role: Literal["size", "what", "how", "device"] = "what"
-    """size: can be the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
-    else distinguishes cells. device: like how, but ignored in comparisons, which compare the hardware itself."""
+    """size: can be a chart's x axis. what: the step's computation. how: its measurement, shown only if nothing else
+    distinguishes cells. device: as how, but ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
     """Position of a size among the candidates for the x axis."""
     panel: int = 99

@@ -22,9 +22,9 @@ from steplab.unpacking import small_file
 GRIDS, STUDIES = "attention_grids", "studies"
 """Folders of preset TOML files in steplab.specs."""
 STEP_PARTS = ("profile", "memory", "precision")
-"""Commands that examine one step; a study's tables of these names are grids of steps."""
+"""Commands that examine one step; a study's tables of them are grids of steps."""
 BENCHMARKS = ("doctor", "attention", "comm", "ddp")
-"""Commands that measure the machine or many cells; a study's tables of these names hold their options."""
+"""Commands that measure the machine or many cells; a study's tables of them hold options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
