@@ -103,10 +103,10 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """Narrowest symmetric pair of samples that encloses the true median with this probability.
 
-    None if even the extremes do not, as below six samples for 95 %. For n independent samples of a continuous
-    distribution, the number below the median is binomial with p = 1/2. So ranks d and n + 1 - d enclose it with the
-    probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). The interval
-    covers variation within a process, not between processes or days.
+    None if even the extremes do not, as below six samples for 95 %. Of n independent samples of a continuous
+    distribution, the number below the median is binomial with p = 1/2: ranks d and n + 1 - d enclose it with the
+    probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). Variation
+    between processes or days is not covered.
     """
     n = len(samples)
     # From the middle outwards, so powers of 1/2 never underflow.
@@ -126,8 +126,8 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
     """Index of the first step with a steady step time, or None if it never settles.
 
-    Steady means within `tolerance` of the median of the second half. So must be step k, and the median of every three
-    consecutive steps from k on. Medians of three ignore single hiccups. At least four samples; k is in the first half.
+    Steady means within `tolerance` of the second half's median: step k, in the first half, and every median of three
+    consecutive steps from k on, which ignores single hiccups. At least four samples.
     """
     if len(samples) < FEWEST_FOR_STEADY:
         return None

@@ -263,9 +263,9 @@ def advise(
         advice.best, advice.overall.ratio
 
     `keep_precision` keeps number formats; `opt_in` names further changes: fp8. The search ends after `budget_s`
-    seconds. The given step is always measured; a Remark warns if that leaves no time. `on_change` gets a description of
-    the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for a step
-    that cannot be measured.
+    seconds; the given step is always measured, with a Remark if that leaves no time. `on_change` gets a description of
+    the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for an
+    unmeasurable step.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):

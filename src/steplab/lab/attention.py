@@ -35,7 +35,7 @@ def attention(
     """Benchmark attention alone, as `steplab attention` does, and store the record.
 
     `fields` of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation, compile)
-    are values or lists. Every combination is a cell. They replace the `grid`'s:
+    are values or lists; every combination is a cell. They replace the `grid`'s:
 
         run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
         steplab.show(run)

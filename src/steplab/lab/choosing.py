@@ -30,7 +30,7 @@ class Found:
 
 
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
-    """The given records, or those that a text names, in this store or in a file.
+    """The given records, or those that a text names, in the store or a file.
 
     The text is tried as, in this order:
 
@@ -41,8 +41,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
     - the beginning of a record's or study's id
     - a git revision: the newest record of each cell measured in a clean checkout of it
 
-    FILE names the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT names records in that
-    store.
+    FILE means the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those in that store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
     """
@@ -176,9 +175,9 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records of a report: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s. By default: the
-    newest record's study, its benchmark, or all records of its kind outside studies. Raises UserError without records,
-    and if several of the three are given.
+    """A report's records: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s; by default the newest
+    record's study, its benchmark, or its kind outside studies. Raises UserError without records, and for several of the
+    three.
     """
     refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})
     held = [record for record in given if isinstance(record, Record)]

@@ -167,9 +167,9 @@ def _existing_store(path: Path | str | None) -> Store:
 def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | None = None) -> tuple[int, int]:
     """Store all records of JSON lines files, or none. Files may be compressed by gzip or xz; `-` is standard input.
 
-    Returns the numbers of added and existing records. Raises UserError for a file that is unreadable, too large or
-    without records, and for an invalid record. Raises SteplabError for an id that another stored record has. Errors
-    name file and line.
+    Returns the numbers of added and existing records. Raises UserError, with file and line, for a file that is
+    unreadable, too large or without records, and for an invalid record; SteplabError for an id that another stored
+    record has.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:

@@ -40,10 +40,9 @@ def plan_layout(
 ) -> LayoutPlan:
     """Rank the factorisations of `gpus` into dp, fsdp, tp and pp by predicted step time and fit.
 
-    `spec` and `fields` are as in `measure`, without a layout. `links` are texts: `network=45` (achieved GB/s of a GPU)
-    or `network=400Gb/s` (an adapter's stated bandwidth). `profile` names a record of `steplab comm` that replaces them.
-    Checkpointing `auto` gives each layout the fastest of none, selective and full. `tokens`: tokens of the whole
-    training.
+    `spec` and `fields` are as in `measure`, without a layout. `links`: `network=45` (achieved GB/s of a GPU) or
+    `network=400Gb/s` (an adapter's stated bandwidth); `profile`: a record of `steplab comm` instead. Checkpointing
+    `auto` gives each layout the fastest of none, selective and full. `tokens`: of the whole training.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 

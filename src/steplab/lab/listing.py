@@ -53,9 +53,9 @@ def list_records(
 ) -> Listing:
     """Matching rows; newest first unless `sort` names a field.
 
-    `kinds` are values of the field `kind`, or `study` alone for studies. `where` is one or more conditions joined by
-    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `sort` is a field,
-    with ':desc' for the largest first.
+    `kinds`: values of the field `kind`, or `study` alone. `where`: conditions joined by 'and', such as "model=small and
+    step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `sort`: a field, with ':desc' for the largest
+    first.
 
     Raises UserError for an invalid kind, field or condition.
     """

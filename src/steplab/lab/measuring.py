@@ -38,8 +38,7 @@ def measure(
         run = steplab.measure("tiny", **{"model.num_layers": 4})
         run = steplab.measure("small", context=256, recipe="fast")  # precision, compile and others too
 
-    A layout of several processes starts them; under torchrun each process calls this with the same arguments, and rank
-    0 stores the record.
+    A layout of several processes starts them; under torchrun each calls this alike, and rank 0 stores the record.
 
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError for an
     unsupported request, SteplabError if the store cannot be written.

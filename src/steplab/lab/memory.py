@@ -36,7 +36,7 @@ def memory(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then record the memory of one further step.
+    """Measure a step as `measure` does, then record the memory of one more.
 
     `spec` and `fields` are as in `measure`:
 
@@ -44,12 +44,12 @@ def memory(
         run.memory_profile.at_peak  # bytes by category
 
     `snapshot` is a path for the raw history, such as step.pickle, which https://pytorch.org/memory_viz shows.
-    step.marks.json in the same folder names the owners of the memory; `import_snapshot("step.pickle")` reads both
-    again. A file other than an earlier snapshot or its marks is replaced only with `force`, and the store never.
+    step.marks.json next to it names the memory's owners; `import_snapshot("step.pickle")` reads both again. Other files
+    are replaced only with `force`, the store never.
 
-    A failed measurement is a record, as in `measure`. If only the watched step fails, the record has a note, and
-    `run.memory_profile` is None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot
-    cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
+    A failed measurement is a record. If only the watched step fails, the record has a note, and `run.memory_profile` is
+    None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot cannot be written, or
+    the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
@@ -139,10 +139,9 @@ def import_snapshot(
     """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
     or xz.
 
-    The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. With the
-    marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else they are
-    memory from before the history, and since. Raises UserError for a file that is unreadable, no snapshot, too large,
-    or without allocations.
+    The file is not executed: only containers, texts and numbers are admitted. `name`: default is the file's. With the
+    marks that `memory` writes next to it (step.marks.json), categories are owners; else memory from before the history,
+    and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

@@ -198,9 +198,8 @@ def plan_accounting(
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args: spec: with `fields`, as in `measure`; only model, batch and context count. gpu: the mesh's device, a known GPU
-    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of the
-    network for each, on a torus. counted_in: the GPU in whose memories weights, gradients and optimizer state are
-    counted.
+    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of a
+    torus for each. counted_in: GPU in whose memories weights, gradients and optimizer state are counted.
 
     Raises UserError for an unknown device or an impossible mesh; Unsupported for a model with unknown parts.
     """

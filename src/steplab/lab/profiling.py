@@ -45,20 +45,20 @@ def profile(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then profile further steps, and store one record of both.
+    """Measure a step as `measure` does, then profile further steps, and store one record of both.
 
     `spec` and `fields` are as in `measure`:
 
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file other than an
-    earlier trace is replaced only with `force`, and the store never. Under `nsys profile` the nsys report has the
-    profiled steps, and the record has no profile.
+    `trace` is a path for the raw trace, for Perfetto (compressed if it ends in .gz). A file other than an earlier trace
+    is replaced only with `force`, the store never. Under `nsys profile` its report has the profiled steps, and the
+    record has no profile.
 
-    A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
-    `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
-    cannot be written, or the trace not read; the measurement is then stored and the trace kept.
+    A failed measurement is a record. If only the profiling fails, the record has a note, and `run.profile` is None.
+    Raises UserError for an unsupported request, SteplabError if the store or the trace cannot be written, or the trace
+    not read; the measurement is then stored and the trace kept.
     """
     refuse_torchrun("profile a step")
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
@@ -98,9 +98,9 @@ def import_trace(
     """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; a folder with a
     trace per rank gives all ranks' profile.
 
-    `name` is the file's by default. `step_range` is a shell pattern that names of step ranges match; None: torch's and
-    steplab's names. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError
-    for a file that is unreadable, no trace, or too large.
+    `name`: default is the file's. `step_range`: a shell pattern for names of step ranges; None: torch's and steplab's
+    names. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError for a file
+    that is unreadable, no trace, or too large.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

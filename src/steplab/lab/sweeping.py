@@ -204,9 +204,8 @@ def sweep(
         steplab.sweep(cells).runs
 
     `resume` continues the newest study of the same measurements, and repeats killed and timed-out ones. A failing step
-    becomes a record, and the study continues. The study's description lists refused benchmarks with reasons.
-    `timeout_s` limits one measurement. Raises SteplabError if the store cannot be written, UserError for a study that
-    needs more GPUs.
+    becomes a record; the study's description lists refused benchmarks with reasons. `timeout_s` limits one measurement.
+    Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)

@@ -146,16 +146,16 @@ def ab(
 ) -> Compared:
     """Measure two or more steps alternately (A B B A A B and so on), and compare each with the first.
 
-    `fields` are common to all sides, as in `measure`; `sides` has the fields that differ. A single side is compared
-    with the step without its fields. With `against`, a git revision, the first side imports its code from there:
+    `fields` are common to all sides, as in `measure`; `sides` differ. A single side is compared with the step without
+    its fields. With `against`, a git revision, the first side imports its code from there:
 
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    Each side and start has a record. `starts`: number of process starts of each side, because times differ more between
-    processes than within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the smallest
-    difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn. Raises UserError if a
-    step cannot be measured, or differs from the others in steps or device.
+    Each side and start has a record. `starts`: process starts of each side, because times differ more between processes
+    than within one; None: `STARTS`, or one if a start takes over a minute. `threshold`: smallest difference that
+    matters, as a share. `timeout_s` limits each warm-up and turn. Raises UserError if a step cannot be measured, or
+    differs from the others in steps or device.
     """
     refuse_torchrun("alternate")
     if against and sides:

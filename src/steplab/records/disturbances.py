@@ -31,9 +31,8 @@ class Disturbance:
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
     """Reasons to doubt a run's step time; empty without timing.
 
-    Unstable times: a quarter of the steps take over twice the median, or times do not settle within 5 %. Launch-bound:
-    the device waits for the host. Machine: other processes use CPU or GPU, heat or power lowers the clock, or it was
-    suspended.
+    A quarter of the steps take over twice the median, or times do not settle within 5 %; the device waits for the host;
+    others use CPU or GPU, heat or power lowers the clock, or the machine was suspended.
     """
     return tuple(_found(run))
 

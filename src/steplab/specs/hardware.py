@@ -1,6 +1,6 @@
 """Vendors' figures for GPUs, TPUs and networks between nodes, from hardware.toml and networks.toml.
 
-They serve as denominators and planning limits, never as measurements. Conventions of every entry:
+They are denominators and planning limits, never measurements. Conventions:
 
 - A peak is dense, in FLOP/s, a multiply-add counted as two, with FP32 accumulation; the citation says where a figure
   "with sparsity" was halved.
@@ -9,8 +9,8 @@ They serve as denominators and planning limits, never as measurements. Conventio
 - `memory_bytes` is the stated capacity, with GB read as 2**30 bytes; `usable_bytes` is the slightly smaller memory
   that torch reports, if known.
 
-A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has other rates, and
-gets no figures rather than a similar GPU's.
+A GPU is recognised only by its exact name: a laptop part, an export model or a MIG slice has other rates, and gets no
+figures.
 """
 
 import difflib
