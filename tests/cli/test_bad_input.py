@@ -61,7 +61,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "option without its value": (("run", "--context"), ("--context",)),
     "an option left out": (("plan", "layout", "--gpus", "8"), ("plan layout needs --global-batch", "--help")),
     "far too many GPUs": (("plan", "layout", "--gpus", "99999999", "--global-batch", "8"), ("gpus", "65536")),
-    "too large a layout": (("plan", "memory", "--layout", "fsdp=99999999"), ("fsdp must be at most 1048576",)),
+    "too large a layout": (("plan", "memory", "--layout", "fsdp=99999999"), ("fsdp must be from 1 to 1048576",)),
     "a memory of no such GPU": (("plan", "memory", "--gpu", "H100 SMX"), ("did you mean H100 SXM",)),
     "a bandwidth in TB/s": (("plan", "time", "--bandwidth", "4.8"), ("bytes per second, as 4.8e12",)),
     "a peak in TFLOP/s": (("plan", "time", "--peak", "bf16=989"), ("FLOP/s, as 989e12",)),

@@ -407,7 +407,7 @@ BAD: dict[str, tuple[Record, tuple[str | int, ...], Any, str]] = {
         "sideways",
         "timing.back_to_back[1].phase 'sideways' is unknown",
     ),
-    "layers without end": (make_run(), ("spec", "model", "shape", "num_layers"), 10**9, "num_layers must be at most"),
+    "layers without end": (make_run(), ("spec", "model", "shape", "num_layers"), 10**9, "shape.num_layers"),
     "a short column": (PROFILED, ("profile", "timeline", "stream"), [7], "profile.timeline.stream has 1 entries"),
     "a name out of the table": (PROFILED, ("profile", "timeline", "kernel", 0), 10**6, "timeline.kernel[0] is number"),
     "an unknown category": (

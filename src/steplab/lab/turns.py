@@ -278,7 +278,7 @@ def try_findings(
     proposed = {_key(finding): finding.fields for finding in findings.findings if finding.fields}
     if not proposed:
         return findings
-    tried: dict[_Key, Run | str] = {}
+    tried: dict[frozenset[tuple[str, str]], Run | str] = {}
     with (
         open_store(store, write=True) as opened,
         StoredSession(session(timeout_s=timeout_s, on_progress=on_progress), opened, name=f"trying {run.id}") as taking,
@@ -298,11 +298,8 @@ def try_findings(
     return dataclasses.replace(findings, findings=in_order(measured))
 
 
-_Key = tuple[tuple[str, str], ...]
-
-
-def _key(finding: Finding) -> _Key:
-    return tuple(sorted(finding.fields.items()))
+def _key(finding: Finding) -> frozenset[tuple[str, str]]:
+    return frozenset(finding.fields.items())
 
 
 def _tried(

@@ -29,10 +29,8 @@ class Layout:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if size < 1:
-                raise UserError(f"layout {field.name} must be at least 1, not {size}")
-            if size > MOST_PROCESSES:
-                raise UserError(f"layout {field.name} must be at most {MOST_PROCESSES}, not {size}")
+            if not 1 <= size <= MOST_PROCESSES:
+                raise UserError(f"layout {field.name} must be from 1 to {MOST_PROCESSES}, not {size}")
 
     @property
     def world_size(self) -> int:

@@ -30,7 +30,7 @@ class TransformerShape:
     vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
     d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
     d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
-    num_layers: Annotated[int, Declared(help="Number of blocks", group="sizes", least=1)]
+    num_layers: Annotated[int, msgspec.Meta(le=10_000), Declared(help="Number of blocks", group="sizes", least=1)]
     # 0: only feed-forward blocks, without norms and attention, as in the planning-only size xxl.
     num_heads: Annotated[
         int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
@@ -96,15 +96,11 @@ class TransformerShape:
                 f"model.num_kv_heads {self.num_kv_heads} must divide the {self.num_heads} attention heads; "
                 "choose a divisor of model.num_heads"
             )
-        if self.learned_positions and self.d_model % self.num_heads:
+        factor, even = (1, "") if self.learned_positions else (2, " of an even width, which the rotary embedding needs")
+        if self.d_model % (factor * self.num_heads):
             raise UserError(
-                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads; "
-                "choose a multiple of model.num_heads"
-            )
-        if not self.learned_positions and self.d_model % (2 * self.num_heads):
-            raise UserError(
-                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads of an even width, "
-                "which the rotary embedding needs; choose a multiple of 2 x model.num_heads"
+                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads{even}; "
+                f"choose a multiple of {'2 x ' if even else ''}model.num_heads"
             )
 
     @property

@@ -88,24 +88,16 @@ def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
     return why
 
 
-def no_shards(spec: "StepChoices") -> str | None:
-    return _no_axis(spec.layout, "fsdp", "frees no parameters")
+def _needs_axis(axis: str, lacks: str, instead: str = "") -> "Callable[[StepChoices], str | None]":
+    """`unused` of a field for layouts with this axis. `lacks` completes the reason: 'has no pipeline'."""
 
+    def why(spec: "StepChoices") -> str | None:
+        if getattr(spec.layout, axis) > 1:
+            return None
+        what = "a step of one process" if spec.layout.world_size == 1 else f"layout {spec.layout}"
+        return f"{what} {lacks}; leave it out, or use a layout with {axis}, as --layout {axis}=2{instead}"
 
-def no_pipeline(spec: "StepChoices") -> str | None:
-    return _no_axis(spec.layout, "pp", "has no pipeline")
-
-
-def no_microbatches(spec: "StepChoices") -> str | None:
-    why = no_pipeline(spec)
-    return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
-
-
-def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
-    if getattr(layout, axis) > 1:
-        return None
-    what = "a step of one process" if layout.world_size == 1 else f"layout {layout}"
-    return f"{what} {lacks}; leave it out, or use a layout with {axis}, as --layout {axis}=2"
+    return why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,7 +375,7 @@ class StepChoices:
             help="Free a block's fsdp parameters after its forward pass and gather them again for the backward pass",
             meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
             group="processes",
-            unused=no_shards,
+            unused=_needs_axis("fsdp", "frees no parameters"),
             header="reshard",
             said="reshard after forward: {}",
             quiet=True,
@@ -400,7 +392,7 @@ class StepChoices:
                 "interleaved": "1f1b over two shorter stages per rank",
             },
             group="processes",
-            unused=no_pipeline,
+            unused=_needs_axis("pp", "has no pipeline"),
             header="schedule",
             said="{} schedule",
             rank=2,
@@ -413,7 +405,9 @@ class StepChoices:
             default_words="one per sequence",
             group="processes",
             least=1,
-            unused=no_microbatches,
+            unused=_needs_axis(
+                "pp", "has no pipeline", "; micro-steps whose gradients are averaged are --accumulation"
+            ),
             shown=lambda spec: spec.num_microbatches,
             said="{} microbatch{es}",
             rank=2,

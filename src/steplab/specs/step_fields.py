@@ -195,7 +195,7 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
             raise TypeError(
                 f"{cls.__name__}.{field.name} is not declared: write Annotated[its type, Declared(help=...)]"
             )
-        annotated, about = get_args(field.type)
+        annotated, *_, about = get_args(field.type)  # between them, limits of a decoded record
         plain = get_args(annotated)[0] if get_origin(annotated) in (UnionType, Union) else annotated  # int | None
         choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(
