@@ -77,9 +77,7 @@ class Unsupported(UserError):
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, to be copied without the
-rest.
-"""
+"""Exceptions with a message for the user; steplab.ops and steplab.parallel have their own, to be liftable."""
 
 
 def own_error(error: Exception) -> SteplabError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
 _VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and `git status` from writing."""
+"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and from writing."""
 _NO_SUCH_SETTING = 1
 """Exit code of `git config` without a match."""
 

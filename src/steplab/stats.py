@@ -24,16 +24,16 @@ _STEADY_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Summary statistics in the unit of the raw samples."""
+    """Statistics in the unit of the samples."""
 
     count: int
     median: float
     low: float
-    """Lower end of the median's 95 % interval; the smallest sample if `is_interval` is False."""
+    """Lower end of the median's 95 % interval; without one, the smallest sample."""
     high: float
-    """Upper end of the median's 95 % interval; the largest sample if `is_interval` is False."""
+    """Upper end of the median's 95 % interval; without one, the largest sample."""
     is_interval: bool
-    """True if `low` and `high` are a 95 % interval, which takes six samples; otherwise they are the range."""
+    """True if `low` and `high` are a 95 % interval, which takes six samples; else they are the range."""
     mean: float
     stdev: float | None
     """Sample standard deviation (n - 1); None for one sample."""
@@ -103,8 +103,8 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """Narrowest symmetric pair of samples that encloses the true median with this probability.
 
-    None if even the extremes do not, as below six samples for 95 %. Of n independent samples of a continuous
-    distribution, the number below the median is binomial with p = 1/2: ranks d and n + 1 - d enclose it with the
+    None if even the extremes do not, as below six samples for 95 %. With n independent samples of a continuous
+    distribution, the number below the median is binomial with p = 1/2. So ranks d and n + 1 - d enclose it with the
     probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). Variation
     between processes or days is not covered.
     """

@@ -12,14 +12,14 @@ from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes read so far and the size of the file."""
+"""Gets the bytes read and the file's size."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 _SMALL_BYTES = 64 * MIB
 """Most bytes that `small_file` returns."""
 _UNPACKER_BYTES = 256 * MIB
-"""Most memory for decompression; an xz file states the memory that it needs."""
+"""Most memory for decompression; an xz file states its need."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:

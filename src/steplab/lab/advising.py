@@ -1,4 +1,4 @@
-"""Search for a faster step, change by change, and record the search."""
+"""Search for a faster step, change by change."""
 
 import math
 import time

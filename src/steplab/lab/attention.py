@@ -1,4 +1,4 @@
-"""Benchmark attention: measure a study's cells, store one record, and explain cells that ran out of memory."""
+"""Benchmark attention, and explain cells that ran out of memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Measure a benchmark's cells, report each as it ends, and store one record of all."""
+"""Measure a benchmark's cells, and store one record of all."""
 
 import dataclasses
 from collections.abc import Callable

@@ -41,7 +41,8 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
     - the beginning of a record's or study's id
     - a git revision: the newest record of each cell measured in a clean checkout of it
 
-    FILE means the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT those in that store.
+    FILE means the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT names records in that
+    store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
     """

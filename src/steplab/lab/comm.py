@@ -1,4 +1,4 @@
-"""Benchmark collectives: measure a study's cells, fit the communication profile, store one record."""
+"""Benchmark collectives, and fit the communication profile."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The data-parallel study: measure variants, read traces, add formulas, store one record."""
+"""The data-parallel study: measure variants, read traces, add formulas."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

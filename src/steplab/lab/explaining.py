@@ -1,4 +1,4 @@
-"""Explain a stored run: its findings, and the runs that its memory is compared with."""
+"""Explain a run: its findings, and runs to compare its memory with."""
 
 import itertools
 from collections.abc import Iterator, Sequence

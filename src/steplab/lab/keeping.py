@@ -1,4 +1,4 @@
-"""Open the store, keep a measurement even if that fails, import files, and annotate records."""
+"""Open the store, keep records, import files, and annotate records."""
 
 import io
 import sys

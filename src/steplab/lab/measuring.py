@@ -1,4 +1,4 @@
-"""Measure one step, store its record and return it."""
+"""Measure one step and store its record."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -217,7 +217,7 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """Add a memory-saving change with equal numbers to one that does not fit, if both may fit. Changes that also
+        """Join a change that does not fit with a memory-saving one of equal numbers, if both may fit. Changes that also
         save time are tried alone first.
         """
         if self.room(spec) == "does not fit":

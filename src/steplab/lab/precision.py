@@ -108,9 +108,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """The step in each of `precisions`, by default all that its other fields allow: bf16_master needs an optimizer with
-    masters.
-    """
+    """The step in each of `precisions`, by default all possible ones: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

@@ -111,7 +111,7 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
 
 @contextmanager
 def _recorded(trace: Open, runs: list[list[Event]], listen: Listener) -> Iterator[Callable[[], None]]:
-    """Tell `listen` a trace's events, and append those of the build and of each run to `runs`."""
+    """Pass a trace's events to `listen`, and append the build's and each run's to `runs`."""
     runs.append([])
 
     def listen_too(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Measure a study, each measurement in new processes; an interrupted one can be resumed."""
+"""Measure a study, each measurement in new processes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Measure alternating steps on one device, and compare their records; one may be of another git revision."""
+"""Measure alternating steps, and compare them; one may be of another git revision."""
 
 import dataclasses
 import os

@@ -68,8 +68,8 @@ class Advice(StepRecord):
     """Median seconds of `spec`, as measured for `overall`; None if it failed."""
     best_s: float | None = None
     overall: Ratio | None = None
-    """Time of the fastest step over that of `spec`, alternating; if time ran out (see notes), the product of the kept
-    trials' ratios. None if either failed.
+    """Time of the fastest step over the time of `spec`, alternating; if time ran out (see notes), the product of the
+    kept trials' ratios. None if either failed.
     """
     tried: tuple[Tried, ...] = ()
     untried: tuple[str, ...] = ()

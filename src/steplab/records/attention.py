@@ -37,7 +37,7 @@ class TensorError:
     """output, or the input of a gradient: queries, keys or values."""
     max_abs: float | None
     relative: float | None
-    """Frobenius norm of the error over that of the float64 result; None: not finite."""
+    """Frobenius norm of the error over the float64 result's; None: not finite."""
     plain_max_abs: float | None = None
     plain_relative: float | None = None
     """`relative` of plain attention in the same format; None: it ran out of memory."""

@@ -23,8 +23,8 @@ class RankTimes:
     calls_per_sample: Positive = 1
     """Consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` that may include waits for the host, which launched some calls after the previous sample
-    ended. None: unknown.
+    """Samples of `device_s` that may include waits for launches, some made after the previous sample ended. None:
+    unknown.
     """
     held_s: float | None = None
     """Longest hold of the device before calls, in seconds, for Python to launch ahead; None: unknown, or a CPU."""

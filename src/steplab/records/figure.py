@@ -36,7 +36,7 @@ class MeasuredFigure:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
     key: dict[str, Scalar]
-    """Field values by which comparisons match cells."""
+    """Comparisons match cells with equal field values."""
     label: str
     """Cell name for tables; empty: the record has one cell."""
     figures: tuple[MeasuredFigure, ...] = ()

@@ -55,8 +55,7 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds saved per step, on the tokens of the present step; None: no prediction."""
     limited_from_s: float | None = None
-    """Predicted seconds saved without any other change, if those of other findings reduce `saves_s`; None: they do not.
-    """
+    """Predicted seconds saved without any other change, if other changes reduce `saves_s`; None: they do not."""
     tokens_ratio: float = 1.0
     """Tokens per step with the change over without; above 1 the step gets longer, and `saves_s` is for the present
     tokens.

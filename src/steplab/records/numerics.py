@@ -35,7 +35,7 @@ class Elements:
     num_underflowed: int | None
     """Zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Those of `num_underflowed` whose fp32 value rounds to zero in this type; others vanished earlier, as in a
+    """Underflowed elements with an fp32 value that rounds to zero in this type; others vanished earlier, as in a
     difference of rounded numbers. None: no fp32 run.
     """
     largest: float | None

@@ -49,7 +49,7 @@ def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
 
 
 def _peak(field: str, of_profile: str) -> Callable[[Run], int | None]:
-    """Finds a peak's bytes, else those of a memory profile without timed steps, such as a snapshot."""
+    """Finds a peak's bytes, of a snapshot in its memory profile."""
 
     def find(run: Run) -> int | None:
         if run.peak:

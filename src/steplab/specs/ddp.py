@@ -120,7 +120,7 @@ class DdpStudy:
     contenders: tuple[Variant, ...]
     """Variants in the order of measurement, without duplicates; the baseline `none` is first."""
     turn: int = 5
-    """Consecutive steps of a variant between those of the baseline."""
+    """Consecutive steps of a variant between two turns of the baseline."""
     profiled_steps: int = 2
     """Profiled steps of each variant, after the timed ones; 0: no traces, no timelines."""
     repeats: int = 10

@@ -57,7 +57,7 @@ class HardwareSpec:
     multiprocessors: _Count | None = None
     """Streaming multiprocessors or compute units; None: unknown."""
     interconnect: str
-    """Name of the fastest link between GPUs, such as NVLink 4; a machine may lack one that is a bridge."""
+    """Fastest link between GPUs, such as NVLink 4; a machine may lack a bridge."""
     interconnect_bytes_per_s: _Figure
     """Stated bandwidth of the interconnect per GPU, both directions together, GB = 1e9."""
     peaks: Mapping[str, Peak]
@@ -170,5 +170,5 @@ def network_of(gpu: str) -> NetworkSpec | None:
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """Network whose `reached` applies to these GPUs: their own, else the one that reaches least."""
+    """Network with the `reached` of these GPUs: their own, else the network that reaches least."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -247,7 +247,7 @@ _REFUSALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec(StepChoices):
-    """All that determines a training step and its measurement."""
+    """Everything that determines a training step and its measurement."""
 
     def __post_init__(self) -> None:
         check_declared(STEP_FIELDS, self)

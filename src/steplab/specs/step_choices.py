@@ -426,7 +426,7 @@ class StepChoices:
 
     @property
     def as_predicted(self) -> Self:
-        """Copy with defaults of what does not affect a prediction."""
+        """Copy with default warm-up, steps, seed and device, which do not affect a prediction."""
         return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property

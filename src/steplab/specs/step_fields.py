@@ -223,7 +223,7 @@ def check_declared(fields: Iterable[StepField], declaring: object) -> None:
 
 
 def parse_declared(given: Mapping[str, object], known: Mapping[str, StepField], of: str = "") -> dict[str, Any]:
-    """Values in their fields' types. Raises UserError for an unknown field (`of`: of what, in words) or an invalid
+    """Values in their fields' types. Raises UserError for an unknown field (`of` completes the message) or an invalid
     value.
     """
     for name in given:
