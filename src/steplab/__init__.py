@@ -101,7 +101,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """This package's class: importing a folder such as steplab.explain does not replace the function of that name."""
+    """Keeps functions when a folder of the same name is imported, such as steplab.explain."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

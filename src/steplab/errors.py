@@ -1,7 +1,7 @@
 """User errors with their exit codes.
 
-Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted. Every error that users
-can cause is a `SteplabError`: one line with the fault and the fix.
+0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression; 130 interrupted. Every error that users can cause
+is a `SteplabError`: one line with fault and fix.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from steplab.parallel.errors import UserError as ParallelError
 
 
 class SteplabError(Exception):
-    """A failure; the message is one line for the user."""
+    """A failure, told in one line."""
 
     exit_code = 1
 
@@ -28,21 +28,21 @@ class UserError(SteplabError):
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown name: the closest known one, else all."""
+    """End of an error about an unknown name: the closest known one, else all."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
 
 
 class Inconclusive(SteplabError):
-    """Raised for two measurements that cannot be compared; the message names their differences."""
+    """Two measurements cannot be compared; the message names their differences."""
 
     exit_code = 3
 
 
 class Remark(UserWarning):
-    """A one-line warning, issued while work continues.
+    """A one-line warning; work continues.
 
-    Like any Python warning, callers may silence it or make it an error. The command line prints it.
+    Callers may silence it or make it an error. The command line prints it.
     """
 
 
@@ -55,7 +55,7 @@ class LeftOut(Remark):
 
 
 def warn_caller(warning: Warning) -> None:
-    """Issue a warning at the line that called steplab, however many layers of steplab lie between."""
+    """Issue a warning at the line that called steplab."""
     frame, depth, level = sys._getframe().f_back, 1, 1
     while frame is not None:
         depth += 1
@@ -68,7 +68,7 @@ def warn_caller(warning: Warning) -> None:
 
 
 class Unsupported(UserError):
-    """A valid request that this device, build or model does not support; there is never a silent fallback."""
+    """A valid request that this device, build or model does not support."""
 
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(f"{what} is not supported: {why}; {instead}")
@@ -77,13 +77,11 @@ class Unsupported(UserError):
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, to be copied without the
-rest.
-"""
+"""Exceptions with a message for the user; steplab.ops and steplab.parallel have their own, to be liftable."""
 
 
 def own_error(error: Exception) -> SteplabError:
-    """Convert an exception of `ERRORS` to a SteplabError, which has an exit code."""
+    """Convert an exception of `ERRORS` to a SteplabError."""
     if isinstance(error, SteplabError):
         return error
     return Unsupported(*error.args) if isinstance(error, UNSUPPORTED) else UserError(*error.args)

@@ -1,7 +1,7 @@
 """Runs git in the working folder without running programs that its repository names.
 
-The repository may be untrusted, and can name file monitors, hooks, content filters and fetchers. Settings of the user
-and the system still apply, where git distinguishes them.
+An untrusted repository can name file monitors, hooks, content filters and fetchers. Settings of the user and the system
+still apply, where git distinguishes them.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
 _VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and `git status` from writing."""
+"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and from writing."""
 _NO_SUCH_SETTING = 1
 """Exit code of `git config` without a match."""
 

@@ -1,6 +1,6 @@
-"""Limits on reading one outside file, so that no file takes the machine's memory or hours.
+"""Limits on one outside file, so that none takes the machine's memory or hours.
 
-They are far above the sizes that programs write. `docs/reliability.md` explains them.
+They are far above what programs write; see `docs/reliability.md`.
 """
 
 import os
@@ -9,9 +9,9 @@ from steplab.units import GIB, MIB
 
 _MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
 READER_BYTES = _MACHINE_BYTES // 2
-"""Memory of the process that reads a trace or snapshot: half of the machine's. The operating system enforces it."""
+"""Memory of the process that reads a trace or snapshot: half of the machine's, enforced by the operating system."""
 READER_S = 1800
-"""Processor seconds of that process; then the operating system ends it."""
+"""Processor seconds of that process, enforced too."""
 IMPORT_BYTES = 4 * GIB
 """Bytes of records per import; all stay in memory until checked."""
 RECORD_BYTES = 256 * MIB

@@ -1,8 +1,7 @@
 """Makes outside text safe to print: every output passes `leaving` or `plain`.
 
-Records, traces, snapshots and file names may hold escape sequences, writing-direction marks and other control
-characters. Terminals obey escape sequences, and editors reorder lines by direction marks. `leaving` serves outputs of
-any format (`cli.output`, `views.view`); `plain` serves errors, remarks and text in columns.
+Terminals obey escape sequences, and editors reorder lines by writing-direction marks; records, traces, snapshots and
+file names may hold both. `leaving` serves outputs of any format; `plain` serves errors, remarks and text in columns.
 """
 
 import os
@@ -10,11 +9,11 @@ import re
 import sys
 
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
-"""Body of a regular expression's character class: C0 controls without tab and line feed, DEL, C1 controls,
-writing-direction marks, line and paragraph separators, annotation marks and surrogate halves.
+"""Body of a character class: C0 controls without tab and line feed, DEL, C1 controls, writing-direction marks, line and
+paragraph separators, annotation marks and surrogate halves.
 """
 MARK = "written by steplab"
-"""Text near the beginning of every file that steplab writes; it allows replacing the file (lab.files)."""
+"""Text near the beginning of steplab's files, which allows replacing them (lab.files)."""
 _LONGEST = 1500
 """Longest message in characters; a message may quote a whole argument or line."""
 _JSON = ("json", "jsonl")
@@ -23,8 +22,8 @@ STEERING = re.compile(f"[\n{_STEERING}]")
 """Matches a line feed or a character of `_STEERING`, which one-line text must not contain."""
 _CONTROL = re.compile(f"[{_STEERING}]")
 _SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\\\|\x9c)")
-"""Matches escape sequences that terminals obey: control sequences (colours, cursor) and commands (title). No match
-contains the beginning of another, so the search takes linear time.
+"""Matches escape sequences of terminals: control sequences (colours, cursor) and commands (title). No match contains
+the beginning of another, so the search takes linear time.
 """
 _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
 
@@ -51,7 +50,7 @@ def text_of(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr that cannot steer the terminal.
+    """Print a harmless message on stderr.
 
     A failed write raises nothing: the reader may be gone (`2>&1 | head -1`) or the disk full.
     """
@@ -80,8 +79,8 @@ def plain_json(text: str) -> str:
 
 
 def approximated(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encoding error handler for `codecs.register_error`. It replaces each of steplab's non-ASCII signs by one ASCII
-    character, so columns stay aligned. Other characters become Python's escapes.
+    """Handler for `codecs.register_error`: steplab's non-ASCII signs become one ASCII character each, so columns stay
+    aligned, and others Python's escapes.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -1,7 +1,7 @@
 """Statistics of small sets of noisy timings: pure functions from raw samples.
 
-The headline is the median with a distribution-free interval: step times have a long right tail (clocks, other
-processes) that drags the mean. All times are seconds.
+Results are medians with distribution-free intervals: step times have a long right tail (clocks, other processes) that
+drags the mean. All times are seconds.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ _STEADY_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Summary statistics in the unit of the raw samples."""
+    """Statistics in the unit of the samples."""
 
     count: int
     median: float
     low: float
-    """Lower end of the median's 95 % interval; the smallest sample if `is_interval` is False."""
+    """Lower end of the median's 95 % interval; without one, the smallest sample."""
     high: float
-    """Upper end of the median's 95 % interval; the largest sample if `is_interval` is False."""
+    """Upper end of the median's 95 % interval; without one, the largest sample."""
     is_interval: bool
-    """True if `low` and `high` are a 95 % interval, which takes six samples; otherwise they are the range."""
+    """True if `low` and `high` are a 95 % interval, which takes six samples; else they are the range."""
     mean: float
     stdev: float | None
     """Sample standard deviation (n - 1); None for one sample."""
@@ -60,8 +60,8 @@ def drift(samples: Sequence[float]) -> float:
 
 
 def doubtful_outliers(samples: Sequence[float]) -> int:
-    """Number of samples beyond twice the median, if at least a quarter are: the median is then doubtful. Otherwise
-    return 0.
+    """Number of samples beyond twice the median if they are at least a quarter, which makes the median doubtful; else
+    0.
     """
     bound = _FAR * median(samples)
     far = sum(sample > bound for sample in samples)
@@ -103,10 +103,10 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
     """Narrowest symmetric pair of samples that encloses the true median with this probability.
 
-    None if even the extremes do not, as below six samples for 95 %. For n independent samples of a continuous
+    None if even the extremes do not, as below six samples for 95 %. With n independent samples of a continuous
     distribution, the number below the median is binomial with p = 1/2. So ranks d and n + 1 - d enclose it with the
-    probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). The interval
-    covers variation within a process, not between processes or days.
+    probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics, 3rd edition, 7.1). Variation
+    between processes or days is not covered.
     """
     n = len(samples)
     # From the middle outwards, so powers of 1/2 never underflow.
@@ -126,8 +126,8 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
     """Index of the first step with a steady step time, or None if it never settles.
 
-    Steady means within `tolerance` of the median of the second half. So must be step k, and the median of every three
-    consecutive steps from k on. Medians of three ignore single hiccups. At least four samples; k is in the first half.
+    Steady means within `tolerance` of the second half's median: step k, in the first half, and every median of three
+    consecutive steps from k on, which ignores single hiccups. At least four samples.
     """
     if len(samples) < FEWEST_FOR_STEADY:
         return None

@@ -1,11 +1,10 @@
 """Formats and parses times, sizes, rates and shares.
 
-Inside steplab, times are seconds, sizes bytes, rates per second; names carry the unit (`_s`, `_bytes`, `_flops`). Only
-this module scales them, for people. Memory is binary (GiB); bandwidth and messages are decimal (GB = 1e9), as vendors
-and nccl-tests do.
+Inside steplab, times are seconds, sizes bytes, rates per second; names carry the unit (`_s`, `_bytes`, `_flops`).
+Memory is shown in binary units (GiB), bandwidth and messages in decimal ones (GB = 1e9), as by vendors and nccl-tests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 
 from steplab.errors import UserError
@@ -15,15 +14,15 @@ NS_PER_S = 1_000_000_000
 
 _BINARY = (("EiB", 1024**6), ("PiB", 1024**5), ("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 _DECIMAL = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-_SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
+_SIZES = {name.lower(): scale for name, scale in _BINARY} | {
     f"{prefix.lower()}b": int(scale) for prefix, scale in _DECIMAL
 }
 _LARGEST_SIZE = 2**63
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _ONE_DECIMAL_FROM = 0.001  # least share with one decimal of its percentage
 _SMALLEST_SHARE = 1e-6  # share below which all digits are zeros
-_COUNT_SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
-_TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_COUNT_SUFFIXES = {"M": "1e6", "B": "1e9", "T": "1e12"}
+_TIME_SUFFIXES = {"µs": "1e-6", "us": "1e-6", "ms": "1e-3", "s": "1", "min": "60", "h": "3600", "d": "86400"}
 
 
 def three_digits(value: float) -> str:
@@ -116,17 +115,7 @@ def format_share(share: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
-    cleaned = text.strip()
-    for suffix in sorted(_TIME_SUFFIXES, key=len, reverse=True):
-        if cleaned.endswith(suffix):
-            number, scale = cleaned[: -len(suffix)], _TIME_SUFFIXES[suffix]
-            break
-    else:
-        number, scale = cleaned, 1.0
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = -1.0
+    seconds = float(_number(text, _TIME_SUFFIXES))
     if not 0 < seconds < float("inf"):
         raise UserError(f"'{text}' is not a duration; write it as 90s, 5min or 2h")
     return seconds
@@ -134,11 +123,7 @@ def parse_duration(text: str) -> float:
 
 def parse_share(text: str) -> float:
     """A share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
-    cleaned = text.strip()
-    try:
-        share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
+    share = float(_number(text, {"%": "0.01"}))
     if not 0 < share < 1:
         raise UserError(f"'{text}' is not a share between 0 and 1; write it as 3% or 0.03")
     return share
@@ -148,12 +133,7 @@ def parse_count(text: str) -> float:
     """Number of tokens from '300B', '15T' or '1.5e12' (B is 1e9, as in models' names). Raises UserError for other
     texts.
     """
-    cleaned = text.strip()
-    scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
-    try:
-        count = float(cleaned[:-1]) * scale if scale else float(cleaned)
-    except ValueError:
-        count = -1.0
+    count = float(_number(text.upper(), _COUNT_SUFFIXES))
     if not 0 < count < float("inf"):
         raise UserError(f"'{text}' is not a number of tokens; write it as 300B, 15T or 1.5e12")
     return count
@@ -169,21 +149,25 @@ def parse_bytes(text: str) -> int:
 
 def parse_size(text: str) -> Decimal:
     """As parse_bytes, but the bytes need not be a whole number: 12.3GiB."""
-    cleaned = text.strip().lower()
-    number = cleaned.rstrip("kmgtpeib ")
-    suffix = cleaned[len(number) :].strip()
-    scale = 1 if suffix in ("", "b") else _SIZES.get(suffix, 0)
-    try:
-        size_bytes = Decimal(number) * scale  # as a float, 1.001 kB is not whole
-    except ArithmeticError:
-        raise _no_size(text) from None
-    if not size_bytes.is_finite() or not 0 < size_bytes < _LARGEST_SIZE:
+    size_bytes = _number(text.lower(), _SIZES)
+    if not 0 < size_bytes < _LARGEST_SIZE:
         raise _no_size(text)
     return size_bytes
 
 
 def _no_size(text: str) -> UserError:
     return UserError(f"'{text}' is not a size; write it as 4096, 10kB, 1MB or 1MiB")
+
+
+def _number(text: str, suffixes: Mapping[str, int | str]) -> Decimal:
+    """The number times its longest suffix, exactly: as a float, 1.001 kB is not whole. -1 for no finite number."""
+    number = text.strip()
+    suffix = max(filter(number.endswith, suffixes), key=len, default="")
+    try:
+        found = Decimal(number.removesuffix(suffix)) * Decimal(suffixes.get(suffix, 1))
+    except ArithmeticError:
+        return Decimal(-1)
+    return found if found.is_finite() else Decimal(-1)
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,20 +6,20 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar
 
 from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes read so far and the size of the file."""
+"""Gets the bytes read and the file's size."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 _SMALL_BYTES = 64 * MIB
 """Most bytes that `small_file` returns."""
 _UNPACKER_BYTES = 256 * MIB
-"""Most memory for decompression; an xz file states the memory that it needs."""
+"""Most memory for decompression; an xz file states its need."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:
@@ -121,7 +121,7 @@ class Unpacked(io.RawIOBase):
 
 
 def small_file(path: Path) -> bytes:
-    """The decompressed content of a small file: a study, grid, configuration, table or marks.
+    """Decompressed content of a small file: a study, grid, configuration, table or marks.
 
     Raises OSError as files do, also for damage or more than 64 MiB.
     """
@@ -138,61 +138,50 @@ def small_file(path: Path) -> bytes:
     return content
 
 
-class _Member(Protocol):
-    name: str
-    magic: bytes
+class _Member:
+    """One compressed stream of a file."""
+
+    name: ClassVar[str]
+    magic: ClassVar[bytes]
+    _stream: Any
 
     @property
-    def eof(self) -> bool: ...
+    def eof(self) -> bool:
+        return bool(self._stream.eof)
 
     @property
     def rest(self) -> bytes:
         """Input after the end of the compressed stream."""
+        return bytes(self._stream.unused_data)
 
     @property
-    def needs_input(self) -> bool: ...
+    def needs_input(self) -> bool:
+        return True
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         """At most `most` decompressed bytes, and the input not yet used."""
+        raise NotImplementedError
 
 
-class _Gzip:
+class _Gzip(_Member):
     name, magic = "gzip", GZIP_MAGIC
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB
 
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def rest(self) -> bytes:
-        return self._stream.unused_data
-
-    needs_input = True
-
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         return self._stream.decompress(data, most), self._stream.unconsumed_tail
 
 
-class _Xz:
+class _Xz(_Member):
     name, magic = "xz", XZ_MAGIC
 
     def __init__(self) -> None:
         self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_UNPACKER_BYTES)
 
     @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def rest(self) -> bytes:
-        return self._stream.unused_data
-
-    @property
     def needs_input(self) -> bool:
-        return self._stream.needs_input
+        return bool(self._stream.needs_input)
 
     def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
         return self._stream.decompress(data, most), b""  # it keeps the remaining input

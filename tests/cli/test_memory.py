@@ -107,7 +107,7 @@ def test_the_timing_outlives_the_watched_step(steplab: Program) -> None:
     ("arguments", "words"),
     [
         (("--snapshot", "missing/kept.pickle"), "no folder missing"),
-        (("--snapshot", "kept.json"), "call it kept.pickle"),
+        (("--snapshot", "kept.json"), "use a name ending in .pickle or .pkl"),
         (("--model", "xxl", "--predict"), "measuring 'xxl' is not supported"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_grid_of_ones_own(tmp_path: Path) -> None:
     name, _, cells = cells_of_grid(str(path), {})
     assert (name, [c.queries for c in cells]) == ("mine", [8, 16])
     path.write_text("[[grids]]\n")
-    with pytest.raises(UserError, match="unknown key 'grids'"):
+    with pytest.raises(UserError, match="unknown field `grids`; a grid has the keys description, grid"):
         cells_of_grid(str(path), {})
     with pytest.raises(UserError, match="no grid 'nowhere': choose one of choice, long, peers, study, tiny, or"):
         cells_of_grid("nowhere", {})

@@ -62,7 +62,7 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
         ({"dtype": ["fp8"]}, "dtype 'fp8' is not known; choose one of fp32, bf16, fp16"),
         ({"size": ["large"]}, "'large' is not a size; write it as 4096, 10kB, 1MB or 1MiB"),
         ({"size": ["24"]}, "size must be at least 16 bytes per rank (32 B) and at most 1 TB, not 24 B"),
-        ({"world_size": ["1"]}, "world-size must be at least 2, not 1"),
+        ({"world_size": ["1"]}, "world_size must be at least 2 and below 2^63, not 1"),
         ({"world_size": ["two"]}, "world_size must be a whole number, not 'two'"),
         ({"world_size": ["3"]}, "world-size 3 needs 3 processes, but only 2 are started; start more with --gpus 3"),
         (
@@ -113,7 +113,7 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert comm_study({})[0].num_processes == 3
-    with pytest.raises(UserError, match="torchrun has started 3 processes"):
+    with pytest.raises(UserError, match="torchrun started 3 processes, not 2"):
         comm_study({"processes": 2})
 
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from tests.conversations import Converse, say, task_of
@@ -99,7 +98,7 @@ def sized(*sizes_mb: str) -> tuple[Variant, ...]:
     ("wrong", "said"),
     [
         (lambda: variants_of(("magic",), (1.0,)), "variant 'magic' is not known; choose some of none, naive"),
-        (lambda: variants_of(("naive:3",), (1.0,)), "naive has no bucket size"),
+        (lambda: variants_of(("naive:3",), (1.0,)), "naive has no choice of bucket_size_mb"),
         (lambda: variants_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
         (lambda: sized("1", "0"), "a bucket size must be a positive number of MB, not 0"),
         (lambda: sized("inf"), "a bucket size must be a positive number of MB, not inf"),
@@ -112,15 +111,6 @@ def sized(*sizes_mb: str) -> tuple[Variant, ...]:
 def test_a_contender_that_makes_no_sense_is_refused(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         wrong()
-
-
-def test_a_study_of_before_a_step_could_be_compiled_by_block_reads_as_the_same_study() -> None:
-    now = DdpStudy(step=resolve_step({"compile": "block"}), contenders=())
-    then = msgspec.to_builtins(DdpStudy(step=resolve_step({}), contenders=())) | {"compile": "block"}
-    del then["step"]["accumulation"]
-    assert msgspec.convert(then, DdpStudy) == now
-    assert now.step.compile == "block"
-    assert msgspec.convert(msgspec.to_builtins(now), DdpStudy) == now
 
 
 # --- what happens to the ranks ----------------------------------------------------------------------------

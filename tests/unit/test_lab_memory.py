@@ -187,7 +187,12 @@ def test_a_step_that_could_not_be_watched_is_stored_as_it_is(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "words"), [("kept.json", "kept.pickle"), (".", "pickle"), ("nowhere/kept.pkl", "no folder")]
+    ("snapshot", "words"),
+    [
+        ("kept.json", r"use a name ending in \.pickle or \.pkl"),
+        (".", "it is a folder"),
+        ("nowhere/kept.pkl", "no folder"),
+    ],
 )
 def test_where_a_snapshot_cannot_be_kept_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str, words: str

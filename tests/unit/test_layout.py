@@ -82,7 +82,7 @@ def test_what_is_no_layout_is_refused(text: str) -> None:
 
 
 def test_an_axis_of_nobody_is_refused() -> None:
-    with pytest.raises(UserError, match="layout dp must be at least 1, not 0"):
+    with pytest.raises(UserError, match="layout dp must be from 1 to 1048576, not 0"):
         parse_layout("dp=0")
 
 

@@ -145,7 +145,7 @@ def test_a_store_in_a_folder_that_cannot_be_made_blames_that_folder() -> None:
 
 def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match="tokens_per_step must be at least 1, not -5"),
+        pytest.raises(UserError, match=r"tokens_per_step must be a whole number from 1 to below 1e\+18, not -5"),
         steplab.recorder("loop", tokens_per_step=-5, store=tmp_path / "store.db"),
     ):
         pass

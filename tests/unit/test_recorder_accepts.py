@@ -132,12 +132,15 @@ def test_numbers_of_other_libraries_are_taken(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"tokens_per_step": 4095 / 2}, "tokens_per_step must be a whole number, not 2047.5"),
-        ({"warmup": 2.5}, "warmup must be a whole number, not 2.5"),
-        ({"warmup": 10**30}, "warmup must be below 1e+18, not 1000"),
-        ({"steps": 10**5000}, "steps must be below 1e+18, not int"),
-        ({"steps": "many\x1b"}, r"steps must be a whole number, not many\x1b"),
-        ({"flops_per_step": math.inf, "precision": "fp32"}, "flops_per_step must be below 1e+30, not inf"),
+        ({"tokens_per_step": 4095 / 2}, "tokens_per_step must be a whole number from 1 to below 1e+18, not 2047.5"),
+        ({"warmup": 2.5}, "warmup must be a whole number from 0 to below 1e+18, not 2.5"),
+        ({"warmup": 10**30}, "warmup must be a whole number from 0 to below 1e+18, not 1000"),
+        ({"steps": 10**5000}, "steps must be a whole number from 1 to below 1e+18, not int"),
+        ({"steps": "many\x1b"}, r"steps must be a whole number from 1 to below 1e+18, not many\x1b"),
+        (
+            {"flops_per_step": math.inf, "precision": "fp32"},
+            "flops_per_step must be a number from 1 to below 1e+30, not inf",
+        ),
         ({"profile": [2, 3]}, "consecutive steps after the first"),
         ({"profile": range(2, 10**30)}, "consecutive steps after the first"),
     ],

@@ -18,7 +18,7 @@ from tests.runs import ENVIRONMENT, make_run
 import steplab
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import encode
-from steplab.records.numerics import Accumulation, Numerics
+from steplab.records.numerics import Accumulation, Binade, Numerics
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.ceilings import ceilings_verdict
@@ -30,7 +30,7 @@ REPORT = Path(steplab.__file__).parent / "report"
 FILES = sorted(REPORT.rglob("*.py"))
 SUMS = Accumulation(
     number=0.01, accumulator="float16", addend="float16", cast=False, addend_value=0.01, num_additions=1000,
-    num_rounded=900, result=9.95, binades=(),
+    num_rounded=900, result=9.95, binades=(Binade(start=0.0, spacing=0.0, num_additions=1000, added=0.01),),
 )  # fmt: skip
 EXAMPLES: dict[str, Record] = {
     "run": make_run(),

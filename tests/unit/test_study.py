@@ -305,9 +305,9 @@ def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:
     [
         ("[[grid]\n", "not valid TOML"),
         ("[[grid]]\ncontext = [32\n", "not valid TOML"),
-        ("grids = 3\n", "'grids'; a study has description, gpus, include, questions, and the tables [[grid]], "),
-        ("[grid]\ncontext = 32\n", "'grid' must be a list of [[grid]] tables"),
-        ("grid = [1]\n", "'grid' must be a list of [[grid]] tables"),
+        ("grids = 3\n", "unknown field `grids`; a study has the keys description, gpus, include, questions, grid, "),
+        ("[grid]\ncontext = 32\n", "Expected `array`, got `object` - at `$.grid`"),
+        ("grid = [1]\n", "Expected `object`, got `int` - at `$.grid[0]`"),
         ("", "has no cells"),
         ('description = "none"\n', "has no cells"),
         ("[[grid]]\ncontxt = 32\n", "unknown field 'contxt'; did you mean context?"),

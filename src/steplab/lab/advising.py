@@ -1,4 +1,4 @@
-"""Search for a faster step, change by change, and record the search."""
+"""Search for a faster step, change by change."""
 
 import math
 import time
@@ -92,7 +92,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """Time ratio of the fastest step to the first, measured directly or multiplied from kept changes."""
+        """Time ratio of the fastest step to the first: measured, or multiplied from kept changes."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -160,7 +160,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """True if the budget ran out during a measurement. The change counts as not tried; completed turns stay."""
+        """True if the budget ran out while measuring. The change counts as not tried; completed turns stay."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
             return False
@@ -181,8 +181,8 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """Start a step's process. `by_itself` measures it at once if processes cannot coexist. Raises UserError for a
-        step that the device refuses.
+        """Start a step's process; `by_itself` measures it at once if processes cannot coexist. Raises UserError if the
+        device refuses the step.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -200,8 +200,8 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Alternate two steps to measure the gain. A step that does not fit next to the others fails, if all earlier
-        ones fitted: restarting a process per turn would hide small gains.
+        """Alternate two steps to measure the gain. A step that does not fit next to the others fails if all earlier
+        ones fitted: a process per turn would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
@@ -263,9 +263,9 @@ def advise(
         advice.best, advice.overall.ratio
 
     `keep_precision` keeps number formats; `opt_in` names further changes: fp8. The search ends after `budget_s`
-    seconds. The given step is always measured; a Remark warns if that leaves no time. `on_change` gets a description of
-    the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for a step
-    that cannot be measured.
+    seconds; the given step is always measured, with a Remark if that leaves no time. `on_change` gets a description of
+    the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for an
+    unmeasurable step.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):

@@ -1,4 +1,4 @@
-"""Benchmark attention: measure a study's cells, store one record, and explain cells that ran out of memory."""
+"""Benchmark attention, and explain cells that ran out of memory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,6 @@ from steplab.records.codec import new_head
 from steplab.specs.attention import ATTENTION, PASSES, AttentionSpec, AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.benchmark import sampling
 from steplab.specs.hardware import hardware_named
-from steplab.specs.layout import check_device
 from steplab.specs.resolve import as_grid
 from steplab.units import parse_duration
 
@@ -36,7 +35,7 @@ def attention(
     """Benchmark attention alone, as `steplab attention` does, and store the record.
 
     `fields` of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation, compile)
-    are values or lists. Every combination is a cell. They replace the `grid`'s:
+    are values or lists; every combination is a cell. They replace the `grid`'s:
 
         run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
         steplab.show(run)
@@ -74,8 +73,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`. By default, the
-    newest stored benchmark that ran out is used. Raises UserError without such a cell.
+    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`, by default in the
+    newest stored benchmark that ran out. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -96,11 +95,10 @@ def account_for_memory(
 
 
 def attention_study(given: Mapping[str, object]) -> AttentionStudy:
-    """The benchmark of a named grid, of given cell fields, or both; by default the device's grid. Raises UserError that
-    lists the valid values.
+    """The benchmark of a grid, of given cell fields, or both; by default the device's grid. Raises UserError with the
+    valid values.
     """
     fields, asked = ATTENTION.asked(given)
-    check_device(asked.device)
     on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and visible_gpus() > 0)
     lists = as_grid(fields)
     defaults = {"implementation": [row.name for row in TABLE if ("cuda" if on_gpu else "cpu") in row.benchmarked_on]}

@@ -1,4 +1,4 @@
-"""Measure a benchmark's cells, report each as it ends, and store one record of all."""
+"""Measure a benchmark's cells, and store one record of all."""
 
 import dataclasses
 from collections.abc import Callable
@@ -46,8 +46,8 @@ def measure_benchmark(
 ) -> Run:
     """Measure the cells and store the record, also after an interruption.
 
-    `run` is the record without cells. `with_costs` adds computed figures to a cell, `with_facts` adds facts that ranks
-    report, `with_traces` reads traces, `concluded` adds figures over all cells.
+    `run`: the record without cells. `with_costs` adds computed figures to a cell, `with_facts` facts that ranks report,
+    `with_traces` reads traces, `concluded` adds figures over all cells.
 
     Under torchrun every process calls this, and rank 0 stores. Raises UserError for an unsupported request,
     SteplabError if the store cannot be written.

@@ -13,14 +13,13 @@ from steplab.git import git
 from steplab.lab.keeping import open_store, read_records
 from steplab.records.comparison import Side
 from steplab.records.record import Record
-from steplab.records.registry import KINDS, kind_of
+from steplab.records.registry import KINDS, KINDS_IN_LISTS, kind_of
 from steplab.records.rows import Row
 from steplab.store.database import Store
 from steplab.store.location import is_store_header
 from steplab.store.selection import BACK, LAST
 
 _MOST_TOGETHER = 60
-_TRIED_FIRST = 10
 _TELLING = ("id", "name", "tags", "git_commit")
 
 
@@ -31,7 +30,7 @@ class Found:
 
 
 def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | None = None) -> Found:
-    """The given records, or those that a text names, in this store or in a file.
+    """The given records, or those that a text names, in the store or a file.
 
     The text is tried as, in this order:
 
@@ -42,7 +41,7 @@ def find_records(given: Record | Sequence[Record] | str, *, store: Path | str | 
     - the beginning of a record's or study's id
     - a git revision: the newest record of each cell measured in a clean checkout of it
 
-    FILE names the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT names records in that
+    FILE means the records in an export (.jsonl), or the newest of another store (.db); FILE:TEXT names records in that
     store.
 
     Raises UserError for a text without records, and SteplabError for an unreadable file.
@@ -177,9 +176,9 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records of a report: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s. By default: the
-    newest record's study, its benchmark, or all records of its kind outside studies. Raises UserError without records,
-    and if several of the three are given.
+    """A report's records: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s; by default the newest
+    record's study, its benchmark, or its kind outside studies. Raises UserError without records, and for several of the
+    three.
     """
     refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})
     held = [record for record in given if isinstance(record, Record)]
@@ -225,12 +224,9 @@ def records_that_answer(
 
 
 def _newest(opened: Store) -> Record:
-    kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]
-    for most in (_TRIED_FIRST, None):
-        rows = [row for name in kinds for row in opened.rows(kind=name, limit=most)]
-        for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
-            if record := opened.find(str(row["id"])):
-                return record
+    for row in opened.each_row():
+        if row["kind"] in KINDS_IN_LISTS and row["kind"] != "doctor" and (record := opened.find(str(row["id"]))):
+            return record
     raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
 
 

@@ -1,4 +1,4 @@
-"""Benchmark collectives: measure a study's cells, fit the communication profile, store one record."""
+"""Benchmark collectives, and fit the communication profile."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,7 @@ from typing import Unpack
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
-from steplab.lab.machine import visible_gpus
-from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.lab.machine import processes_here, visible_gpus
 from steplab.measurement.processes.launch import Cells, refuse_too_many
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
@@ -17,7 +16,6 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
 from steplab.specs.benchmark import sampling
 from steplab.specs.comm import COMM, CommSpec, CommStudy, comm_cells, numbers_of
-from steplab.specs.layout import process_count
 from steplab.specs.resolve import as_grid
 from steplab.units import format_time, parse_duration
 
@@ -49,8 +47,8 @@ def comm(
 
 
 def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
-    """The study, and its device, cuda or cpu. The default is torchrun's processes, else one per GPU, or two on a CPU or
-    a single GPU. Raises UserError that lists the valid values.
+    """The study, and its device, cuda or cpu. Default processes: torchrun's, else one per GPU, or two on a CPU or a
+    single GPU. Raises UserError with the valid values.
     """
     fields, asked = COMM.asked(given)
     numbers = numbers_of(asked.processes)
@@ -62,13 +60,8 @@ def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
 
 
 def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
-    around, found = torchrun_around(), visible_gpus()
-    asked = process_count(gpus, processes) if gpus is not None or processes is not None else None
-    if around is not None:
-        if asked and asked[0] != around.size:
-            raise UserError(f"torchrun has started {around.size} processes; leave --gpus and --processes out")
-        return around.size, asked[1] if asked else "cuda" if found else "cpu"
-    count, device = asked or ((found, "cuda") if found > 1 else (_FEWEST, "cpu"))
+    found = visible_gpus()
+    count, device = processes_here(gpus, processes, default=(found, "cuda") if found > 1 else (_FEWEST, "cpu"))
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}, not {count}: a collective needs two processes")
@@ -77,7 +70,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """Measure the study's cells and store the record, as `measure_benchmark`. `device`: cuda or cpu."""
+    """As `measure_benchmark`. `device`: cuda or cpu."""
     return measure_benchmark(
         CommRun(**new_head(), study=study),
         collective_cells(study, device),

@@ -56,8 +56,8 @@ def history(
 ) -> tuple[Series, ...]:
     """A metric's values over time for each step and device, the longest series first.
 
-    `fields` maps step fields to accepted values; `name` is the runs'. `metric` is a column of `steplab list`, with or
-    without its unit: step_time or step_time_s. `threshold` is the smallest change reported, as a share; None: 1 %.
+    `fields` maps step fields to accepted values; `name`: the runs'. `metric`: a column of `steplab list`, with or
+    without unit: step_time or step_time_s. `threshold`: smallest change reported, as a share; None: 1 %.
 
     Raises UserError for an unknown metric, and if no run matches.
     """

@@ -1,4 +1,4 @@
-"""The data-parallel study: measure variants, read traces, add formulas, store one record."""
+"""The data-parallel study: measure variants, read traces, add formulas."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +12,8 @@ from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.files import Destination, folder_for
-from steplab.lab.machine import visible_gpus
+from steplab.lab.machine import processes_here
 from steplab.lab.measuring import named_fields
-from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.reading.bounded import read_bounded
@@ -22,14 +21,13 @@ from steplab.records.codec import new_head
 from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, DdpRun, OverheadModel, StateMemory, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import BYTES_PER_MB, DDP, SMALL_STEP, DdpStudy, Variant, asked_variants
-from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Variants whose time of communication alone the link's bandwidth and latency are fitted to: they only all-reduce."""
+"""Variants that only all-reduce: the link's bandwidth and latency are fitted to their communication alone."""
 _POINTS_A_DECADE = 12
 
 
@@ -62,30 +60,23 @@ def ddp(
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """Each rank's step, and the number of ranks: requested, torchrun's, or two. On a CPU the step is small by default.
-    Raises UserError for contradictions.
+    """Each rank's step, by default small on a CPU, and the number of ranks: requested, torchrun's, or two. Raises
+    UserError for contradictions.
     """
-    around = torchrun_around()
-    if around is not None and gpus is None and processes is None:
-        return resolve_step({**({} if visible_gpus() else SMALL_STEP), **fields}), around.size
-    if gpus is None and processes is None:
-        processes = DEFAULT_PROCESSES
-    count, device = process_count(gpus, processes)
-    if around is not None and around.size != count:
-        raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
+    count, device = processes_here(gpus, processes, default=(DEFAULT_PROCESSES, "cpu"))
     return resolve_step({**(SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError that lists the valid
-    values, and Unsupported for a transport that needs GPUs.
+    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError with the valid
+    values, Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
     if step.checkpointing == AUTO:
         why = "the variants need different amounts of memory, and are compared in equal steps"
         raise Unsupported("checkpointing auto in a benchmark of data parallelism", why, "use none, selective or full")
-    small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
+    small = step.device == "cpu"
     if small and asked.transport and "peer_copy" in asked.transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     return DdpStudy(
@@ -96,9 +87,7 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """Measure the variants and store the record, as `measure_benchmark`. The folder `traces` gets a trace of each
-    variant; `force` replaces other files there.
-    """
+    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
         return measure_benchmark(
@@ -245,7 +234,7 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Backward seconds without communication, on the slowest rank; 0 if not timed. `baseline`: take the turns that
+    """Backward seconds without communication, on the slowest rank; 0: not timed. `baseline`: of the turns that
     alternate with the variant.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]

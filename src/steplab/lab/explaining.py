@@ -1,6 +1,6 @@
-"""Explain a stored run: its findings, and the runs that its memory is compared with."""
+"""Explain a run: its findings, and runs to compare its memory with."""
 
-import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.codec import now_utc
 from steplab.records.finding import Findings
+from steplab.records.rows import Row, software, step_key
 from steplab.records.run import Run
-from steplab.specs.step import StepSpec
+from steplab.specs.resolve import with_fields
 from steplab.store.database import Store
 
 
@@ -66,33 +67,20 @@ def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> t
     if not watched:
         return ()
     with open_store(store, write=False) as opened:
-        return tuple({other.id: other for run in watched for other in _counterparts(run, opened)}.values())
+        rows = [row for row in opened.rows(status="ok") if row["kind"] == "memory"]
+        return tuple({other.id: other for run in watched for other in _counterparts(run, rows, opened)}.values())
 
 
-def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
+def _counterparts(run: Run, rows: Sequence[Row], opened: Store) -> Iterator[Run]:
     assert run.spec is not None  # watched, and no snapshot of unknown origin
+    machine = {"device": run.device_name, "torch": software(run)["torch"]}
     for field, value in (("precision", "fp32"), ("checkpointing", "none")):
-        asked = {name: getattr(run.spec, name) for name in ("context", "precision")} | {"model": run.spec.model.label}
-        asked |= {field: value} if field in asked else {}
         if getattr(run.spec, field) == value:
             continue
-        for row in opened.rows(status="ok"):  # the newest first
-            if all(row.get(name) == wanted for name, wanted in asked.items()):
-                other = opened.find(str(row["id"]))
-                if isinstance(other, Run) and other.memory_profile and _differs_by(run, other, field, value):
-                    yield other
-                    break
-
-
-def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
-    assert run.spec is not None
-    wanted = _memory_fields(dataclasses.replace(run.spec, **{field: value}))  # type: ignore[arg-type]  # a field of it
-    return other.spec is not None and _memory_fields(other.spec) == wanted and _machine(other) == _machine(run)
-
-
-def _memory_fields(spec: StepSpec) -> StepSpec:
-    return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
-
-
-def _machine(run: Run) -> tuple[str | None, str | None]:
-    return run.device_name, run.environment.torch if run.environment else None
+        wanted = step_key(with_fields(run.spec, {field: value})) | machine
+        alike = (row for row in rows if all(row.get(name, known) == known for name, known in wanted.items()))
+        others = (opened.find(str(row["id"])) for row in alike)  # the newest first
+        same_model = (
+            each for each in others if isinstance(each, Run) and each.spec and each.spec.model == run.spec.model
+        )
+        yield from itertools.islice(same_model, 1)

@@ -1,7 +1,7 @@
 """Output files at paths that the user chooses, written completely or not at all.
 
-A store is never replaced. Another file is replaced if it is empty, steplab wrote it, or with force. Tables (CSV, JSON,
-LaTeX) and plain text bear no mark of steplab. A device or a pipe is appended to.
+A store is never replaced; another file only if it is empty, steplab wrote it, or with force. Tables (CSV, JSON, LaTeX)
+and plain text bear no mark of steplab. Devices and pipes are appended to.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Destination:
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written."""
+        """Raises UserError for a file that must not be replaced, SteplabError for an unwritable path."""
         if target := self._checked():
             with self._errors(), scratch_folder(target.parent):
                 pass  # on some file systems a folder's permissions do not show if it takes a file
@@ -59,7 +59,7 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        """Open a file that replaces the target once the context ends without an error. A device is opened directly.
+        """Open a file that replaces the target when the context ends without an error; a device is opened directly.
         Raises as `check` does.
         """
         target = self._checked()
@@ -86,9 +86,7 @@ class Destination:
         return self.path
 
     def _checked(self) -> Path | None:
-        """The resolved path to replace; None: a device or pipe. Links are resolved once, so that none changes after the
-        check.
-        """
+        """The path to replace, with links resolved before the check; None: a device or pipe."""
         with self._errors():
             if self.path.is_dir():
                 raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
@@ -141,9 +139,23 @@ class Destination:
             )
 
 
+def raw_file(
+    path: Path | str | None, store: Path | str | None, force: bool, what: str, suffixes: tuple[str, ...]
+) -> Destination | None:
+    """Where a trace or snapshot goes; None without a path. Raises as `check` does, and UserError for another suffix."""
+    if path is None:
+        return None
+    target = Destination(path=Path(path), store=store, force=force)
+    target.check()
+    if not target.is_written_to and not target.path.name.endswith(suffixes):
+        ends = " or ".join(suffixes)
+        raise UserError(f"cannot write the {what} to {target.path}; use a name ending in {ends}")
+    return target
+
+
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A temporary folder on the destination's disk. Raises as `check` does."""
+    """Temporary folder on the destination's disk. Raises as `check` does."""
     if target:
         target.check()
     beside = _real(target.path).parent if target and not target.is_written_to else None
@@ -165,19 +177,19 @@ def refuse_the_same(*paths: Path | None) -> None:
 
 
 def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> SteplabError:
-    """Error for a raw file that could not be read; `kept` is its new path, None if it is lost."""
+    """Error for an unreadable raw file; `kept`: its new path, None if lost."""
     why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
     where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
     return SteplabError(f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}")
 
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
-    """Move a file out of a temporary folder and return its new path; None if no folder takes it."""
+    """Move a file out of a temporary folder; return its new path, None if no folder takes it."""
     return in_some_folder(f"steplab-{what}-{run_id}{written.suffix}", lambda path: shutil.move(written, path))
 
 
 def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:
-    """Try `put` in the working folder, then in the temporary folder; return the path, or None if both fail."""
+    """Try `put` in the working folder, then in the temporary one; return the path, None if both fail."""
     for folder in (Path.cwd, tempfile.gettempdir):
         with contextlib.suppress(OSError):
             path = Path(folder()) / name

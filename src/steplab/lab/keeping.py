@@ -1,7 +1,6 @@
-"""Open the store, keep a measurement even if that fails, import files, and annotate records."""
+"""Open the store, keep records, import files, and annotate records."""
 
 import io
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ def check_store(path: Path | str | None = None) -> care.Condition:
 
 
 def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
-    """Copy the store, which may be in use. Raises as Destination does if `target` must not be replaced."""
+    """Copy the store, which may be in use. Raises as Destination does."""
     destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
@@ -64,7 +63,7 @@ def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
 
 
 def checked_line(what: str, text: str) -> str:
-    """Return `text`. Raises UserError, with `what` as its subject, for several lines or unprintable text."""
+    """Return `text`. Raises UserError about `what` for several lines or unprintable text."""
     if not text.isprintable():
         raise UserError(f"{what} must be one line of printable text, not {text!r}")
     return text
@@ -116,7 +115,7 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record; if that fails, write it to a file. Raises NotStored, which names the file if one was written."""
+    """Store a record, else write it to a file and raise NotStored with its name."""
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
@@ -134,8 +133,8 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 def tag(
     record_id: str, tags: Sequence[str] = (), *, remove: Sequence[str] = (), store: Path | str | None = None
 ) -> Record:
-    """Add and remove a record's tags, and return it. Raises UserError unless a tag is one printable word, and for
-    removing an absent tag.
+    """Add and remove a record's tags, and return it. Raises UserError unless a tag is one printable word, and for an
+    absent tag to remove.
     """
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
@@ -168,9 +167,9 @@ def _existing_store(path: Path | str | None) -> Store:
 def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | None = None) -> tuple[int, int]:
     """Store all records of JSON lines files, or none. Files may be compressed by gzip or xz; `-` is standard input.
 
-    Returns the numbers of added and existing records. Raises UserError for a file that is unreadable, too large or
-    without records, and for an invalid record. Raises SteplabError for an id that another stored record has. Errors
-    name file and line.
+    Returns the numbers of added and existing records. Raises UserError, with file and line, for a file that is
+    unreadable, too large or without records, and for an invalid record; SteplabError for an id that another stored
+    record has.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
     try:
@@ -207,13 +206,11 @@ def _records(file: Path) -> Iterator[ForeignRecord]:
 def _in_lines(file: Path, stream: IO[bytes]) -> Iterator[ForeignRecord]:
     unpacked = Unpacked(stream, most_bytes=limits.IMPORT_BYTES)
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
-    for number in itertools.count(1):
-        if not (line := lines.readline(limits.RECORD_BYTES + 1)):
-            break
+    for number, line in enumerate(iter(lambda: lines.readline(limits.RECORD_BYTES + 1), b""), start=1):
         if len(line) > limits.RECORD_BYTES:
             raise LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
         if unpacked.damage:
-            raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")
+            break  # the line may be cut off
         if line.strip():
             try:
                 yield read_foreign(f"{file}, line {number}", line)

@@ -40,10 +40,9 @@ def plan_layout(
 ) -> LayoutPlan:
     """Rank the factorisations of `gpus` into dp, fsdp, tp and pp by predicted step time and fit.
 
-    `spec` and `fields` are as in `measure`, without a layout. `links` are texts: `network=45` (achieved GB/s of a GPU)
-    or `network=400Gb/s` (an adapter's stated bandwidth). `profile` names a record of `steplab comm` that replaces them.
-    Checkpointing `auto` gives each layout the fastest of none, selective and full. `tokens`: tokens of the whole
-    training.
+    `spec` and `fields` are as in `measure`, without a layout. `links`: `network=45` (achieved GB/s of a GPU) or
+    `network=400Gb/s` (an adapter's stated bandwidth); `profile`: a record of `steplab comm` instead. Checkpointing
+    `auto` gives each layout the fastest of none, selective and full. `tokens`: of the whole training.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -59,43 +58,28 @@ def plan_layout(
     given, chosen = asked_step("plan_layout", spec, fields | spread), gpu_named(gpu) if isinstance(gpu, str) else gpu
     refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
     asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
-    model = spread_model(asked)
-    refuse_unknown_step(asked, chosen, operators_are_known=model is not None)
     machine = _machine(hardware_named(chosen.name), gpus_per_node, links, profile, store)
-    found = plan_of_layouts(
-        LayoutJob(
-            spec=asked,
-            update=given.update,
-            gpus=gpus,
-            global_batch=global_batch,
-            gpu=chosen,
-            machine=machine,
-            model=model,
-        )
-    )
-    return dataclasses.replace(found, tokens=tokens)
+    job = _job(asked, chosen, update=given.update, gpus=gpus, global_batch=global_batch, machine=machine)
+    return dataclasses.replace(plan_of_layouts(job), tokens=tokens)
+
+
+def _job(alone: StepSpec, gpu: Gpu, **others: Any) -> LayoutJob:
+    """`others`: the job's other fields. Raises Unsupported for a step of unpredictable time."""
+    model = spread_model(alone)
+    refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
+    return LayoutJob(spec=alone, gpu=gpu, model=model, **others)
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """The predicted time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported for a step of
-    unpredictable time or memory on several GPUs.
-    """
+    """Time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported if they are unpredictable."""
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
     alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)
-    model = spread_model(alone)
-    refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
-    if model is not None:
-        model.refuse_unplanned(chosen.spec)
-    job = LayoutJob(
-        spec=alone,
-        update=spec.update,
-        gpus=spec.layout.world_size,
-        global_batch=spec.tokens_of_all // spec.context,
-        gpu=gpu,
-        machine=machine_of(hardware_named(gpu.name), None),
-        model=model,
-    )
+    machine, sequences = machine_of(hardware_named(gpu.name), None), spec.tokens_of_all // spec.context
+    size = spec.layout.world_size
+    job = _job(alone, gpu, update=spec.update, gpus=size, global_batch=sequences, machine=machine)
+    if job.model is not None:
+        job.model.refuse_unplanned(chosen.spec)
     found = plan_of_given(job, chosen.spec)
     return dataclasses.replace(found, notes=(*chosen.notes, *found.notes))
 
@@ -109,8 +93,8 @@ def plan_layouts(
     links: Sequence[str] = (),
     **given: Any,
 ) -> tuple[LayoutPlan, ...]:
-    """Plan every combination of the values. `grid` lists values of the step's fields. A link may list values too, as
-    `network=200Gb/s,400Gb/s`. `given` are further arguments of `plan_layout`.
+    """Plan every combination of the values. `grid` lists values of step fields; a link may list values too, as
+    `network=200Gb/s,400Gb/s`. `given`: further arguments of `plan_layout`.
     """
     steps: list[dict[str, Any]] = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return tuple(

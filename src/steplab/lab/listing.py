@@ -53,9 +53,9 @@ def list_records(
 ) -> Listing:
     """Matching rows; newest first unless `sort` names a field.
 
-    `kinds` are values of the field `kind`, or `study` alone for studies. `where` is one or more conditions joined by
-    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `sort` is a field,
-    with ':desc' for the largest first.
+    `kinds`: values of the field `kind`, or `study` alone. `where`: conditions joined by 'and', such as "model=small and
+    step_time_s<50ms"; operators are = != < <= > >= and ~ (contains). `sort`: a field, with ':desc' for the largest
+    first.
 
     Raises UserError for an invalid kind, field or condition.
     """
@@ -66,7 +66,7 @@ def list_records(
         raise UserError("studies are listed by themselves; give --kind study alone")
     conditions = _conditions(where) if where else []
     sort_key, descending = _order(sort) if sort else (None, False)
-    keys = [condition.key for condition in conditions] + ([sort_key] if sort_key else [])
+    keys = [key for key, _ in conditions] + ([sort_key] if sort_key else [])
     fields_seen, num_found = dict[str, None](), 0
 
     def matching(rows: Iterable[Row]) -> Iterator[Row]:
@@ -74,7 +74,7 @@ def list_records(
         for row in rows:
             if not kinds or STUDY in kinds or row["kind"] in kinds:
                 fields_seen.update(dict.fromkeys(row))
-                if all(one.holds(row) for one in conditions):
+                if all(holds(row) for _, holds in conditions):
                     num_found += 1
                     yield row
 
@@ -108,10 +108,8 @@ def _no_field(name: str, known: Mapping[str, object]) -> UserError:
     return UserError(f"no field '{name}'; {meant(name, known)}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Condition:
-    key: str
-    holds: Callable[[Row], bool]
+_Condition = tuple[str, Callable[[Row], bool]]
+"""A field, and whether a row meets the condition on it."""
 
 
 def _conditions(where: str) -> list[_Condition]:
@@ -137,7 +135,7 @@ def _condition(text: str) -> _Condition:
             return compare(value, wanted)
         return compare(value, _number(key, wanted))
 
-    return _Condition(key=key, holds=holds)
+    return key, holds
 
 
 def _number(key: str, text: str) -> float:

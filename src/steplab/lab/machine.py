@@ -19,7 +19,7 @@ from steplab.measurement.processes.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
 from steplab.records.failure import Failure
-from steplab.specs.layout import SINGLE, Layout, check_device, with_processes
+from steplab.specs.layout import SINGLE, Layout, check_device, process_count, with_processes
 from steplab.specs.step import StepSpec
 
 _FIRST_STORES_S = 5.0
@@ -55,7 +55,7 @@ def visible_gpus() -> int:
 
 
 def device_kind_here(name: str) -> str:
-    """The device kind (cuda, mps, cpu) that `name` probably means here, found without importing torch."""
+    """The device kind (cuda, mps, cpu) that `name` probably means here, without importing torch."""
     kind = name.partition(":")[0]
     if kind != "auto":
         return kind
@@ -100,6 +100,19 @@ def fields_here(
     return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
 
 
+def processes_here(gpus: int | None, processes: int | None, default: tuple[int, str]) -> tuple[int, str]:
+    """Number of processes and their device, cuda or cpu: as requested, else torchrun's, else `default`. Raises
+    UserError for contradictions.
+    """
+    around = torchrun_around()
+    if gpus is None and processes is None:
+        return (around.size, "cuda" if visible_gpus() else "cpu") if around else default
+    count, device = process_count(gpus, processes)
+    if around is not None and around.size != count:
+        raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
+    return count, device
+
+
 def spread_here(spec: StepSpec) -> StepSpec:
     """The step, by default with dp over torchrun's processes. Raises UserError if its layout needs another number of
     processes.
@@ -131,5 +144,5 @@ def is_told_here(failure: Failure) -> bool:
 
 
 def let_the_first_store() -> None:
-    """Delay this program's exit, so that rank 0 can store: after an error torchrun ends all other ranks."""
+    """Delay this exit, so that rank 0 can store: after an error torchrun ends the other ranks."""
     atexit.register(time.sleep, _FIRST_STORES_S)

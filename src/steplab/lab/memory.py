@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import Unsupported
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, rescue, unread
+from steplab.lab.files import Destination, folder_for, raw_file, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -36,7 +36,7 @@ def memory(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then record the memory of one further step.
+    """Measure a step as `measure` does, then record the memory of one more.
 
     `spec` and `fields` are as in `measure`:
 
@@ -44,16 +44,17 @@ def memory(
         run.memory_profile.at_peak  # bytes by category
 
     `snapshot` is a path for the raw history, such as step.pickle, which https://pytorch.org/memory_viz shows.
-    step.marks.json in the same folder names the owners of the memory; `import_snapshot("step.pickle")` reads both
-    again. A file other than an earlier snapshot or its marks is replaced only with `force`, and the store never.
+    step.marks.json next to it names the memory's owners; `import_snapshot("step.pickle")` reads both again. Other files
+    are replaced only with `force`, the store never.
 
-    A failed measurement is a record, as in `measure`. If only the watched step fails, the record has a note, and
-    `run.memory_profile` is None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot
-    cannot be written, or the snapshot not read; the measurement is then stored and the snapshot kept.
+    A failed measurement is a record. If only the watched step fails, the record has a note, and `run.memory_profile` is
+    None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot cannot be written, or
+    the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
-    target, marks_target = _destinations(snapshot, store, force)
+    target = raw_file(snapshot, store, force, "snapshot", (".pickle", ".pkl"))
+    marks_target = _marks_of(target)
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / "step.pickle"
         marks = marks_beside(written)
@@ -76,25 +77,16 @@ def memory(
         return run
 
 
-def _destinations(
-    snapshot: Path | str | None, store: Path | str | None, force: bool
-) -> tuple[Destination | None, Destination | None]:
-    if snapshot is None:
-        return None, None
-    path = Path(snapshot)
-    target = Destination(path=path, store=store, force=force)
-    if target.is_written_to and not path.is_dir():
-        return target, None
-    if path.suffix not in (".pickle", ".pkl"):
-        raise UserError(f"cannot write the snapshot to {path}: it is a pickle; call it {path.with_suffix('.pickle')}")
+def _marks_of(snapshot: Destination | None) -> Destination | None:
+    if snapshot is None or snapshot.is_written_to:
+        return None
+    target = dataclasses.replace(snapshot, path=marks_beside(snapshot.path))
     target.check()
-    beside = Destination(path=marks_beside(path), store=store, force=force)
-    beside.check()
-    return target, beside
+    return target
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """Memory predictions by run id, for runs with a memory profile on a CUDA device that can be predicted."""
+    """Memory predictions by run id, for predictable runs with a memory profile on a CUDA device."""
     from steplab.plan.memory import predict_memory
 
     remembered = functools.cache(predict_memory)  # runs of one step share a dry run
@@ -124,8 +116,8 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for a file that is
-    no snapshot, and marks of another. Raises SteplabError for a snapshot without allocations.
+    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for no snapshot, and
+    marks of another; SteplabError for a snapshot without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -147,10 +139,9 @@ def import_snapshot(
     """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
     or xz.
 
-    The file is not executed: only containers, texts and numbers are admitted. `name` is the file's by default. With the
-    marks that `memory` writes in the same folder (step.pickle, step.marks.json), categories are owners; else they are
-    memory from before the history, and since. Raises UserError for a file that is unreadable, no snapshot, too large,
-    or without allocations.
+    The file is not executed: only containers, texts and numbers are admitted. `name`: default is the file's. With the
+    marks that `memory` writes next to it (step.marks.json), categories are owners; else memory from before the history,
+    and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without allocations.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:

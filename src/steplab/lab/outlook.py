@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """True if the change needs no further trial: it was kept, failed, or saves no time although Python keeps up."""
+        """True if the change was kept, failed, or saves no time although Python keeps up."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -79,9 +79,9 @@ class Outlook:
     opt_in: Collection[str] = ()
     attempts: list[Attempt] = field(default_factory=list)
     gone: set[tuple[str, str]] = field(default_factory=set)
-    """Field and value, or field and resolved value, of changes that are not tried again."""
+    """Field and value, given or resolved, of changes not tried again."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Steps that did not pay with an added memory-saving change; they may pay without it."""
+    """Steps that did not pay with an added memory-saving change, but may without it."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"
@@ -176,9 +176,9 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """Untried changes, the most promising first. A trial takes `trial_s` seconds and compilation. Without
-        alternation in one process (`alternating`), only larger savings count. Memory is predicted on demand, because a
-        prediction takes up to a second.
+        """Untried changes, the most promising first. A trial takes `trial_s` seconds and compilation. With a process
+        per turn (`alternating`), only larger savings count. Memory is predicted on demand: a prediction takes up to a
+        second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
@@ -217,8 +217,8 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """Add a memory-saving change that does not alter numbers to one that does not fit, if both together may fit.
-        Changes that also save time are tried alone first.
+        """Join a change that does not fit with a memory-saving one of equal numbers, if both may fit. Changes that also
+        save time are tried alone first.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong

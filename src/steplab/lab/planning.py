@@ -1,10 +1,8 @@
 """Predict a step's memory and time on any GPU, and estimate a model's needs at scale, without torch or a GPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from steplab.costs.rates import Gpu, gpu_named
 from steplab.errors import SteplabError, UserError
@@ -29,8 +27,6 @@ from steplab.specs.hardware import HardwareSpec, accelerator_named, find_hardwar
 from steplab.specs.layout import parse_layout
 from steplab.specs.step import StepSpec
 from steplab.units import parse_bytes
-
-T = TypeVar("T")
 
 
 def on_cuda(device: str) -> str:
@@ -113,34 +109,34 @@ def plan_time(
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), chosen.hardware)
+    memory, operators, _ = _memory_on(found.spec, chosen)
+    return with_notes(_time_on(found.spec, chosen, operators, memory), found.notes)
+
+
+def _memory_on(spec: StepSpec, gpu: Gpu) -> tuple[MemoryPrediction | None, list[Operator], list[str]]:
+    """The memory, None if unpredictable; a traced model's operators; and why there is no memory."""
     operators: list[Operator] = []
-    if is_traced(found.spec):  # which takes seconds, once for memory and time
-        refuse_unknown_step(found.spec, chosen, operators_are_known=True)
-    memory = _tried(partial(_memory_on, found.spec, chosen, operators), "memory", [])
-    return with_notes(_with_fit(_time_of(found.spec, chosen, operators, memory), memory, chosen), found.notes)
+    try:
+        return memory_of(spec, gpu=gpu.hardware, operators=operators), operators, []
+    except SteplabError as error:
+        return None, operators, [f"memory: {error}"]
 
 
-def _memory_on(spec: StepSpec, gpu: Gpu, operators: list[Operator]) -> MemoryPrediction:
-    return memory_of(spec, gpu=gpu.hardware, operators=operators)
-
-
-def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None, gpu: Gpu) -> StepTimePrediction:
+def _time_on(
+    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator], memory: MemoryPrediction | None
+) -> StepTimePrediction:
+    if is_traced(spec) and spec.layout.world_size == 1:
+        refuse_unknown_step(spec, gpu, operators_are_known=True)
+        facts = memory.model if memory else facts_of(spec)
+        time = predict_step_time(spec, gpu, operators or operators_of(spec), facts)
+        tokens = spec.tokens_of_all if spec.model.kind == "hf" else _tokens_of_batches(spec)
+        unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
+        time = with_notes(replace(time, tokens_per_step=tokens), unknown)
+    else:
+        time = predict_step_time(spec, gpu)
     if memory is None or gpu.hardware is None:
         return time
     return replace(time, fit=_fit_on(gpu.hardware, memory), least_device_bytes=memory.least_device_bytes)
-
-
-def _time_of(
-    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator], memory: MemoryPrediction | None
-) -> StepTimePrediction:
-    if not is_traced(spec) or spec.layout.world_size > 1:
-        return predict_step_time(spec, gpu)
-    refuse_unknown_step(spec, gpu, operators_are_known=True)
-    facts = memory.model if memory else facts_of(spec)
-    found = predict_step_time(spec, gpu, operators or operators_of(spec), facts)
-    tokens = spec.tokens_of_all if spec.model.kind == "hf" else _tokens_of_batches(spec)
-    unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
-    return with_notes(replace(found, tokens_per_step=tokens), unknown)
 
 
 def _tokens_of_batches(spec: StepSpec) -> int | None:
@@ -154,24 +150,23 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = []
     for spec in specs:
-        why_not: list[str] = []
-        operators: list[Operator] = []
-        memory = _tried(partial(_memory_on, spec, chosen, operators), "memory", why_not)
-        if spec.layout.world_size > 1:
-            layout = _tried(partial(plan_given_layout, spec, chosen), "time", why_not)
-            if layout and not layout.candidates[0].time:
-                why_not.append(f"time: {layout.candidates[0].reason}")
-            found.append(PlannedStep(spec=spec, memory=memory, time=None, layout=layout, why_not=tuple(why_not)))
-            continue
-        time = _tried(partial(_time_of, spec, chosen, operators, memory), "time", why_not)
-        time = time and _with_fit(time, memory, chosen)
-        found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
+        memory, operators, why_not = _memory_on(spec, chosen)
+        time, layout = None, None
+        try:
+            if spec.layout.world_size == 1:
+                time = _time_on(spec, chosen, operators, memory)
+            else:
+                layout = plan_given_layout(spec, chosen)
+                why_not += [] if layout.candidates[0].time else [f"time: {layout.candidates[0].reason}"]
+        except SteplabError as error:
+            why_not.append(f"time: {error}")
+        found.append(PlannedStep(spec=spec, memory=memory, time=time, layout=layout, why_not=tuple(why_not)))
     return tuple(found)
 
 
 def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
-    """Predictions by run id, for the different training steps of these runs on their known GPU. At most _MOST_PLANNED
-    steps are predicted, the first and the last included.
+    """Predictions by run id, for the distinct training steps of these runs on their known GPU: at most _MOST_PLANNED,
+    with the first and the last.
     """
     steps = {
         run.spec.as_predicted: run
@@ -185,14 +180,6 @@ def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
     known = find_hardware(ran_on.pop() or "") if len(ran_on) == 1 else None
     planned = plan_steps(list(steps), gpu=known.name if known else DEFAULT_GPU)
     return {run.id: step for run, step in zip(steps.values(), planned, strict=True)}
-
-
-def _tried(predict: Callable[[], T], what: str, why_not: list[str]) -> T | None:
-    try:
-        return predict()
-    except SteplabError as error:
-        why_not.append(f"{what}: {error}")
-        return None
 
 
 def plan_accounting(
@@ -211,9 +198,8 @@ def plan_accounting(
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args: spec: with `fields`, as in `measure`; only model, batch and context count. gpu: the mesh's device, a known GPU
-    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of the
-    network for each, on a torus. counted_in: the GPU in whose memories weights, gradients and optimizer state are
-    counted.
+    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of a
+    torus for each. counted_in: GPU in whose memories weights, gradients and optimizer state are counted.
 
     Raises UserError for an unknown device or an impossible mesh; Unsupported for a model with unknown parts.
     """
@@ -235,8 +221,8 @@ _MOST_PLANNED = 12
 def chosen_gpu(
     name: str, peaks: tuple[str, ...] = (), bandwidth: float | None = None, memory: str | None = None
 ) -> Gpu:
-    """The GPU of this name with changed figures. `peaks`: texts such as bf16=989e12, in FLOP/s; `memory`: such as
-    96GiB. Raises UserError for other texts.
+    """A GPU with changed figures. `peaks`: texts such as bf16=989e12, in FLOP/s; `memory`: such as 96GiB. Raises
+    UserError for other texts.
     """
     found: dict[str, float] = {}
     for text in peaks:
@@ -270,7 +256,9 @@ def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progr
 
 
 def predicted(spec: StepSpec, gpu: str) -> Predicted:
-    (planned,) = plan_steps([spec], gpu=gpu)
-    if planned.time is None:
-        raise UserError(next(why for why in planned.why_not if why.startswith("time")).partition(": ")[2])
-    return planned.time, planned.memory.peak_bytes if planned.memory else None
+    chosen = gpu_named(gpu)
+    memory, operators, _ = _memory_on(spec, chosen)
+    try:
+        return _time_on(spec, chosen, operators, memory), memory.peak_bytes if memory else None
+    except SteplabError as error:
+        raise UserError(str(error)) from error

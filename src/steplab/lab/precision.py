@@ -1,6 +1,6 @@
 """Compare precisions on one step: data types, lost values, inexact sums, and time saved.
 
-Audits and timings have separate processes. One call's records share a study, so a report finds them.
+Audits and timings have separate processes; one call's records share a study.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ PARTS = ("audit", "accumulation", "timings")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
     numerics: tuple[Numerics, ...] = ()
-    """One audit per precision, in order; a test of sums alone is one record without a step."""
+    """One audit per precision; a test of sums alone has no step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
     """Study of the timings; None without timings."""
@@ -108,9 +108,7 @@ def _check_parts(parts: Sequence[str]) -> None:
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """The step in each of `precisions`, by default in all that its other fields allow: bf16_master needs an optimizer
-    with masters.
-    """
+    """The step in each of `precisions`, by default all possible ones: bf16_master needs an optimizer with masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

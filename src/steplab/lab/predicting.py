@@ -32,51 +32,35 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import ALONE
 
 Open = Callable[[Listener], AbstractContextManager[Callable[[], None]]]
-"""Context manager that builds a step and yields a function that runs it; the listener gets the events of both."""
+"""Context manager that builds a step and yields a function to run it; the listener gets the events of both."""
 T = TypeVar("T")
 _LEFT = 512
 
 
-class _Trace(msgspec.Struct, array_like=True, gc=False):
-    pieces: list[tuple[str, str, int, str, str]]
-    phases: list[str]
-    operators: list[Operator]
-    runs: list[list[int]]
-    """Coded events of the build and of each run: 4 n + kind. n indexes a piece, an allocation in order, a phase or an
-    operator.
-    """
+Coded = int | str | tuple[str, str, int, str, str] | Operator
+"""An event on disk: an allocated piece's fields, a freed allocation's number, a phase that began, or an operator."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
     """Cache `trace` on disk for a transformers model; `what` distinguishes traces of one step."""
     if spec.model.kind != "hf":
         return trace
-    path = _folder() / f"{_key(spec, what)}.trace"
-    with suppress(OSError, zlib.error, msgspec.MsgspecError):
-        found = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=_Trace)
-        return functools.partial(_told_again, found)
-    return functools.partial(_told_and_kept, path, trace)
+    path = _path(spec, what)
+    found = _read(path, list[list[Coded]])
+    return partial(_told_again, found) if found else partial(_told_and_kept, path, trace)
 
 
-def kept_facts(spec: StepSpec, what: str, kind: type[T], find: Callable[[], T]) -> T:
-    """Cache on disk what `find` returns for a transformers model; `what` is as in `kept`."""
-    if spec.model.kind != "hf":
-        return find()
-    path = _folder() / f"{_key(spec, what)}.trace"
+def _path(spec: StepSpec, what: str) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steplab" / "traces"
+    facts = (msgspec.json.encode(spec.as_predicted), what, *_versions(), _sources())
+    return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.trace"
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """A cached file's content; None without a readable one."""
     with suppress(OSError, zlib.error, msgspec.MsgspecError):
         return msgspec.msgpack.decode(zlib.decompress(path.read_bytes()), type=kind)
-    found = find()
-    _keep(path, found)
-    return found
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steplab" / "traces"
-
-
-def _key(spec: StepSpec, what: str) -> str:
-    facts = (msgspec.json.encode(spec.as_predicted), what, *_versions(), _sources())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return None
 
 
 @functools.cache
@@ -95,33 +79,40 @@ _DEPENDS_ON = ("fake_step", "model", "measurement/step", "plan/dry_run", "lab")
 
 
 @contextmanager
-def _told_again(trace: _Trace, listen: Listener) -> Iterator[Callable[[], None]]:
-    made: list[Piece] = []
-
-    def tell(run: list[int]) -> None:
-        for code in run:
-            listen(_event(trace, made, *divmod(code, 4)))
-
-    build, *runs = trace.runs
-    tell(build)
+def _told_again(runs: list[list[Coded]], listen: Listener) -> Iterator[Callable[[], None]]:
+    pieces: list[Piece] = []
     left = iter(runs)
-    yield lambda: tell(next(left))
 
+    def event(code: Coded) -> Event:
+        if isinstance(code, tuple):
+            what, formula, num_bytes, category, where = code
+            pieces.append(Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where))
+            return Allocated(pieces[-1])
+        if isinstance(code, int):
+            return Freed(pieces[code])
+        return Began(code) if isinstance(code, str) else code
 
-def _event(trace: _Trace, made: list[Piece], number: int, kind: int) -> Event:
-    if kind == 0:
-        what, formula, num_bytes, category, where = trace.pieces[number]
-        piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
-        made.append(piece)
-        return Allocated(piece)
-    if kind == 1:
-        return Freed(made[number])
-    return Began(trace.phases[number]) if kind == 2 else trace.operators[number]
+    def tell() -> None:
+        for code in next(left):
+            listen(event(code))
+
+    tell()
+    yield tell
 
 
 @contextmanager
 def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callable[[], None]]:
-    runs: list[list[Event]] = [[]]
+    runs: list[list[Event]] = []
+    with _recorded(trace, runs, listen) as run:
+        yield run
+        told = _coded(runs)  # before the context ends and frees it
+    _keep(path, told)
+
+
+@contextmanager
+def _recorded(trace: Open, runs: list[list[Event]], listen: Listener) -> Iterator[Callable[[], None]]:
+    """Pass a trace's events to `listen`, and append the build's and each run's to `runs`."""
+    runs.append([])
 
     def listen_too(event: Event) -> None:
         runs[-1].append(event)
@@ -134,8 +125,6 @@ def _told_and_kept(path: Path, trace: Open, listen: Listener) -> Iterator[Callab
             run()
 
         yield run_once_more
-        told = _written(runs)  # before the context ends and frees it
-    _keep(path, told)
 
 
 def _keep(path: Path, found: object) -> None:
@@ -148,27 +137,19 @@ def _keep(path: Path, found: object) -> None:
             old.unlink()
 
 
-def _written(runs: list[list[Event]]) -> _Trace:
-    pieces: dict[tuple[str, str, int, str, str], int] = {}
-    made: dict[int, int] = {}
-    phases: dict[str, int] = {}
-    operators: list[Operator] = []
+def _coded(runs: list[list[Event]]) -> list[list[Coded]]:
+    numbers: dict[int, int] = {}  # of allocations, by the id of their piece, which `runs` keeps alive
 
-    def code(event: Event) -> int:
+    def code(event: Event) -> Coded:
         if isinstance(event, Allocated):
             piece = event.piece
-            made[id(piece)] = len(made)
-            facts = (piece.what, piece.formula, piece.num_bytes, piece.category, piece.where)
-            return 4 * pieces.setdefault(facts, len(pieces))
+            numbers[id(piece)] = len(numbers)
+            return piece.what, piece.formula, piece.num_bytes, piece.category, piece.where
         if isinstance(event, Freed):
-            return 4 * made[id(event.piece)] + 1
-        if isinstance(event, Began):
-            return 4 * phases.setdefault(event.phase, len(phases)) + 2
-        operators.append(event)
-        return 4 * (len(operators) - 1) + 3
+            return numbers[id(event.piece)]
+        return event.phase if isinstance(event, Began) else event
 
-    coded = [[code(event) for event in run] for run in runs]
-    return _Trace(list(pieces), list(phases), operators, coded)
+    return [[code(event) for event in run] for run in runs]
 
 
 def memory_of(
@@ -178,8 +159,8 @@ def memory_of(
     gpu: HardwareSpec | None = None,
     operators: list[Operator] | None = None,
 ) -> MemoryPrediction:
-    """Predict a step's memory, by a trace for third-party models if possible. A trace appends the step's operators to
-    `operators`. gpu: determines the cuBLAS workspace; None: a Hopper GPU.
+    """Predict a step's memory; a trace of a third-party model appends its operators to `operators`. gpu: determines the
+    cuBLAS workspace; None: a Hopper GPU.
     """
     found = _memory_of(spec, variant, gpu, operators)
     return found if found.model else replace(found, model=facts_of(spec))
@@ -207,29 +188,18 @@ def _memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """Like fake_step, cached; `operators` gets the operators of the last run. Compiled code reports none."""
+    """fake_step, cached; `operators` gets the last run's operators. Compiled code reports none."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
 
         return fake_step(spec, workspace, tell, compiled=True)
 
-    found: list[Operator] = []
-
-    def listen_too(event: Event) -> None:
-        listen(event)
-        if isinstance(event, Operator):
-            found.append(event)
-
-    with kept(spec, f"memory {workspace.value}", trace)(listen_too) as run:
-
-        def run_once_more() -> None:
-            found.clear()
-            run()
-
-        yield run_once_more
+    runs: list[list[Event]] = []
+    with _recorded(kept(spec, f"memory {workspace.value}", trace), runs, listen) as run:
+        yield run
         if operators is not None and spec.compile == "off":
-            operators.extend(found)
+            operators.extend(event for event in runs[-1] if isinstance(event, Operator))
 
 
 _DEEP = 12
@@ -237,8 +207,8 @@ _DEEP = 12
 
 
 def _deep_model(spec: StepSpec) -> ForeignModel | None:
-    """A model of two traced blocks that stands for many equal ones; None: trace the whole model. Its optimizers need no
-    temporary memory for the update.
+    """A model of two traced blocks for many equal ones, with an optimizer that needs no temporary memory; None: trace
+    the whole model.
     """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
@@ -251,8 +221,8 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
 
 
 def operators_of(spec: StepSpec) -> Sequence[Operator]:
-    """Operators of a traced model's eager step after the first, in execution order, for predicting fusion. Raises
-    Unsupported for a model that cannot be run on tensors without content.
+    """Operators of a traced model's second eager step, in order. Raises Unsupported for a model that cannot run on
+    tensors without content.
     """
     deep = _deep_model(spec)
     if deep is None:
@@ -280,7 +250,7 @@ def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[O
 
 
 def spread_model(spec: StepSpec) -> ForeignModel | None:
-    """A third-party model's parts that layouts divide, by a trace, which takes seconds; None for other models."""
+    """A third-party model's parts that layouts divide, by a trace of seconds; None for other models."""
     if not is_traced(spec):
         return None
     known = _known(spec)
@@ -344,7 +314,14 @@ def _known(spec: StepSpec, tp: int = 1, whole: Known | None = None) -> Known:
             return replace(whole, spread=None, why_not=str(error))  # kept too, for a search tries many sizes of tp
 
     alone = replace(spec, layout=Layout(tp=tp), compile="off", checkpointing="none", **ALONE)
-    return kept_facts(alone, "known", Known, find)
+    if spec.model.kind != "hf":
+        return find()
+    path = _path(alone, "known")
+    known = _read(path, Known)
+    if known is None:
+        known = find()
+        _keep(path, known)
+    return known
 
 
 def _trace_two_blocks(of: int | None, spec: StepSpec, listen: Listener, *, compiled: bool) -> None:

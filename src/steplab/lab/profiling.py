@@ -9,7 +9,7 @@ from pathlib import Path
 from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, rescue, unread
+from steplab.lab.files import folder_for, raw_file, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -45,26 +45,26 @@ def profile(
     place: Place | None = None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then profile further steps, and store one record of both.
+    """Measure a step as `measure` does, then profile further steps, and store one record of both.
 
     `spec` and `fields` are as in `measure`:
 
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). A file other than an
-    earlier trace is replaced only with `force`, and the store never. Under `nsys profile` the nsys report has the
-    profiled steps, and the record has no profile.
+    `trace` is a path for the raw trace, for Perfetto (compressed if it ends in .gz). A file other than an earlier trace
+    is replaced only with `force`, the store never. Under `nsys profile` its report has the profiled steps, and the
+    record has no profile.
 
-    A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
-    `run.profile` is None. Raises UserError for an unsupported request, and SteplabError if the store or the trace
-    cannot be written, or the trace not read; the measurement is then stored and the trace kept.
+    A failed measurement is a record. If only the profiling fails, the record has a note, and `run.profile` is None.
+    Raises UserError for an unsupported request, SteplabError if the store or the trace cannot be written, or the trace
+    not read; the measurement is then stored and the trace kept.
     """
     refuse_torchrun("profile a step")
     chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
-    target = _destination(trace, store, force)
+    target = raw_file(trace, store, force, "trace", (".json", ".json.gz"))
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / ("steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
@@ -98,9 +98,9 @@ def import_trace(
     """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export; a folder with a
     trace per rank gives all ranks' profile.
 
-    `name` is the file's by default. `step_range` is a shell pattern that names of step ranges match; None: torch's and
-    steplab's names. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError
-    for a file that is unreadable, no trace, or too large.
+    `name`: default is the file's. `step_range`: a shell pattern for names of step ranges; None: torch's and steplab's
+    names. The record has only a profile: a trace lacks the spec and unprofiled step times. Raises UserError for a file
+    that is unreadable, no trace, or too large.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
@@ -121,8 +121,8 @@ def import_trace(
 def read_ranks(
     folder: Path, on_progress: OnProgress = lambda progress: None, step_range: str | None = None
 ) -> tuple[Profile, TracedRanks]:
-    """The first rank's profile, and a summary of all ranks. Files are read in parallel. Raises UserError for a folder
-    or a file without a trace.
+    """The first rank's profile, and a summary of all ranks, read in parallel. Raises UserError for a folder or file
+    without a trace.
     """
     from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
 
@@ -147,16 +147,6 @@ def read_ranks(
         return dataclasses.replace(profile, file=files[0].name), side_by_side(traces)
 
 
-def _destination(trace: Path | str | None, store: Path | str | None, force: bool) -> Destination | None:
-    if trace is None:
-        return None
-    target = Destination(path=Path(trace), store=store, force=force)
-    target.check()
-    if not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
-        raise UserError(f"cannot write the trace to {target.path}: it is JSON; use a name ending in .json or .json.gz")
-    return target
-
-
 def is_recorded_elsewhere(run: Run) -> bool:
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
@@ -167,8 +157,8 @@ def read_profile(
     on_progress: OnProgress = lambda progress: None,
     step_range: str | None = None,
 ) -> Profile:
-    """Read a trace. `source`: the program that wrote it; None: detect it. Raises UserError for a file that is no trace
-    or too large.
+    """Read a trace. `source`: the program that wrote it; None: detect it. Raises UserError for no trace, or one too
+    large.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -185,8 +175,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """Add the predicted time shares after torch.compile, or a note why not. Only eager steps on CUDA get them. A user's
-    model runs in another process.
+    """Add the predicted time shares after torch.compile to an eager step on CUDA, or a note why not. A user's model
+    runs in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

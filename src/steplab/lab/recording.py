@@ -55,19 +55,19 @@ def recorder(
                         loss = model(batch)
                     ...
 
-    With `flops_per_step`, the model FLOPs of one step of all ranks, and `precision`, the number format of its products
-    (specs.step: fp32, tf32, bf16, fp16), the record has an MFU. By the rule of thumb these are 6 x parameters x tokens.
+    With `flops_per_step`, the model FLOPs of a step on all ranks (rule of thumb: 6 x parameters x tokens), and
+    `precision`, the number format of its products (fp32, tf32, bf16, fp16), the record has an MFU.
 
-    The first `warmup` steps count as warm-up, and the next `steps` are measured (None: all). `device` is by default the
-    current GPU. steplab does not synchronise before the end, so the loop runs unchanged.
+    The first `warmup` steps are warm-up, and the next `steps` are measured (None: all). `device` is by default the
+    current GPU. steplab synchronises only at the end, so the loop runs unchanged.
 
-    `profile=range(20, 23)` runs steps 20 to 22, counted from 0, and the one before under torch.profiler; these are not
-    timed. `model` names the modules in that profile.
+    `profile=range(20, 23)` runs steps 20 to 22, counted from 0, and the one before under torch.profiler, untimed.
+    `model` names the modules in that profile.
 
     In several processes every rank opens a recorder after torch.distributed has a process group, and runs the same
-    steps; `tokens_per_step` is over all ranks. Rank 0 stores one record, with all ranks' samples and its own profile.
+    steps; `tokens_per_step` is over all ranks. Rank 0 stores one record of all, with its own profile.
 
-    A loop that raises is stored with its completed steps (by rank 0), and the exception passes on. Raises SteplabError
+    A loop that raises is stored (by rank 0) with its completed steps; the exception passes on. Raises SteplabError
     before the loop if the store cannot be written, and UserError for an absent device, steps that cannot be profiled,
     FLOPs without a precision, and ranks without a process group.
     """
@@ -115,21 +115,12 @@ def recorder(
 def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
     try:
         number = float(given)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
     except Exception:
         number = math.nan
-    if number >= most:
-        rule = f"below {most:g}"
-    elif whole and number != number // 1:
-        rule = "a whole number"
-    elif whole and number >= least:
-        return int(number)
-    elif number > 0:
-        return number
-    else:
-        rule = f"at least {least:g}" if whole else "above 0"
-    raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
+    if not least <= number < most or (whole and number % 1):
+        rule = f"{'a whole number' if whole else 'a number'} from {least:g} to below {most:g}"
+        raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
+    return number
 
 
 def _flops(given: object, precision: object) -> float | None:
@@ -137,7 +128,7 @@ def _flops(given: object, precision: object) -> float | None:
         FIELDS["precision"].refuse_invalid(precision)
     if given is None:
         return None
-    flops = _number("flops_per_step", given, 0, LARGEST_FLOPS, whole=False)
+    flops = _number("flops_per_step", given, 1, LARGEST_FLOPS, whole=False)
     if precision is None:
         raise UserError("flops_per_step needs precision, the number format of its products, as in precision='bf16'")
     return flops

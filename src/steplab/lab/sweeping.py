@@ -1,4 +1,4 @@
-"""Measure a study, each measurement in new processes; an interrupted one can be resumed."""
+"""Measure a study, each measurement in new processes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class StudyJob:
     measure: Measure
     """Measure and store the record. Raises SteplabError if that is impossible."""
     num_steps: int = 0
-    """Number of warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured steps; 0: unknown."""
 
 
 def jobs_of(study: StudySpec) -> list[StudyJob]:
@@ -144,7 +144,7 @@ class SweepProgress:
     skipped: int
     what: str
     num_steps: int
-    """Number of warm-up and measured steps; 0: unknown."""
+    """Warm-up and measured steps; 0: unknown."""
     within: Progress | None = None
     record: Record | None = None
     """The stored record; None while measuring, or if the measurement was refused."""
@@ -204,9 +204,8 @@ def sweep(
         steplab.sweep(cells).runs
 
     `resume` continues the newest study of the same measurements, and repeats killed and timed-out ones. A failing step
-    becomes a record, and the study continues. The study's description lists refused benchmarks with reasons.
-    `timeout_s` limits one measurement. Raises SteplabError if the store cannot be written, UserError for a study that
-    needs more GPUs.
+    becomes a record; the study's description lists refused benchmarks with reasons. `timeout_s` limits one measurement.
+    Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
     """
     refuse_torchrun("measure the whole study")
     checked_name(study.name)

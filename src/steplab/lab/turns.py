@@ -1,4 +1,4 @@
-"""Measure alternating steps on one device, and compare their records; one may be of another git revision."""
+"""Measure alternating steps, and compare them; one may be of another git revision."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ from steplab.store.database import Store
 
 STEPS = 30
 STARTS, _SOON_S = 3, 60.0
-"""Default number of starts of each side by `ab`; only one if the first took longer than _SOON_S seconds."""
+"""Default starts of each side by `ab`; one if the first took longer than _SOON_S seconds."""
 LEAST_GAIN = 0.003
 """Smallest time saving, as a share, that keeps a change."""
 _PLAIN = 0.03
@@ -77,7 +77,7 @@ class StoredSession:
     ) -> None:
         """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each.
 
-        Undecided ratios get additional rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
+        Undecided ratios get more rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
         `alternates`, a second side that does not fit in memory next to the first fails.
         """
 
@@ -146,16 +146,16 @@ def ab(
 ) -> Compared:
     """Measure two or more steps alternately (A B B A A B and so on), and compare each with the first.
 
-    `fields` are common to all sides, as in `measure`; `sides` has the fields that differ. A single side is compared
-    with the step without its fields. With `against`, a git revision, the first side imports its code from there:
+    `fields` are common to all sides, as in `measure`; `sides` differ. A single side is compared with the step without
+    its fields. With `against`, a git revision, the first side imports its code from there:
 
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    Each side and start has a record. `starts`: number of process starts of each side, because times differ more between
-    processes than within one; None: `STARTS`, or one if a start takes over a minute. `threshold` is the smallest
-    difference that matters, as a share. `timeout_s` limits each side's warm-up and each turn. Raises UserError if a
-    step cannot be measured, or differs from the others in steps or device.
+    Each side and start has a record. `starts`: process starts of each side, because times differ more between processes
+    than within one; None: `STARTS`, or one if a start takes over a minute. `threshold`: smallest difference that
+    matters, as a share. `timeout_s` limits each warm-up and turn. Raises UserError if a step cannot be measured, or
+    differs from the others in steps or device.
     """
     refuse_torchrun("alternate")
     if against and sides:
@@ -200,8 +200,8 @@ def label_of(number: int) -> str:
 def checked_out(revision: str) -> Iterator[Surroundings]:
     """Check out a revision in a temporary worktree.
 
-    Processes run in the same folder there. They import from the worktree: a user's model, and steplab if the repository
-    contains it. Raises UserError outside a git repository, and for an unknown revision.
+    Processes run in the same folder there, and import from it: a user's model, and steplab if the repository has it.
+    Raises UserError outside a git repository, and for an unknown revision.
     """
     here = Path.cwd().resolve()
     root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
@@ -222,9 +222,7 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 
 
 def _import_path(root: Path, tree: Path) -> str:
-    """PYTHONPATH for the worktree: the repository's entries of PYTHONPATH and `sys.path`, such as an editable
-    install's, moved there.
-    """
+    """PYTHONPATH with the repository's entries, also of `sys.path` (editable installs), moved to the worktree."""
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = []
     for entry in dict.fromkeys([*given, *sys.path]):
@@ -259,11 +257,11 @@ def try_findings(
     on_trial: Callable[[str], None] = lambda what: None,
     session: Callable[..., Session] = Session,
 ) -> Findings:
-    """Measure the changes that findings propose, and return the findings with these trials.
+    """Measure the changes that findings propose; return the findings with these trials.
 
-    Each changed step is measured alternately with the unchanged one. `timeout_s` limits each warm-up and turn. A
-    failing change gives a trial with a failure. Raises UserError for a run without a step, and SteplabError if the
-    unchanged step fails or runs on another device.
+    Each changed step alternates with the unchanged one. `timeout_s` limits each warm-up and turn. A failing change
+    gives a trial with a failure. Raises UserError for a run without a step, SteplabError if the unchanged step fails or
+    runs on another device.
     """
     if run.spec is None:
         what = (
@@ -280,7 +278,7 @@ def try_findings(
     proposed = {_key(finding): finding.fields for finding in findings.findings if finding.fields}
     if not proposed:
         return findings
-    tried: dict[_Key, Run | str] = {}
+    tried: dict[frozenset[tuple[str, str]], Run | str] = {}
     with (
         open_store(store, write=True) as opened,
         StoredSession(session(timeout_s=timeout_s, on_progress=on_progress), opened, name=f"trying {run.id}") as taking,
@@ -300,11 +298,8 @@ def try_findings(
     return dataclasses.replace(findings, findings=in_order(measured))
 
 
-_Key = tuple[tuple[str, str], ...]
-
-
-def _key(finding: Finding) -> _Key:
-    return tuple(sorted(finding.fields.items()))
+def _key(finding: Finding) -> frozenset[tuple[str, str]]:
+    return frozenset(finding.fields.items())
 
 
 def _tried(

@@ -55,9 +55,8 @@ def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, sto
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
-    """Peak FLOP/s: stated for a known GPU, else the highest that `steplab doctor` measured. A measurement counts if
-    device and number of threads match and the machine was idle. The highest counts, because other work only lowers a
-    measurement.
+    """Peak FLOP/s: stated for a known GPU, else the highest that `steplab doctor` measured on an idle machine with this
+    device and number of threads: other work only lowers a measurement.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
@@ -88,7 +87,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
 
 
 def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
-    """MFU by each convention whose sizes are known, and HFU; empty for a failed step, or unknown sizes."""
+    """MFU by each convention with known sizes, and HFU; empty for a failed step, or unknown sizes."""
     step_s = run.median_s
     if run.spec is None or run.model is None or step_s is None:
         return ()
@@ -124,19 +123,16 @@ def _utilization(
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     over = [u for u in used if u.exceeds_peak]
-    done = _done_over(used)
     if not over:
         return []
-    kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
-    if not done:
-        why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
-        if over[0].convention == "given":
-            why = (
-                "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
-            )
-            why += "; `steplab doctor` measures it again" if peak.measured else ""
-    else:
+    if done := _done_over(used):
         why = "the step exceeds the stated peak of the device, so one of the two figures is wrong"
+    elif over[0].convention != "given":
+        why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
+    else:
+        why = "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
+        why += "; `steplab doctor` measures it again" if peak.measured else ""
+    kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
     return [f"{kinds} over 100 %: {why}"]
 
 

@@ -13,13 +13,13 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """Measured trial of one change to the step, alternated with the fastest step so far."""
+    """Trial of one change, alternated with the fastest step so far."""
 
     field: str
-    """Name of the changed field, as in study files."""
+    """Changed field, as in study files."""
     value: str
     along: tuple[str, ...] = ()
-    """Further changes made in the same trial: requirements of the change, or parts of the recipe `fast`."""
+    """Further changes in the trial: requirements of the change, or parts of the recipe `fast`."""
     code: tuple[str, ...]
     """Lines that make the change in your own model and training loop."""
     numerics: str = ""
@@ -43,7 +43,7 @@ class Tried:
     base_id: str | None = None
     """Id of the record without the change."""
     step_s: float | None = None
-    """Median seconds of the step with the change if the step without it failed; else None (see `ratio`)."""
+    """Median seconds with the change if the step without it failed; else None (see `ratio`)."""
     took_s: float | None = None
     """Seconds that the trial took, including building the step; None: unknown."""
 
@@ -68,8 +68,8 @@ class Advice(StepRecord):
     """Median seconds of `spec`, as measured for `overall`; None if it failed."""
     best_s: float | None = None
     overall: Ratio | None = None
-    """Time of the fastest step over the time of `spec`, measured alternating. If time ran out (see notes), the product
-    of the kept trials' ratios. None if either step failed.
+    """Time of the fastest step over the time of `spec`, alternating; if time ran out (see notes), the product of the
+    kept trials' ratios. None if either failed.
     """
     tried: tuple[Tried, ...] = ()
     untried: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Advice(StepRecord):
     untried_shares: tuple[float | None, ...] = ()
     """Predicted saving per change in `untried`, as a share of the fastest step; None: no prediction."""
     untried_fits: tuple[bool, ...] = ()
-    """One value per change in `untried`: False if the step with it is predicted not to fit in GPU memory."""
+    """Per change in `untried`, False if the step with it is predicted not to fit in GPU memory."""
     untried_s: float | None = None
     """Estimated seconds for trying all of `untried`, from the trials so far; None: unknown."""
     interrupted: bool = False

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from math import prod
 from statistics import median
+from typing import Annotated
 
 from steplab.records.failure import Failure, Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.record import Benchmark, Problem, known
+from steplab.records.record import Benchmark, Problem, known, one_of
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
 from steplab.specs.step_fields import Scalar
@@ -36,7 +37,7 @@ class TensorError:
     """output, or the input of a gradient: queries, keys or values."""
     max_abs: float | None
     relative: float | None
-    """Frobenius norm of the error over the norm of the float64 result; None: not finite."""
+    """Frobenius norm of the error over the float64 result's; None: not finite."""
     plain_max_abs: float | None = None
     plain_relative: float | None = None
     """`relative` of plain attention in the same format; None: it ran out of memory."""
@@ -58,8 +59,8 @@ class AttentionCell(Outcome):
     errors: tuple[TensorError, ...] = ()
     """Errors against float64; empty: no float64 reference was computed."""
     checked_heads: int | None = None
-    """Number of heads compared with float64, summed over sequences."""
-    flops: dict[str, float] = field(default_factory=dict)
+    """Heads compared with float64, summed over sequences."""
+    flops: dict[Annotated[str, one_of(PASSES)], float] = field(default_factory=dict)
     """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half if causal; backward 2.5 times as much. Recomputation does not
     count.
     """
@@ -85,8 +86,6 @@ class AttentionCell(Outcome):
             yield from known(f".passes[{index}].phase", timed.phase, PASSES)
             if not timed.best_s or not all(timed.best_s):
                 yield f".passes[{index}]", "has no samples, or a sample without time"
-        for name in self.flops:
-            yield from known(".flops", name, PASSES)
         if not self.failure and not self.passes:
             yield ".passes", "is empty, and no failure says why"
 
@@ -127,11 +126,9 @@ class AttentionAccount:
     terms: tuple[TensorTerm, ...]
     memory_bytes: int
     memory_source: str
-    """Name of the device, and the source of its memory size."""
+    """Device, and source of its memory size."""
     asked: AttentionSpec | None = None
-    """The requested spec if it fits; `spec` then has the sequence doubled until it does not. None: `spec` was
-    requested.
-    """
+    """The requested spec if it fits; `spec` has its sequence doubled until it does not. None: `spec` was requested."""
     previous: AttentionSpec | None = None
     """Spec with the largest shorter sequence, which fits; None: none was examined."""
     previous_bytes: int | None = None

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from steplab.records.disturbances import busy_machine
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.figure import MeasuredCell, MeasuredFigure
-from steplab.records.record import MachineRecord, Problem, known
+from steplab.records.record import MachineRecord, Problem
 from steplab.records.rows import Row, head, software
 
 _SCATTERED = 1.5
@@ -19,7 +20,7 @@ class Ceiling:
     """matmul or copy."""
     dtype: str | None
     """Data type of a matmul; None for a copy."""
-    unit: str
+    unit: Literal["FLOP/s", "B/s"]
     """FLOP/s, or B/s (bytes read plus written)."""
     work: float
     """FLOPs or bytes per repeat."""
@@ -38,7 +39,6 @@ class Ceiling:
     def problems(self) -> Iterator[Problem]:
         if not self.seconds or not all(self.seconds):
             yield ".seconds", "has no samples, or a sample without time"
-        yield from known(".unit", self.unit, ("FLOP/s", "B/s"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -58,7 +58,7 @@ class Ceilings(MachineRecord):
 
     @property
     def doubt(self) -> str | None:
-        """Reason why the peaks may be too low; MFU then ignores them. None: no reason found."""
+        """Why the peaks may be too low; MFU then ignores them. None: no reason."""
         if busy := busy_machine(self.environment):
             return busy.text
         wide = [c.dtype or c.name for c in self.ceilings if c.scatters]

@@ -1,7 +1,7 @@
 """Encode and decode records as JSON, including other versions' records.
 
-Unknown fields are ignored, so an older steplab reads newer records of the same major format. A newer major format is
-refused, because its fields may have other meanings.
+Unknown fields are ignored, so an older steplab reads newer records of its major format. A newer major format is
+refused: its fields may have other meanings.
 """
 
 import secrets
@@ -42,8 +42,8 @@ def encode(record: object) -> bytes:
 
 
 def encode_with_summary(record: Record) -> bytes:
-    """JSON of a record, with its row of figures (registry.summary_row) under `summary`, for jq and other programs.
-    Readers ignore `summary`.
+    """JSON of a record, with its row of figures (registry.summary_row) under `summary` for jq and others; readers
+    ignore it.
     """
     return encode(record)[:-1] + b',"summary":' + encode(summary_row(record)) + b"}"
 
@@ -57,9 +57,7 @@ class _Head(msgspec.Struct):
 
 
 def decode(text: bytes | str) -> Record:
-    """Decode a record from a line of JSON. Raises UnknownFormat for a newer major format, SteplabError for anything
-    else.
-    """
+    """Decode a line of JSON. Raises UnknownFormat for a newer major format, SteplabError for anything else."""
     try:
         schema = msgspec.json.decode(text, type=_Head).schema
         record_type = _TYPES.get(schema)

@@ -1,12 +1,13 @@
-"""The record of a collectives benchmark: samples of every rank, and a fitted cost model per collective."""
+"""The record of a collectives benchmark."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Annotated
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, MeasuredCell, measured_cell
-from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
+from steplab.records.record import Benchmark, Positive, Problem, RankPlace, numbered, one_of
 from steplab.records.rows import DESCRIPTION, Scalar
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds, percentile
@@ -19,18 +20,16 @@ class RankTimes:
     rank: int
     device_s: tuple[float, ...] | None = None
     """Seconds per call between device events, calls back to back; None: the device has no events."""
-    calls_per_sample: int = 1
-    """Number of consecutive calls averaged into each sample of `device_s`."""
+    calls_per_sample: Positive = 1
+    """Consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` that may include waits for the host: it launched some calls after the sample before ended.
-    None: unknown.
+    """Samples of `device_s` that may include waits for launches, some made after the previous sample ended. None:
+    unknown.
     """
     held_s: float | None = None
-    """Longest seconds that the device was held before calls, so that Python could launch ahead; None: unknown, or a
-    CPU.
-    """
+    """Longest hold of the device before calls, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
     alone_s: tuple[float, ...] = ()
-    """Host seconds of single calls, each after a barrier and synchronised on both sides."""
+    """Host seconds of single calls, after a barrier and synchronised on both sides."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
@@ -48,23 +47,21 @@ class RankTimes:
 
     @property
     def drift(self) -> float:
-        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed during the measurement."""
+        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed meanwhile."""
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:
         if not self.best_s or not all(self.best_s):
             yield ".device_s" if self.device_s else ".alone_s", "has no samples, or a sample without time"
-        if self.calls_per_sample < 1:
-            yield ".calls_per_sample", "must be at least 1, not 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
-    """Comparison of one call's results on all ranks with the exact values."""
+    """One call's results on all ranks against exact values."""
 
     num_elements: int
     num_wrong: int
-    """Number of wrong elements. Inputs are small integers, so every dtype sums them exactly."""
+    """Wrong elements; inputs are small integers, which every dtype sums exactly."""
     first_wrong: str = ""
     """First wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty: all are right."""
 
@@ -81,7 +78,7 @@ class CommCell(Outcome):
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the largest median; figures of the cell use its times. None after a failure."""
+        """Rank with the largest median, which gives the cell's figures. None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
     @property
@@ -109,7 +106,7 @@ class CommCell(Outcome):
 class CommFit:
     """Fitted cost of one collective: time = alpha + beta · bytes sent (+ gamma · ranks)."""
 
-    collective: str
+    collective: Annotated[str, one_of(COLLECTIVES)]
     way: str
     dtype: str
     world_size: int | None
@@ -121,14 +118,11 @@ class CommFit:
     """Seconds per rank; None: the fit is of one world size."""
     num_points: int
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as coefficients
-    (old records).
+    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as
+    coefficients.
     """
     worst_relative: float | None
     """Largest (fitted - measured) / measured by magnitude, signed; None as for `rms_relative`."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from known(".collective", self.collective, COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

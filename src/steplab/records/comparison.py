@@ -8,8 +8,8 @@ from steplab.specs.step_fields import Scalar
 from steplab.units import counted
 
 Decision = Literal["higher", "lower", "same", "not higher", "undecided"]
-"""Judgement of B against A. higher, lower: the difference exceeds the threshold. same: it does not. not higher: lower
-or same. undecided: the samples do not show if B is higher.
+"""B against A. higher, lower: by more than the threshold. same: by less. not higher: lower or same. undecided: the
+samples do not show if B is higher.
 """
 
 
@@ -32,11 +32,9 @@ class Ratio:
     """Smallest relative difference that matters: 0.01 for 1 %."""
     decision: Decision
     more: int | None = None
-    """Further samples or turns per side that would settle an undecided comparison. None: too many, or the ratio is too
-    near the threshold.
-    """
+    """Further samples or turns per side that would decide. None: too many, or the ratio is too near the threshold."""
     why: str = ""
-    """Reason why `decision` is weaker than the interval suggests; empty: it is not."""
+    """Why `decision` is weaker than the interval suggests; empty: it is not."""
 
     @property
     def exceeds(self) -> bool | None:
@@ -112,7 +110,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryChange:
-    """Change in the bytes held at the peak by tensors of one shape and model part."""
+    """Change in bytes at the peak of tensors of one shape and model part."""
 
     cell: str
     category: str
@@ -120,7 +118,7 @@ class MemoryChange:
     module: str
     """Module that allocated the tensors, without layer numbers; empty: none or unknown."""
     op: str
-    """Operator that allocated the tensors in B, or in A if B has none; empty: unknown."""
+    """Operator that allocated the tensors in B, else in A; empty: unknown."""
     shape: tuple[int, ...] | None
     a: tuple[TensorBytes, ...]
     b: tuple[TensorBytes, ...]
@@ -159,8 +157,7 @@ class Comparison:
     can_run_again: bool = True
     """False if `steplab ab` cannot measure the sides again, such as recorded loops."""
     doubts: tuple[str, ...] = ()
-    """Reasons to doubt the times, as sentences. Intervals then include the spread between processes on such machines.
-    """
+    """Reasons to doubt the times; intervals then include the spread between processes on such machines."""
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

@@ -1,15 +1,18 @@
-"""The record of a data-parallel study: samples, messages, memory and traced steps of every rank and variant."""
+"""The record of a data-parallel study."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Annotated
+
+import msgspec
 
 from steplab.records.failure import Outcome
 from steplab.records.figure import Figure, Group, MeasuredCell, measured_cell
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import PHASES, Timeline
-from steplab.records.record import Benchmark, Problem, RankPlace, known, numbered
+from steplab.records.record import Benchmark, Problem, RankPlace, numbered, one_of
 from steplab.records.rows import step_key
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES
@@ -17,8 +20,8 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
 MOMENTS = ("initialised", "before_step", "after_step")
-"""Moments of memory readings: after building model and optimizer, then before and after the first optimizer step. That
-step allocates the optimizer state.
+"""Moments of memory readings: after building, then before and after the first optimizer step, which allocates the
+optimizer state.
 """
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
@@ -32,13 +35,13 @@ COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
 class StateMemory:
     """Memory of one rank at one moment, by kind of tensor."""
 
-    moment: str
+    moment: Annotated[str, one_of(MOMENTS)]
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     allocated_bytes: int | None = None
-    """Bytes of all tensors of this variant, including memory shared for peer copies, which the allocator does not
-    manage. None: the allocator keeps no count.
+    """Bytes of all tensors of this variant, including memory for peer copies, which the allocator does not manage.
+    None: the allocator keeps no count.
     """
 
     @property
@@ -47,7 +50,7 @@ class StateMemory:
 
     @property
     def other_bytes(self) -> int | None:
-        """Remaining allocated bytes: buffers, batches, messages, activations. None: the allocator keeps no count."""
+        """Other allocated bytes: buffers, batches, messages, activations. None: no count."""
         return None if self.allocated_bytes is None else max(self.allocated_bytes - self.known_bytes, 0)
 
 
@@ -55,37 +58,31 @@ class StateMemory:
 class Messages:
     """Consecutive collectives of one kind in one step of a rank."""
 
-    collective: str
-    sizes_bytes: tuple[int, ...]
+    collective: Annotated[str, one_of(SENT)]
+    sizes_bytes: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     """Bytes of each call, in order: of the output for all-gather, of the input for reduce-scatter."""
 
     @property
     def total_bytes(self) -> int:
         return sum(self.sizes_bytes)
 
-    def problems(self) -> Iterator[Problem]:
-        if not self.sizes_bytes:
-            yield ".sizes_bytes", "is empty"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpRank:
     rank: int
     phases: tuple[PhaseSamples, ...] = ()
-    """Samples of forward, backward, optimizer and step; also of gradient sync if the variant has that phase."""
+    """Samples of forward, backward, optimizer, step, and gradient sync if the variant has it."""
     baseline: tuple[PhaseSamples, ...] = ()
-    """Samples of the step without communication, which alternated with the variant; empty for the baseline."""
+    """Samples of the alternating step without communication; empty for the baseline."""
     held_s: float | None = None
-    """Longest seconds that the device was held before a step, so that Python could launch ahead; None: unknown, or a
-    CPU.
-    """
+    """Longest hold of the device before a step, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
     alone_s: tuple[float, ...] = ()
-    """Seconds of one step's collectives without computation, one sample per repeat."""
+    """Seconds of one step's collectives alone, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
     peak: PeakMemory | None = None
     """Peak during warm-up, including the baseline's memory; None: the allocator keeps no count."""
     beside_bytes: int | None = None
-    """Bytes allocated outside the variant during its measurement, such as the baseline's model."""
+    """Bytes allocated meanwhile outside the variant, such as the baseline's model."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
         found = find_phase(self.baseline if baseline else self.phases, phase)
@@ -93,9 +90,9 @@ class DdpRank:
 
     @property
     def baseline_freed(self) -> bool:
-        """True if memory of the baseline or an earlier variant was freed during this measurement.
+        """True if memory of the baseline or an earlier variant was freed meanwhile.
 
-        The counted bytes are then too low, so other memory is unknown.
+        Counted bytes are then too low, and other memory is unknown.
         """
         counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
@@ -114,20 +111,18 @@ class DdpRank:
     def problems(self) -> Iterator[Problem]:
         yield from measured_problems(".phases", self.phases)
         yield from measured_problems(".baseline", self.baseline)
-        for index, memory in enumerate(self.memory):
-            yield from known(f".memory[{index}].moment", memory.moment, MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedSteps:
-    """Overlap of communication and computation on rank 0, means per profiled step.
+    """Overlap of communication and computation on rank 0, per profiled step.
 
-    A profiler slows the host, so these are never step times.
+    A profiler slows the host: these are no step times.
     """
 
     num_steps: int
     step_s: float
-    """Seconds from a step's first device work to its last. On a CPU, total time over the number of steps."""
+    """Seconds from a step's first device work to its last; on a CPU, total time over steps."""
     communication_s: float
     """Seconds with at least one collective running."""
     overlapped_s: float
@@ -148,7 +143,7 @@ class DdpCell(Outcome):
     """Collectives of one rank's step, in order; empty: none, or unknown."""
     wire_bytes: int | None = None
     """Least bytes that the busiest rank must send per step: message sizes times nccl-tests' factors
-    (costs.communication). None: unknown, or an old record.
+    (costs.communication). None: unknown.
     """
     turns: str = ""
     """interleaved: steps alternated with the baseline's. before_and_after: memory did not hold both models, so the
@@ -157,8 +152,8 @@ class DdpCell(Outcome):
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
     deviation: float | None = None
-    """Largest relative deviation of a parameter tensor from training in one process on all batches, after two steps.
-    Relative to the tensor's change in them. None: not checked, or an old record.
+    """Largest deviation of a parameter tensor from training in one process on all batches, after two steps, over the
+    tensor's change in them. None: not checked.
     """
     traced: TracedSteps | None = None
     expected: tuple[StateMemory, ...] = ()
@@ -170,8 +165,6 @@ class DdpCell(Outcome):
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
     def problems(self) -> Iterator[Problem]:
-        for index, messages in enumerate(self.messages):
-            yield from known(f".messages[{index}].collective", messages.collective, SENT)
         if not self.failure and not self.ranks:
             yield ".ranks", "is empty, and no failure says why"
 
@@ -182,9 +175,9 @@ class CurvePoint:
     """Size in 1e6 bytes."""
     num_buckets: float
     exposed_s: float
-    """Seconds of exposed communication if calls overlap backward fully: the last bucket, or the link's backlog."""
+    """Exposed seconds if calls overlap backward fully: the last bucket, or the link's backlog."""
     serial_s: float
-    """Seconds of exposed communication if the overhead of every call and the last transfer are exposed."""
+    """Exposed seconds if every call's overhead and the last transfer are exposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +209,7 @@ class DdpFacts:
     num_tensors: int
     gradient_bytes: int
     knows_tokens: bool = True
-    """False if batches may differ from the study's batch and context; tokens per step are then unknown."""
+    """False if batches may differ from the study's; tokens per step are then unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -257,7 +250,7 @@ DDP_ROW: tuple[Figure[DdpRun], ...] = (
 def _time(
     name: str, group: Group, read: Callable[[DdpRank], tuple[float, ...]], *, decides: bool = False
 ) -> Figure[DdpCell]:
-    """Return the figure of a time on the rank with the slowest median step. Its value is None if a sample is zero."""
+    """A time's figure on the rank with the slowest median step; its value is None if a sample is zero."""
 
     def samples(cell: DdpCell) -> tuple[float, ...]:
         timed = [rank for rank in cell.ranks if rank.samples("step")]

@@ -1,4 +1,4 @@
-"""Reasons to doubt a run's step time: steps that differ too much, and a busy machine."""
+"""Reasons to doubt a run's step time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
-"""Least share of the processors in use by other processes that counts as a disturbance."""
+"""Least share of the processors in use by others that counts."""
 _CROWDED = 1.5
-"""Load average per processor above which the machine counts as busy, if `other_cpus` is unknown."""
+"""Load average per processor above which the machine is busy, if `other_cpus` is unknown."""
 _SUSPENDED_S = 0.1
 """Shortest suspension in seconds that counts; clock readings may differ by less."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
-"""NVML's reasons for a lower clock that mean poor cooling or power supply, unlike the normal power limit."""
+"""NVML's reasons for a lower clock by poor cooling or power supply, unlike the normal power limit."""
 
 WAITS, BUSY = "waits for host", "busy machine"
 """WAITS: the device waits for the host, which a quiet machine would not change."""
@@ -29,11 +29,10 @@ class Disturbance:
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
-    """Reasons to doubt a run's step time; empty if there are none, or no timing.
+    """Reasons to doubt a run's step time; empty without timing.
 
-    Unstable times: a quarter of the steps take over twice the median, or times do not settle within 5 %. Launch-bound:
-    the device waits for the host. Machine: other processes use CPU or GPU, heat or power lowers the clock, or it was
-    suspended.
+    A quarter of the steps take over twice the median, or times do not settle within 5 %; the device waits for the host;
+    others use CPU or GPU, heat or power lowers the clock, or the machine was suspended.
     """
     return tuple(_found(run))
 

@@ -22,7 +22,7 @@ class DeviceInfo:
     clock_limits: tuple[str, ...] | None = None
     """NVML's reasons for a lower clock, read with `sm_clock_hz`; None: unknown."""
     other_processes: int | None = None
-    """Number of other processes that had the GPU open, read with `sm_clock_hz`; None: unknown."""
+    """Other processes with the GPU open, read with `sm_clock_hz`; None: unknown."""
     threads: int | None = None
 
 
@@ -40,14 +40,14 @@ class Environment:
     triton: str | None = None
     driver: str | None = None
     flash_triton: str | None = None
-    """Kernels that attention flash_triton uses in 16-bit formats: hopper or portable; None: unknown, or none."""
+    """Kernels of attention flash_triton in 16-bit formats: hopper or portable; None: unknown, or none."""
     git_commit: str | None = None
     """Git commit of the working directory, with '+' for uncommitted changes; None outside a checkout."""
     load_average: float | None = None
     """The operating system's load average over the minute before measuring."""
     other_cpus: float | None = None
-    """Mean number of logical processors that other processes kept busy during warm-up and measurement. None: unknown,
-    several processes, or too short.
+    """Mean number of logical processors kept busy by others during warm-up and measurement. None: unknown, several
+    processes, or too short.
     """
     suspended_s: float | None = None
     """Seconds that the machine was suspended during warm-up and measurement; None: unknown."""

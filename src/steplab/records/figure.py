@@ -1,6 +1,6 @@
 """Declares each figure of a record once; rows, table columns and comparisons derive from it.
 
-Comparisons match cells of samples; records.registry names the function that builds them.
+Comparisons match cells of samples, built by functions that records.registry names.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ Cell = TypeVar("Cell", bound=Outcome)
 
 
 Group = Literal["time", "phase", "speed", "memory", "category", "kernels", "communication"]
-"""time, memory: main results. phase: parts of a step. speed: rates. category: memory at the peak by category. kernels,
-communication: times from a profile.
+"""time, memory: main results. phase: parts of a step. speed: rates. category: memory at the peak. kernels,
+communication: from a profile.
 """
 
 
@@ -28,15 +28,15 @@ class MeasuredFigure:
     unit: str
     """s, bytes, tokens/s, FLOP/s, B/s or share."""
     samples: tuple[float, ...]
-    """Raw samples in order of time, or a single value."""
+    """Raw samples in order, or a single value."""
     decides: bool = False
-    """True if a comparison's outcome depends on it; larger is worse."""
+    """True if it decides a comparison; larger is worse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCell:
     key: dict[str, Scalar]
-    """Field values that identify the cell; comparisons match cells with equal keys."""
+    """Comparisons match cells with equal field values."""
     label: str
     """Cell name for tables; empty: the record has one cell."""
     figures: tuple[MeasuredFigure, ...] = ()
@@ -69,17 +69,17 @@ class Figure(Generic[Item]):
     folds: bool = False
     """True if a narrow terminal may show values below their rows, formatted by `shared`."""
     rank: int = 0
-    """Columns with higher rank are dropped first on a narrow terminal; 0 is never dropped."""
+    """A narrow terminal drops the highest ranks first, and never 0."""
     shared: str = ""
-    """Caption, with {} for the value, that replaces the column if all rows have one value; empty: never replaced."""
+    """Caption ({}: the value) that replaces the column if all rows have one value; empty: never replaced."""
     note: str = ""
-    """Explanation below tables with this column, in sentences."""
+    """Sentences below tables with this column."""
     group: Group | None = None
     """Group in comparisons; None: not compared."""
     name: str = ""
     """Name in comparisons; empty: `header`."""
     samples: Callable[[Item], Sequence[float]] | None = None
-    """Function that returns the raw samples, in seconds, for comparisons; None: `find`'s value is compared."""
+    """Raw samples in seconds, for comparisons; None: `find`'s value is compared."""
     decides: bool = False
 
     def measured(self, item: Item) -> MeasuredFigure | None:

@@ -32,7 +32,7 @@ class Trial:
     """Tokens per step with the change over without; not 1 if the batch changes."""
     failure: str | None = None
     alternating: str | None = None
-    """Reason why each turn had a process of its own (records.timing); None: it had not."""
+    """Why each turn had its own process (records.timing); None: it had not."""
 
     @property
     def saved_s(self) -> float | None:
@@ -43,7 +43,7 @@ class Trial:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     kind: str
-    """Name of the diagnosis in `explain`, such as launch_bound or scores_materialised."""
+    """Diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
     saw: str
     why: str
@@ -55,24 +55,22 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds saved per step, on the tokens of the present step; None: no prediction."""
     limited_from_s: float | None = None
-    """Predicted seconds saved if no other change is made, where other findings' changes reduce `saves_s`. None: they do
-    not.
-    """
+    """Predicted seconds saved without any other change, if other changes reduce `saves_s`; None: they do not."""
     tokens_ratio: float = 1.0
-    """Tokens per step with the change over without. Above 1 the step gets longer; `saves_s` refers to the present
+    """Tokens per step with the change over without; above 1 the step gets longer, and `saves_s` is for the present
     tokens.
     """
     at_most: bool = False
     prediction: str = ""
     fields: dict[str, str] = field(default_factory=dict)
-    """Spec fields that make the change, named as in study files, such as {'compile': 'default'}."""
+    """Spec fields of the change, as in study files: {'compile': 'default'}."""
     after: str = ""
     """Kind of the finding whose change should come first; empty: none."""
     trial: Trial | None = None
 
     @property
     def alone_s(self) -> float | None:
-        """Predicted seconds saved if no other change is made, as a trial measures it; None: no prediction."""
+        """Predicted seconds saved without any other change, as in a trial; None: no prediction."""
         return self.saves_s if self.limited_from_s is None else self.limited_from_s
 
     @property

@@ -41,7 +41,7 @@ class LayoutTime:
     """Lower end of the 90 % interval."""
     high_s: float
     compute_spread: float
-    """Half width of the interval's computation part, as a share of the time without communication."""
+    """Half width of the interval's computation part, over the time without communication."""
     communication_spread: float
     """Half width of the interval's communication part, as a share of `exposed_s`."""
     compute_s: float
@@ -75,9 +75,7 @@ class LayoutCandidate:
     """Device memory that is certainly enough."""
     worst_rank: str = ""
     time: LayoutTime | None = None
-    """Predicted time; None: a link's speed is unknown, or the layout does not fit. A requested layout is timed even if
-    it does not fit.
-    """
+    """Predicted time; None: unknown link speed, or a searched layout that does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -85,7 +83,7 @@ class LayoutPlan:
     """All layouts of a job on some GPUs: those that fit first, by time."""
 
     spec: StepSpec
-    """Spec without a layout. With checkpointing auto, the spec of each layout sets its own."""
+    """Spec without a layout; with checkpointing auto, each layout's spec sets its own."""
     gpu: str
     gpus: int
     gpus_per_node: int
@@ -94,7 +92,7 @@ class LayoutPlan:
     usable_bytes: int
     candidates: tuple[LayoutCandidate, ...]
     num_as_fast: int
-    """Number of first layouts as fast as the fastest, within the errors of prediction."""
+    """First layouts as fast as the fastest, within the errors of prediction."""
     network: str = ""
     """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None

@@ -1,7 +1,7 @@
-"""Facts about a watched step's memory that the allocator's history lacks, called marks.
+"""Marks: facts about a watched step's memory that the allocator's history lacks.
 
 `measurement.memory.recorder` writes them next to a snapshot; `reading.snapshots.digest` reads them. Position n lies
-between the n-th `alloc` event and the next, so no clock is needed to match marks with the history.
+between the n-th `alloc` event and the next, so no clock is needed to match them with the history.
 """
 
 import hashlib
@@ -58,8 +58,8 @@ class Saved:
     address: Natural
     position: Natural
     module: str
-    """Innermost module running when it was saved, or ''. For a tensor outside autograd's graph: the block that has it
-    as input, else the module that made it.
+    """Innermost module running when it was saved, or ''. Outside autograd's graph: the block with it as input, else the
+    module that made it.
     """
     op: str
     """Backward node that saved it, such as MmBackward0; '' if checkpointing or the model holds it."""
@@ -96,9 +96,9 @@ class Marks:
 
 
 def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:
-    """SHA-256 in hexadecimal of a device's history; it identifies the history of marks.
+    """SHA-256 in hexadecimal of a device's history, to match marks.
 
-    It covers the events in BLOCK_ACTIONS, in order: one byte of action, then address and requested size, eight
+    It covers the events in BLOCK_ACTIONS, in order: a byte of action, then address and requested size, eight
     little-endian bytes each.
     """
     return hashlib.sha256(b"".join((actions, addresses, sizes))).hexdigest()

@@ -6,8 +6,11 @@ The step is recorded after all timing. Sizes are those of the allocator's blocks
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
+from typing import Annotated
 
-from steplab.records.record import Problem, as_long, known
+import msgspec
+
+from steplab.records.record import Positive, Problem, as_long, one_of
 from steplab.units import format_bytes
 
 MEMORY_CATEGORIES = (
@@ -41,6 +44,7 @@ UNNAMED_CATEGORIES = ("before", "during", "rounding")
 """Categories of a snapshot without marks. before, during: allocated before or in the recorded history. rounding: as in
 MEMORY_CATEGORIES.
 """
+Category = Annotated[str, one_of((*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES))]
 
 _DTYPE_BYTES = {
     **dict.fromkeys(("complex128",), 16),
@@ -62,20 +66,16 @@ def tensor_bytes(shape: Iterable[int], dtype: str | None) -> int | None:
 class MemoryTimeline:
     """Allocated bytes by category over time, thinned for a chart; peaks remain."""
 
-    time_s: tuple[float, ...]
+    time_s: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)]
     """Ascending seconds since recording began, or event numbers if events lack times."""
-    categories: tuple[str, ...]
+    categories: tuple[Category, ...]
     allocated_bytes: tuple[tuple[int, ...], ...]
     """Per category, the bytes allocated from each time to the next."""
     by_event: bool = False
 
     def problems(self) -> Iterator[Problem]:
-        if not self.time_s:
-            yield ".time_s", "is empty"
         if any(later < earlier for earlier, later in zip(self.time_s, self.time_s[1:], strict=False)):
             yield ".time_s", "does not ascend"
-        for index, category in enumerate(self.categories):
-            yield from known(f".categories[{index}]", category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
         yield from as_long(".allocated_bytes", self.allocated_bytes, len(self.categories), ".categories")
         for index, column in enumerate(self.allocated_bytes):
             yield from as_long(f".allocated_bytes[{index}]", column, len(self.time_s), ".time_s")
@@ -96,8 +96,7 @@ class Allocation:
     requested_bytes: int
     block_bytes: int
     """Block size in the allocator; the group's mean."""
-    category: str
-    """One of MEMORY_CATEGORIES or UNNAMED_CATEGORIES."""
+    category: Category
     phase: str | None = None
     module: str | None = None
     """Dotted name of the allocating module, such as blocks.3.attention; None: none or unknown."""
@@ -107,8 +106,8 @@ class Allocation:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     at_peak: bool = False
-    count: int = 1
-    """Number of allocations with this size, category, phase, source and module, regardless of layer numbers."""
+    count: Positive = 1
+    """Allocations with equal size, category, phase, source and module, regardless of layer numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +119,10 @@ class SavedTensors:
     op: str
     shape: tuple[int, ...]
     dtype: str
-    count: int
+    count: Positive
     stored_bytes: int
     """Bytes that earlier groups do not include: a tensor saved twice counts once, a parameter never."""
-    category: str = "activations"
+    category: Category = "activations"
     """activations, parameters, autocast_copies or inputs."""
 
 
@@ -149,11 +148,11 @@ class LeftOut:
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryProfile:
     source: str
-    """cuda allocator: its history. cpu allocator: allocations reported by torch's profiler, since it keeps no history.
-    snapshot: an imported memory snapshot.
+    """cuda allocator: its history. cpu allocator: allocations by torch's profiler, for lack of a history. snapshot:
+    imported.
     """
     peak_bytes: int
-    at_peak: dict[str, int]
+    at_peak: dict[Category, int]
     """Bytes by category at the peak; they sum to `peak_bytes`."""
     peak_s: float
     """Seconds of the peak, as in `timeline.time_s`."""
@@ -180,7 +179,7 @@ class MemoryProfile:
     blocks: tuple[BlockMemory, ...] = ()
     """The first Transformer block, then the first of each kind with different memory."""
     blocks_left_out: LeftOut | None = None
-    """Number of further kinds of blocks, and their saved bytes, one block each; None: none."""
+    """Further kinds of blocks, and their saved bytes, one block each; None: none."""
     num_events: int = 0
     device: str | None = None
     """Device of the history, such as 'cuda:0'; None: it covers only one."""
@@ -201,16 +200,8 @@ class MemoryProfile:
         return found
 
     def problems(self) -> Iterator[Problem]:
-        categories = {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES}
-        for category in self.at_peak:
-            yield from known(".at_peak", category, categories)
         if (total := sum(self.at_peak.values())) != self.peak_bytes:
             yield ".at_peak", f"sums to {total} bytes, but the peak is {self.peak_bytes}"
-        for name in ("largest", "saved"):
-            for index, group in enumerate(getattr(self, name)):
-                yield from known(f".{name}[{index}].category", group.category, categories)
-                if group.count < 1:
-                    yield f".{name}[{index}].count", "must be at least 1, not 0"
         for index, phase in enumerate(self.phases):
             if phase.end_s < phase.start_s:
                 yield f".phases[{index}]", f"ends at {phase.end_s} s, before it starts at {phase.start_s} s"

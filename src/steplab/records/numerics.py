@@ -1,20 +1,21 @@
 """The record of a precision audit: data types in a step, and values lost to low precision.
 
-An audit runs the step on the same weights and batch in fp32 and in the requested precision. It compares both element by
-element, so zeros from a ReLU are no underflow. Data types have torch's names: float32, bfloat16.
+An audit runs the step on the same weights and batch in fp32 and in the requested precision, and compares them element
+by element, so zeros from a ReLU are no underflow. Data types have torch's names.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
-from steplab.records.record import Problem, StepRecord, known
+import msgspec
+
+from steplab.records.record import Problem, StepRecord, one_of
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
-"""Autocast's rule for an operation. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest
-input type. parts: inner operations have different rules. none: no cast. cast: the model requests the type. off: no
-autocast.
+"""Autocast's rule. low_precision: casts inputs down. fp32: casts them up. promote: casts to the widest input type.
+parts: inner operations differ. none: no cast. cast: the model requests the type. off: no autocast.
 """
 
 
@@ -26,16 +27,16 @@ class Elements:
     num_inf: int
     num_nan: int
     num_zero: int
-    """Number of zeros, including elements that are zero in fp32 too."""
+    """Zeros, including elements that are zero in fp32 too."""
     num_subnormal: int
-    """Number of subnormal elements, which have fewer significant digits."""
+    """Subnormal elements have fewer significant digits."""
     num_overflowed: int | None
-    """Number of infinite or NaN elements that are finite in fp32; None: no fp32 run."""
+    """Infinite or NaN elements that are finite in fp32; None: no fp32 run."""
     num_underflowed: int | None
-    """Number of zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
+    """Zeros that are neither zero nor NaN in fp32; None: no fp32 run."""
     num_below_range: int | None
-    """Number of `num_underflowed` with an fp32 value that rounds to zero in this type. The others vanished in earlier
-    operations, such as a difference of rounded numbers. None: no fp32 run.
+    """Underflowed elements with an fp32 value that rounds to zero in this type; others vanished earlier, as in a
+    difference of rounded numbers. None: no fp32 run.
     """
     largest: float | None
     smallest: float | None
@@ -107,7 +108,7 @@ class MatmulAudit:
 
     module: str
     """Module that calls it, or in backward the module whose gradient it computes; '' for the model."""
-    phase: str
+    phase: Annotated[str, one_of(("forward", "backward"))]
     op: str
     node: str | None
     """Autograd node that calls it, such as MmBackward0; None in forward."""
@@ -117,9 +118,6 @@ class MatmulAudit:
     fp8: Fp8Losses | None = None
     """Losses if the operands are fp8; None: other types, or another library casts."""
 
-    def problems(self) -> Iterator[Problem]:
-        yield from known(".phase", self.phase, ("forward", "backward"))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
@@ -127,7 +125,7 @@ class LossScaling:
 
     largest_gradient: float
     suggested_scale: float
-    """Power of two that scales the largest gradient to an eighth of the type's range, without overflow in the step."""
+    """Power of two that scales the largest gradient to an eighth of the type's range, without overflow."""
     unscaled: Elements
     scaled: Elements
     """Counts over gradients under the suggested scale, not yet divided by it."""
@@ -142,16 +140,11 @@ class Audit:
     modules: tuple[ModuleAudit, ...]
     operations: tuple[OperationAudit, ...]
     matmuls: tuple[MatmulAudit, ...]
-    gradient_exponents: tuple[tuple[int, int], ...] = ()
+    gradient_exponents: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1100, le=1100)], int], ...] = ()
     """Histogram of fp32 gradient magnitudes: pairs (e, number of magnitudes in [2^e, 2^(e+1)))."""
     loss_scaling: LossScaling | None = None
     kept_on_cuda: tuple[str, ...] = ()
     """Operations that autocast runs in fp32 on CUDA but not on this device."""
-
-    def problems(self) -> Iterator[Problem]:
-        for index, (exponent, _) in enumerate(self.gradient_exponents):
-            if abs(exponent) > 1100:
-                yield f".gradient_exponents[{index}]", f"must be an exponent from -1100 to 1100, not {exponent}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,13 +172,11 @@ class Accumulation:
     addend_value: float
     num_additions: int
     num_rounded: int
-    """Number of additions whose exact sum is not representable in the accumulator's type."""
+    """Additions whose exact sum the accumulator's type cannot represent."""
     result: float
-    binades: tuple[Binade, ...]
+    binades: Annotated[tuple[Binade, ...], msgspec.Meta(min_length=1)]
 
     def problems(self) -> Iterator[Problem]:
-        if not self.binades:
-            yield ".binades", "is empty"
         if self.num_rounded > self.num_additions:
             yield ".num_rounded", f"is {self.num_rounded} of {self.num_additions} additions"
 

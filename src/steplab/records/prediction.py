@@ -8,9 +8,8 @@ from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes
 
 PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
-"""dry_run: all operators were followed. traced: torch ran some without content, and the memory inside few of their
-kernels is known. estimate: unknown operators count with typical sizes. at_least: some operators are omitted, so the
-peak is a lower bound.
+"""dry_run: all operators were followed. traced: torch ran some without content; memory inside most of their kernels is
+unknown. estimate: unknown operators count with typical sizes. at_least: some are omitted, so the peak is a lower bound.
 """
 
 FitVerdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
@@ -28,7 +27,7 @@ class Term:
     """Bytes of one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
     count: int = 1
-    """Number of such tensors, for example one per block."""
+    """Such tensors, for example one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class CardFit:
     gpu: str
     usable_bytes: int
     usable_is_known: bool
-    """True if `usable_bytes` was read from a GPU of this kind; else it is a cautious share of the stated memory."""
+    """True if `usable_bytes` was read from such a GPU; else it is a cautious share of the stated memory."""
     verdict: FitVerdict
     """fits: at least `safe_device_bytes`. does not fit: less than `least_device_bytes`. too tight to promise: between
     the two. not known: more than a prediction that is only a lower bound.

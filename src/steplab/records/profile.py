@@ -1,13 +1,16 @@
 """Profile of a few steps, by phase, kernel and operator; and a comparison of the ranks of one run.
 
-A profiler slows Python, so use these times for shares, kernels and gaps, never as step times. A Profile sums all
-profiled steps. Times of ranks are per step; collectives end on all ranks at once, which aligns their clocks.
+A profiler slows Python: use these times for shares, kernels and gaps, never as step times. A Profile sums its steps.
+Times of ranks are per step; collectives end on all ranks at once, which aligns clocks.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from steplab.records.record import Problem, as_long, known
+import msgspec
+
+from steplab.records.record import Positive, Problem, as_long, one_of
 from steplab.units import counted, format_time
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
@@ -33,6 +36,8 @@ CATEGORIES = (
 """Categories of kernels. other: known kernels outside the categories (random numbers, sorting, indices). uncategorised:
 no rule matches the name.
 """
+Category = Annotated[str, one_of(CATEGORIES)]
+PhaseName = Annotated[str, one_of((*PHASES, OUTSIDE))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +45,16 @@ class KernelStats:
     """Calls of one kernel in one phase, range and stream. On a CPU, of one operator, without time in its callees."""
 
     name: str
-    category: str
-    phase: str
+    category: Category
+    phase: PhaseName
     """Phase of the host call that launched it: one of PHASES, or outside."""
     range: str
     """Annotated part of the model without layer numbers, such as 'blocks.*.attention.scores'; '': unknown. Backward
-    kernels have the range of their forward operator.
+    kernels have their forward operator's.
     """
     stream: int
     """CUDA stream, or thread on a CPU."""
-    calls: int
+    calls: Positive
     total_s: float
     median_s: float
     max_s: float
@@ -60,14 +65,14 @@ class OpStats:
     """Calls of one operator with one input shape, in one phase and range."""
 
     name: str
-    category: str
-    phase: str
+    category: Category
+    phase: PhaseName
     range: str
     inputs: str
     """Types and shapes of inputs, such as 'bf16[2048, 768] bf16[768, 3072]'; '': not in the trace."""
     dtype: str
     """Data type of the computation: fp32, bf16, fp16; '': unknown."""
-    calls: int
+    calls: Positive
     kernels: int
     """Kernels that the operator launched itself, summed over calls."""
     device_s: float
@@ -81,11 +86,10 @@ class OpStats:
 class PhaseTime:
     """Device time of one phase, summed over profiled steps.
 
-    A phase lasts from the previous phase's end to the end of its own last kernel, as CUDA events would measure. Phases
-    therefore leave no gaps.
+    A phase lasts from the previous one's end to its own last kernel's end, as by CUDA events, so phases leave no gaps.
     """
 
-    phase: str
+    phase: PhaseName
     window_s: float
     """Seconds of the phase on the device: busy_s + host_bound_s + idle_s."""
     busy_s: float
@@ -93,7 +97,7 @@ class PhaseTime:
     """Idle seconds in which the host had not yet launched the next kernel."""
     idle_s: float
     """Idle seconds in which the next kernel had been launched but not started."""
-    categories: dict[str, float]
+    categories: dict[Category, float]
     """Busy seconds by category; overlapping kernels share their common time equally."""
     host_s: float | None = None
     """Seconds of the phase on the host; None: the trace marks no phases."""
@@ -119,9 +123,9 @@ class HostCallStats:
 
     name: str
     """Call, such as cudaStreamSynchronize, cudaMalloc, or cudaMemcpyAsync with its direction."""
-    phase: str
+    phase: PhaseName
     range: str
-    calls: int
+    calls: Positive
     total_s: float
 
 
@@ -130,14 +134,14 @@ class Timeline:
     """Kernels of one step as parallel columns, for the timeline chart and export."""
 
     names: tuple[str, ...]
-    categories: tuple[str, ...]
+    categories: tuple[Category, ...]
     kernel: tuple[int, ...]
     """Index into `names` of each kernel, in order of start."""
     stream: tuple[int, ...]
     start_ns: tuple[int, ...]
     """Start of each kernel in ns after the step's start."""
     duration_ns: tuple[int, ...]
-    phases: tuple[tuple[str, int, int], ...]
+    phases: tuple[tuple[PhaseName, int, int], ...]
     """Name, start and end of each phase on the device, in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
     """Name, start, end and depth of each range; it spans its kernels, in ns."""
@@ -157,7 +161,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledShares:
-    """Ratios of a step's compiled to its eager costs, predicted by a dry run of the operators."""
+    """Predicted ratios of a step's compiled to its eager costs."""
 
     memory_bound: float
     """Ratio of time in the model's memory-bound kernels, without gaps between kernels."""
@@ -168,7 +172,7 @@ class CompiledShares:
     reads_at: tuple[str, ...] = ()
     """Code lines that read tensor values on the host, as `.item()` does, such as model.py:12."""
     made_at: tuple[str, ...] = ()
-    """Code lines that make tensors without a device argument, so on the CPU, and then copy them."""
+    """Code lines that make tensors on the CPU, for lack of a device argument, and copy them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -176,11 +180,11 @@ class Profile:
     source: str
     """torch.profiler for steplab's own runs; kineto or nsys for imported files."""
     device: str
-    num_steps: int
+    num_steps: Positive
     """Steps in the profile; 1 if the trace marks none."""
     window_s: float
     """Seconds from the first step's first kernel to the end of the last step's last kernel."""
-    phases: tuple[PhaseTime, ...]
+    phases: Annotated[tuple[PhaseTime, ...], msgspec.Meta(min_length=1)]
     """Phases in order, then `outside` if present."""
     kernels: tuple[KernelStats, ...]
     ops: tuple[OpStats, ...]
@@ -216,38 +220,16 @@ class Profile:
     def category_s(self, category: str) -> float:
         return sum(phase.categories.get(category, 0.0) for phase in self.phases)
 
-    def problems(self) -> Iterator[Problem]:
-        phases = (*PHASES, OUTSIDE)
-        if self.num_steps < 1:
-            yield ".num_steps", "must be at least 1, not 0"
-        if not self.phases:
-            yield ".phases", "is empty"
-        for name in ("phases", "kernels", "ops", "host_calls"):
-            for index, part in enumerate(getattr(self, name)):
-                yield from known(f".{name}[{index}].phase", part.phase, phases)
-                if name in ("kernels", "ops"):
-                    yield from known(f".{name}[{index}].category", part.category, CATEGORIES)
-                if getattr(part, "calls", 1) < 1:
-                    yield f".{name}[{index}].calls", "must be at least 1, not 0"
-        for index, phase in enumerate(self.phases):
-            for category in phase.categories:
-                yield from known(f".phases[{index}].categories", category, CATEGORIES)
-        if timeline := self.timeline:
-            for index, category in enumerate(timeline.categories):
-                yield from known(f".timeline.categories[{index}]", category, CATEGORIES)
-            for index, (phase_name, *_) in enumerate(timeline.phases):
-                yield from known(f".timeline.phases[{index}]", phase_name, phases)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRank:
-    """Times of one rank per step; computing, exposed and idle add up to the step, except for copies (HTA's temporal
+    """Times of one rank per step; computing, exposed and idle sum to the step but for copies (HTA's temporal
     breakdown).
     """
 
     rank: int
     step_s: float
-    """Seconds from the first step's first device work to the last step's last, over the number of steps."""
+    """Seconds from the first step's first device work to the last step's last, over steps."""
     compute_s: float
     """Seconds with at least one kernel other than a collective; copies do not count."""
     hidden_s: float
@@ -256,7 +238,7 @@ class TracedRank:
     """Seconds of collectives that do not overlap computation."""
     idle_s: float
     num_last: int = 0
-    """Number of collectives, over all steps, that this rank joined last."""
+    """Collectives, over all steps, that this rank joined last."""
     late_s: float = 0.0
     """Seconds that the median rank waits idle for this rank."""
     timeline: Timeline | None = None
@@ -273,7 +255,7 @@ class Meeting:
     number: int
     """Index among the step's collectives of this kind and group, from 0."""
     num_steps: int
-    """Number of steps that have it on at least two ranks."""
+    """Steps with it on at least two ranks."""
     last_rank: int
     late_s: float
     """Median seconds from the middle rank's arrival to that of `last_rank`."""

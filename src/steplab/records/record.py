@@ -1,11 +1,15 @@
 """Fields common to all stored records and to all benchmarks.
 
-A class whose values must agree has a method `problems` that yields violations; `validation` calls it.
+Types limit single values when a record is decoded. A class whose fields must agree has a method `problems`, which
+`validation` calls.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, Self, TypeVar
+
+import msgspec
 
 from steplab.records.environment import Environment
 from steplab.records.failure import Outcome
@@ -14,6 +18,14 @@ from steplab.units import counted_results
 
 Problem = tuple[str, str]
 """Path of a field within the checked value, such as '.device_s[3]', and its fault."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+"""Whole number of at least 1; decoding refuses others."""
+
+
+def one_of(names: Sequence[str]) -> msgspec.Meta:
+    """Constraint for Annotated: decoding refuses a text that is none of these names."""
+    return msgspec.Meta(pattern=f"^({'|'.join(map(re.escape, names))})$")
 
 
 def known(path: str, value: str, names: Sequence[str] | set[str]) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
-"""Kinds of stored records, with name, type, format and row function of each.
+"""Kinds of stored records.
 
-Code for several kinds (codec, store, `list`, `show`, `report`, `export`, `import`) looks them up here instead of
-testing a record's type. A new kind needs one entry here, and a report in `report.report`.
+Code for several kinds looks them up here instead of testing a record's type. A new kind needs one entry here, and a
+report in `report.report`.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ class Kind:
     listed: Figures = ()
     """Figures that this kind adds to a row in lists."""
     make_row: Callable[[Any, str, Figures], Row] = benchmark_row
-    """Function of a record, `verb` and `listed` that returns the record's row."""
+    """Maps a record, `verb` and `listed` to a row."""
     cells: Callable[[Any], tuple[MeasuredCell, ...]] | None = None
-    """Function of a record that returns its cells for comparison; None: not comparable."""
+    """Maps a record to its cells for comparison; None: not comparable."""
     stands_alone: bool = True
     """True if each record has its own report, as benchmarks do."""
 
     def row(self, record: Any) -> Row:
-        """The record's flat row in lists, CSV and the store's summary."""
+        """Flat row in lists, CSV and the store's summary."""
         return self.make_row(record, self.verb, self.listed)
 
     @property

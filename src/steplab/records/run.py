@@ -9,7 +9,7 @@ from steplab.errors import SteplabError
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import PHASES, Profile, TracedRanks
-from steplab.records.record import Problem, StepRecord, known, numbered
+from steplab.records.record import Positive, Problem, StepRecord, known, numbered
 from steplab.records.timing import PhaseSamples, Timing, Turns, find_phase, measured_problems, timing_problems
 from steplab.stats import median_interval
 from steplab.units import format_share, format_time
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSamples:
-    """Times and memory of one rank; sample i of every rank is from the same step."""
+    """Times and memory of one rank; sample i is from the same step on every rank."""
 
     rank: int
     host: str
     device_name: str
     back_to_back: tuple[PhaseSamples, ...]
-    """Samples per phase, including `step`, of steps measured without synchronisation between them."""
+    """Samples per phase, including `step`, without synchronisation between steps."""
     peaks: tuple[PeakMemory, ...] = ()
     host_peak_bytes: int | None = None
     """Largest resident set of the rank's process; None: unknown."""
@@ -49,7 +49,7 @@ class ModelFacts:
     """Sizes of the built model, for counting FLOPs."""
 
     num_parameters: int
-    """Number of parameters; tied ones count once."""
+    """Tied parameters count once."""
     num_embedding_parameters: int | None = None
     """Parameters of token embeddings that take part in no matmul (0 if tied to the head); None: unknown."""
     num_layers: int | None = None
@@ -59,28 +59,28 @@ class ModelFacts:
     num_active_parameters: int | None = None
     """Parameters that one token uses in a mixture of experts; None: all."""
     counted_flops: float | None = None
-    """Executed FLOPs per step of a user's model in one process, by torch's FlopCounterMode: matmuls, convolutions and
-    attention. None: compiled, or a formula is used.
+    """Executed FLOPs per step of a user's model in one process (torch's FlopCounterMode: matmuls, convolutions,
+    attention). None: compiled, or a formula is used.
     """
     needed_flops: float | None = None
-    """FLOPs that a step needs: three times the forward pass, at most those executed. Compiled models count as eager.
-    None: not counted.
+    """FLOPs that a step needs: three times forward, at most those executed; compiled models count as eager. None: not
+    counted.
     """
 
     @property
     def is_counted(self) -> bool:
-        """True if FLOPs must be counted while running, because sizes for a formula are missing."""
+        """True if FLOPs must be counted while running: sizes for a formula are missing."""
         return self.num_layers is None or self.attention_width is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilization:
-    """MFU or HFU, with the numbers it follows from."""
+    """MFU or HFU, with its inputs."""
 
     kind: Literal["mfu", "hfu"]
     """mfu: FLOPs that the model needs, without recomputation. hfu: FLOPs executed."""
     convention: str
-    """Rule for counting FLOPs. mfu: causal, full or params; counted (three times torch's forward count) for your own
+    """How FLOPs are counted. mfu: causal, full or params; counted (three times torch's forward count) for your own
     model; given (by you) for a loop. hfu: as_executed.
     """
     flops: float
@@ -93,7 +93,7 @@ class Utilization:
     """Source of the peak, or the reason why there is none."""
     value: float | None
     """flops / median step time / (peak x num_devices); None without a peak."""
-    num_devices: int = 1
+    num_devices: Positive = 1
 
     @property
     def label(self) -> str:
@@ -104,10 +104,6 @@ class Utilization:
     def exceeds_peak(self) -> bool:
         """True above 100 %: the stated peak is too low, or the convention counts too many FLOPs."""
         return self.value is not None and self.value > 1
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_devices < 1:
-            yield ".num_devices", "must be at least 1, not 0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -125,15 +121,15 @@ class Run(StepRecord):
     ranks: tuple[RankSamples, ...] = ()
     """Measurements of each process, by rank; empty for one process."""
     profile: Profile | None = None
-    """Profile of steps that ran after all timing; None: not requested, or failed."""
+    """Profile of steps after all timing; None: not requested, or failed."""
     traced_ranks: TracedRanks | None = None
-    """Comparison of all ranks' imported traces, with the first one's in `profile`; None for one trace."""
+    """Comparison of all ranks' imported traces (`profile` has the first's); None for one trace."""
     memory_profile: MemoryProfile | None = None
-    """Memory by category of a step that ran after all timing; None: not requested, or failed."""
+    """Memory by category of a step after all timing; None: not requested, or failed."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each applicable convention, and HFU."""
     turns: Turns | None = None
-    """Order of the measured steps among other runs' steps if they alternated; None: they did not."""
+    """Order of the measured steps among other runs' steps; None: no alternation."""
     schema: str = "steplab.run/1"
 
     @property
@@ -156,7 +152,7 @@ class Run(StepRecord):
         return self.phase_s("step")
 
     def phase_s(self, name: str) -> float | None:
-        """Median seconds of a phase, without synchronisation between phases; None: not timed."""
+        """Median seconds of a phase, without synchronisation; None: not timed."""
         samples = self.timing.phase(name) if self.timing else None
         return median(samples.best_s) if samples and samples.best_s else None
 
@@ -183,9 +179,9 @@ class Run(StepRecord):
         return next(iter(exact or of_kind), None)
 
     def to_frame(self) -> "DataFrame":
-        """Return measured steps as a pandas DataFrame: a row per step, a column per phase (`step_s`, `forward_s`, ...).
+        """Measured steps as a pandas DataFrame: a row per step, a column per phase, as `forward_s`.
 
-        A phase that some steps of a user's loop skip has NaN in its last rows. Raises SteplabError without pandas.
+        A phase that some steps skip has NaN in its last rows. Raises SteplabError without pandas.
         """
         try:
             import pandas as pd

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from steplab.records.disturbances import disturbance_words
 from steplab.records.figure import Figure
-from steplab.records.memory_profile import MemoryProfile
-from steplab.records.run import Run, Utilization
+from steplab.records.run import Run
 from steplab.records.timing import Energy
 from steplab.specs.step_fields import Scalar
 
@@ -36,34 +35,28 @@ def _tokens_per_j(run: Run) -> float | None:
     return run.tokens_per_step / energy.per_step_j if run.tokens_per_step and energy else None
 
 
-def _mfu(run: Run) -> Utilization | None:
-    return run.utilization("mfu", "causal")
+MFU, HFU = ("mfu", "causal"), ("hfu", "as_executed")
 
 
-def _hfu(run: Run) -> Utilization | None:
-    return run.utilization("hfu", "as_executed")
+def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
+    """Finds this field of a run's utilization, of its first existing kind and convention."""
+
+    def find(run: Run) -> Scalar:
+        found = (run.utilization(*kind) for kind in kinds)
+        return next((getattr(used, field) for used in found if used), None)
+
+    return find
 
 
-def _used(run: Run) -> Utilization | None:
-    return _mfu(run) or _hfu(run)
+def _peak(field: str, of_profile: str) -> Callable[[Run], int | None]:
+    """Finds a peak's bytes, of a snapshot in its memory profile."""
 
+    def find(run: Run) -> int | None:
+        if run.peak:
+            return int(getattr(run.peak, field))
+        return getattr(run.memory_profile, of_profile, None) if run.memory is None else None
 
-def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization], Scalar]) -> Callable[[Run], Scalar]:
-    return lambda run: read(used) if (used := find(run)) else None
-
-
-def _seen(run: Run) -> MemoryProfile | None:
-    return run.memory_profile if run.memory is None else None
-
-
-def _allocated_bytes(run: Run) -> int | None:
-    peak, seen = run.peak, _seen(run)
-    return peak.peak_allocated_bytes if peak else seen.peak_bytes if seen else None
-
-
-def _reserved_bytes(run: Run) -> int | None:
-    peak, seen = run.peak, _seen(run)
-    return peak.peak_reserved_bytes if peak else seen.reserved_bytes if seen else None
+    return find
 
 
 RUN_FIGURES: tuple[Figure[Run], ...] = (
@@ -80,15 +73,13 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
     Figure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
     Figure(key="energy_per_step_j", find=lambda run: energy.per_step_j if (energy := _energy(run)) else None),
     Figure(key="tokens_per_j", header="tokens/J", find=_tokens_per_j, rank=6),
-    Figure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
-    Figure(
-        key="mfu_convention", header="convention", is_words=True, find=_of(_mfu, lambda used: used.convention), rank=4
-    ),
-    Figure(key="hfu", header="HFU", find=_of(_hfu, lambda used: used.value), rank=4),
+    Figure(key="mfu", header="MFU", find=_used("value", MFU), rank=1),
+    Figure(key="mfu_convention", header="convention", is_words=True, find=_used("convention", MFU), rank=4),
+    Figure(key="hfu", header="HFU", find=_used("value", HFU), rank=4),
     Figure(
         key="peak_flops_per_s",
         header="dense peak",
-        find=_of(_used, lambda used: used.peak_flops_per_s),
+        find=_used("peak_flops_per_s", MFU, HFU),
         rank=10,
         shared="dense peak {}",
     ),
@@ -96,12 +87,12 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
         key="peak_source",
         header="source of the peak",
         is_words=True,
-        find=_of(_used, lambda used: used.peak_source),
+        find=_used("peak_source", MFU, HFU),
         rank=11,
         shared="source of the peak: {}",
     ),
-    Figure(key="peak_allocated_bytes", header="allocated", find=_allocated_bytes, rank=2),
-    Figure(key="peak_reserved_bytes", header="reserved", find=_reserved_bytes, rank=5),
+    Figure(key="peak_allocated_bytes", header="allocated", find=_peak("peak_allocated_bytes", "peak_bytes"), rank=2),
+    Figure(key="peak_reserved_bytes", header="reserved", find=_peak("peak_reserved_bytes", "reserved_bytes"), rank=5),
     Figure(
         key="host_peak_bytes",
         header="host peak",

@@ -50,7 +50,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepTimePrediction:
-    """Predicted time of one step in one process, from a dry run of its operators and kernel rates.
+    """Predicted step time in one process, from a dry run of operators and kernel rates.
 
     `phases` ends with the step, their sum. The times in `parts` sum to the step's device_s.
     """
@@ -59,8 +59,8 @@ class StepTimePrediction:
     phases: tuple[PhaseTimes, ...]
     parts: tuple[TimePart, ...]
     is_fitted: bool
-    """True if rates were fitted to this GPU, precision and compile mode. Otherwise rates are borrowed; unless steps
-    were measured on this GPU, the interval is wider.
+    """True if rates were fitted to this GPU, precision and compile mode. Else they are borrowed, with a wider interval
+    unless steps were measured on this GPU.
     """
     tokens_per_step: int | None = None
     """Tokens per step; None: unknown, as if a model sizes its batches."""
@@ -102,7 +102,7 @@ class StepTimePrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PlannedStep:
-    """Predicted memory and time of a step; `why_not` gives the reason for a missing one."""
+    """Predicted memory and time of a step; `why_not` explains a missing one."""
 
     spec: StepSpec
     memory: MemoryPrediction | None
@@ -134,14 +134,12 @@ class TimeCheck:
     measured_step_time_s: float | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Measured peak of allocated bytes. None: not measured, or memory held by CUDA graphs of torch.compile is not
-    included.
-    """
+    """Measured peak of allocated bytes. None: not measured, or it lacks the memory of torch.compile's CUDA graphs."""
     fitted: bool = False
     """True if rates were fitted to this or similar steps; else the step was held out, or measured later."""
     device_waited: bool = False
-    """True if the GPU may have waited for Python, judged by the CPU's speed in these records. For other models, judged
-    by the record and the prediction.
+    """True if the GPU may have waited for Python, by the CPU's speed in these records; for other models, by the record
+    and the prediction.
     """
     unsupported: str | None = None
 

@@ -1,12 +1,14 @@
-"""Raw times of a step, and its order among the steps of alternating runs. Records hold every sample."""
+"""Raw times of a step, sample by sample, and its place among alternating runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from steplab.records.record import Problem, as_long
+import msgspec
+
+from steplab.records.record import Positive, Problem, as_long
 
 HARDLY_AHEAD = 0.01
 """Host lead, as a share of the step, below which the device may wait for Python."""
@@ -24,7 +26,7 @@ class PhaseSamples:
     host_s: tuple[float, ...] | None = None
     lead_s: tuple[float, ...] | None = None
     """Seconds from the end of the phase's launches on the host to its end on the device; near zero, the device waited.
-    For a step, the least of its phases. None: on a CPU, or the host waited.
+    A step has the least of its phases. None: on a CPU, or the host waited.
     """
 
     @property
@@ -47,12 +49,12 @@ class PhaseSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Energy:
-    """Energy of one GPU during the back-to-back steps, and its time at the power limit, by NVML."""
+    """Energy of one GPU during the back-to-back steps, and time at the power limit, by NVML."""
 
-    joules: float
+    joules: Annotated[float, msgspec.Meta(gt=0)]
     """Energy of the whole board during `seconds`."""
-    seconds: float
-    num_steps: int
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    num_steps: Positive
     limited_s: float | None = None
     """Seconds in which the power limit lowered the clock; None: not reported."""
 
@@ -68,11 +70,6 @@ class Energy:
     def limited_share(self) -> float | None:
         return None if self.limited_s is None else self.limited_s / self.seconds
 
-    def problems(self) -> Iterator[Problem]:
-        for name in ("joules", "seconds", "num_steps"):
-            if not getattr(self, name) > 0:
-                yield f".{name}", f"must be above 0, not {getattr(self, name)}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
@@ -80,21 +77,21 @@ class Timing:
 
     warmup: tuple[PhaseSamples, ...]
     back_to_back: tuple[PhaseSamples, ...]
-    """Measured steps without synchronisation between them, as in training; results refer to these."""
+    """Measured steps without synchronisation between them, as in training; all results use these."""
     synchronised: tuple[PhaseSamples, ...] = ()
     """Further steps with synchronised phases, timed on host and device; empty on a CPU."""
     back_to_back_host_s: float | None = None
-    """Host seconds of all back-to-back steps, synchronised at both ends; checks the events' sum."""
+    """Host seconds of all back-to-back steps, synchronised at both ends, to check the events' sum."""
     between_s: tuple[float, ...] | None = None
-    """Seconds from the end of each measured step in your own loop to the next: data loading, logging, evaluation. None:
-    no gaps, or fewer than two steps.
+    """Seconds between measured steps of your own loop: data loading, logging, evaluation. None: no gaps, or fewer than
+    two steps.
     """
     first_step_s: float | None = None
-    """Host seconds of the step that compiled, or of capturing CUDA graphs with the steps before; synchronised. None:
+    """Synchronised host seconds of the step that compiled, or of capturing CUDA graphs with the steps before. None:
     eager.
     """
     one_thread_s: tuple[float, ...] = ()
-    """Seconds of further CPU steps with one thread; empty: none, or the first was not faster."""
+    """Seconds of CPU steps with one thread; empty: none, or the first was not faster."""
     energy: Energy | None = None
     """Energy of rank 0's GPU during the back-to-back steps. None: not reported, or they took less than a second."""
 
@@ -146,7 +143,7 @@ def part(phases: Sequence[PhaseSamples], first: int) -> tuple[PhaseSamples, ...]
 def phases_problems(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:
-    """Yield faults in phases that were measured together. In a user's loop, steps may skip phases."""
+    """Yield faults in phases measured together. Steps of a user's loop may skip phases."""
     if len({phase.phase for phase in phases}) < len(phases):
         yield path, "has the same phase twice"
     steps = find_phase(tuple(phases), "step") or next(iter(phases), None)
@@ -171,7 +168,7 @@ def measured_problems(path: str, phases: Sequence[PhaseSamples], *, in_each_step
 
 
 MOST_IN_A_BLOCK = 3
-"""Most samples per block. Steps of a turn share its disturbances, so comparisons resample blocks."""
+"""Most samples per block; comparisons resample blocks, because steps of a turn share its disturbances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +177,7 @@ class Turn:
 
     place: int
     steps: int
-    """Number of measured steps; they follow those of earlier turns in `timing.back_to_back`."""
+    """Measured steps; they follow those of earlier turns in `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
     """Seconds of the uncounted steps before, in which caches and clocks settle."""
 
@@ -192,7 +189,7 @@ class Turns:
     label: str
     turns: tuple[Turn, ...] = ()
     alternating: str | None = None
-    """Reason why each turn had a process of its own; None: one process waited between turns."""
+    """Why each turn had its own process; None: one process waited between turns."""
 
     @property
     def num_steps(self) -> int:

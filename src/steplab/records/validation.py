@@ -1,8 +1,8 @@
 """Checks of imported records beyond their types.
 
-Columns of different lengths, absurd numbers or unknown categories would fail in a later report; `check` refuses them
-and names the field. Rules for all fields (finite, not absurd, one line of text) have exceptions by name; rules between
-fields are the classes' `problems`.
+Columns of different lengths or absurd numbers would fail in a later report; `check` refuses them and names the field.
+Rules for all fields (finite, not absurd, one line of text) have exceptions by name; rules between fields are the
+classes' `problems`.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from typing import Any
 from steplab.errors import SteplabError
 from steplab.printing import STEERING, plain
 from steplab.records.record import Problem, Record
-from steplab.specs.model import TransformerShape
 
 LARGEST = 1e18
 """Largest time, count or size accepted: thirty billion years, or an exabyte."""
@@ -38,8 +37,6 @@ _SIGNED = frozenset(
 _AS_GIVEN = frozenset({"hf_config"})
 """Fields with a user's content, which is neither checked nor shown."""
 
-_MOST_LAYERS = 10_000
-
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
@@ -57,7 +54,7 @@ def first_problem(value: Any) -> str | None:
 
 
 def cleaned(value: Any) -> Any:
-    """Copy of the value with texts in one line each, without control characters."""
+    """Copy with each text in one line, without control characters."""
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
     if isinstance(value, (int, float, NoneType)):
@@ -84,9 +81,7 @@ def _problems(value: Any, name: str) -> Iterator[Problem]:
                 yield from _within(f".{field.name}", _problems(content, field.name))
             if field.name == "schema" and content != field.default:
                 yield ".schema", f"must be {field.default}"
-        if isinstance(value, TransformerShape):
-            yield from _shape(value)
-        elif hasattr(value, "problems"):
+        if hasattr(value, "problems"):
             yield from value.problems()
     elif isinstance(value, str):
         yield from _text_problems(value, name)
@@ -150,8 +145,3 @@ def _short(number: float) -> str:
 
 def _within(path: str, problems: Iterator[Problem] | Sequence[Problem]) -> Iterator[Problem]:
     return ((path + inner, why) for inner, why in problems)
-
-
-def _shape(shape: TransformerShape) -> Iterator[Problem]:
-    if shape.num_layers > _MOST_LAYERS:  # predictions of memory go through them one by one
-        yield ".num_layers", f"must be at most {_MOST_LAYERS}, not {shape.num_layers}"

@@ -1,4 +1,4 @@
-"""A benchmark of attention: the cells to measure, and how. A cell is a shape, number format and implementation.
+"""A benchmark of attention. A cell is a shape, number format and implementation.
 
 Cells come from a preset grid, a TOML file, or lists of values. A TOML grid has a description and `[[grid]]` tables,
 each a product of lists. `sequence` sets both queries and keys.
@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
-from steplab.specs.benchmark import Benchmark, Device, check_sampling
+from steplab.specs.benchmark import Benchmark, Device
 from steplab.specs.resolve import Grid, as_grid, cells_of_grids, products
 from steplab.specs.step_choices import CompileMode
-from steplab.specs.step_fields import Declared, declared_fields
+from steplab.specs.step_fields import Declared, check_declared, declared_fields, parse_declared
 from steplab.specs.study import GRIDS, content_of
 
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -68,8 +70,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)
-        for field in CELL_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(CELL_FIELDS, self)
         if self.heads % self.num_kv_heads:
             raise UserError(f"heads must be a multiple of kv-heads, not {self.heads} of {self.kv_heads}")
 
@@ -88,8 +89,8 @@ class AttentionSpec:
 
     @property
     def sizes_label(self) -> str:
-        """Sizes as batch×heads×sequence×dim, such as 1×16×16384×64. Heads 16/4: 4 key and value heads. Sequence 1/512:
-        1 query and 512 keys."""
+        """batch×heads×sequence×dim, such as 1×16×16384×64. Heads 16/4: 4 key and value heads. Sequence 1/512: 1 query,
+        512 keys."""
         heads = f"{self.heads}" if self.num_kv_heads == self.heads else f"{self.heads}/{self.num_kv_heads}"
         length = f"{self.queries}" if self.num_keys == self.queries else f"{self.queries}/{self.num_keys}"
         return f"{self.batch}×{heads}×{length}×{self.dim}"
@@ -117,13 +118,13 @@ _SEQUENCE = replace(
     about=Declared(help="Sequence length of both queries and keys"),
 )
 FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
-"""Fields of a grid by name, in the order of options; the first varies slowest. `sequence` is the default of `queries`
+"""A grid's fields by name, in the order of options; the first varies slowest. `sequence` is the default of `queries`
 and `keys`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """The options of `steplab attention` other than its cells."""
+    """Options of `steplab attention` outside cells."""
 
     grid: Annotated[
         str | None,
@@ -133,12 +134,12 @@ class AttentionOptions:
     ] = None
     passes: Annotated[Sequence[str], Declared(help="Passes to time", key="pass")] = PASSES
     repeats: Annotated[
-        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration")
+        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration", least=1)
     ] = None
     errors: Annotated[bool, Declared(help="Measure the error of each result against float64")] = True
     device: Device = "auto"
     """The device of all cells."""
-    seed: Annotated[int, Declared(help="Seed of the random inputs")] = 0
+    seed: Annotated[int, Declared(help="Seed of the random inputs", least=-(2**63))] = 0
 
 
 ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min", cells=FIELDS, options=AttentionOptions)
@@ -146,7 +147,7 @@ ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStudy:
-    """The attention cells to measure, with their timing and checks."""
+    """Attention cells to measure, with timing and checks."""
 
     name: str
     """Name of the grid; 'attention' for cells given on the command line."""
@@ -172,10 +173,6 @@ class AttentionStudy:
     """Seed of the random inputs."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed must be of 64 bits, not {self.seed}")
-
         object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
 
     def groups(self) -> list[tuple[AttentionSpec, ...]]:
@@ -185,19 +182,19 @@ class AttentionStudy:
         return [tuple(cells) for cells in found.values()]
 
 
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    description: str = ""
+    grid: list[dict[str, Any]] = []
+
+
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Read a preset grid or a TOML file; return its name, description and cells. `overrides` replace fields of the
-    grid, `defaults` fill missing ones. Raises UserError for an unknown or invalid grid."""
-    content = content_of("grid", source, GRIDS)
-    grids = content.get("grid", [])
-    unknown = sorted(set(content) - {"description", "grid"})
-    if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        wrong = f"unknown key '{unknown[0]}'" if unknown else "'grid' must be a list of [[grid]] tables"
-        raise UserError(f"grid {source}: {wrong}; a grid has a description and [[grid]] tables")
-    cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in grids])
-    return Path(source).stem, str(content.get("description", "")), cells
+    """Name, description and cells of a preset grid or a TOML file. `overrides` replace its fields, `defaults` fill
+    missing ones. Raises UserError for an unknown or invalid grid."""
+    content = content_of("grid", source, GRIDS, _File)
+    cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in content.grid])
+    return Path(source).stem, content.description, cells
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
@@ -220,10 +217,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
     """The cell. Raises UserError with an invalid field, its value and the valid ones."""
-    for name in fields:
-        if name not in FIELDS:
-            raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")
-    found = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    found = parse_declared(fields, FIELDS, " of an attention cell")
     if "sequence" in found:
         found = dict.fromkeys(("queries", "keys"), found.pop("sequence")) | found
-    return AttentionSpec(**found)  # type: ignore[arg-type]
+    return AttentionSpec(**found)

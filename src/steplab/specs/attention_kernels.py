@@ -22,7 +22,7 @@ def refuse_unserved_kernels(spec: StepSpec, device: str) -> None:
 
 
 def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
-    """Raise Unsupported if the spec's attention cannot run on a device of this kind: cuda, rocm, cpu or mps."""
+    """Raise Unsupported if the attention cannot run on this kind of device: cuda, rocm, cpu or mps."""
     why = why_attention_cannot(spec, device)
     if why is None:
         return
@@ -33,7 +33,7 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Reason that the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
+    """Why the device cannot run the attention, such as no backward pass on a CPU; None: it can."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # its attention is its own, or absent
@@ -70,8 +70,7 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *,
 def with_attention_chosen(
     spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
 ) -> tuple[StepSpec, tuple[str, ...]]:
-    """Resolve attention `auto` on these GPUs; returns the step and a note. Other steps return unchanged, without a
-    note."""
+    """Resolve attention `auto` on these GPUs; return the step, with a note if it changed."""
     if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]

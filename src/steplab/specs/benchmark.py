@@ -1,25 +1,27 @@
-"""Declares a benchmark: the fields of its cells, and its other options. Command-line options, study tables, Python
-arguments and error messages are derived from this."""
+"""Declares a benchmark: fields of its cells, and other options. Command line, study tables, Python arguments and errors
+derive from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
+
 from steplab.errors import UserError
-from steplab.specs.layout import DEVICES_TOLD
-from steplab.specs.step_fields import Declared, Fields, StepField, declared_fields
+from steplab.specs.layout import DEVICES_TOLD, check_device
+from steplab.specs.step_fields import Declared, Fields, StepField, check_declared, declared_fields
 
 Options = TypeVar("Options")
-Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
+Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}", check=check_device)]
+Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Number of processes to start for a measurement; torchrun starts them itself."""
+    """Processes to start; torchrun starts them itself."""
 
-    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
-        None
-    )
+    gpus: Gpus = None
+    """Number of processes, each on its own GPU."""
     processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
 
 
@@ -55,9 +57,12 @@ class Benchmark(Generic[Options]):
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
+        """The given fields of cells, and the options. Raises UserError for an invalid option."""
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
-        return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
+        options = self.options(**{known[name]: value for name, value in given.items() if name in known})
+        check_declared(self.own, options)
+        return fields, options
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
         """A study's table with its options converted. Raises UserError for an unknown name or a wrong type."""
@@ -75,8 +80,6 @@ DOCTOR = Benchmark(name="doctor", what="the machine's ceilings", timeout="10min"
 
 
 def _read(what: str, value: object, wanted: Any) -> object:
-    import msgspec  # `--help` does without it
-
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
@@ -88,11 +91,3 @@ def _read(what: str, value: object, wanted: Any) -> object:
 
 def sampling(repeats: int | None) -> dict[str, Any]:
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
-
-
-def check_sampling(study: Any) -> None:
-    for name in ("warmup_s", "measured_s"):
-        if not 0 <= getattr(study, name) < float("inf"):
-            raise UserError(f"{name} must be a time, not {getattr(study, name)}")
-    if not 1 <= study.least_repeats <= study.most_repeats:
-        raise UserError("the number of repeats must be at least 1")

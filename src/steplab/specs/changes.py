@@ -1,9 +1,8 @@
-"""Changes that may speed up a step without changing its training. `steplab advise` tries them in the ranks of ORDER;
-the recipe `fast` applies those that made steps faster.
+"""Changes that may speed up a step without changing its training. `steplab advise` tries them by ORDER; the recipe
+`fast` applies those that made steps faster.
 
-A change sets one field of the step; specs.own_loop writes it as lines for a user's own training loop. Changes of the
-model, the batch or the optimizer's rule are excluded, because they change the training. Changes of the number format
-are included, with a note.
+A change sets one field; specs.own_loop writes it as lines for a user's loop. Changes of the model, the batch or the
+optimizer's rule would change the training. Changes of the number format are included, with a note.
 """
 
 import dataclasses
@@ -32,14 +31,13 @@ ORDER = {
     "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }
-"""Ranks of changes in the order of trial, with meanings. Changes predicted not to fit in memory come after all ranks.
-"""
+"""Ranks of changes in the order of trial, with meanings. Changes predicted not to fit come last."""
 LAUNCHING = ("compile", "cuda_graph")
-"""Fields that determine how kernels are launched. While the GPU waits for Python, they are tried first: until then
-Python's noise is in every comparison and hides savings of GPU time."""
+"""Fields of how kernels are launched. They are tried first while the GPU waits for Python, whose noise hides savings of
+GPU time."""
 FREEING = ("attention", "loss", "precision")
-"""Fields whose changes may need less memory and no more time; they are tried first if a step does not fit. One that
-leaves the numbers equal is tried together with a time-saving change that alone does not fit."""
+"""Fields whose changes may need less memory and no more time; tried first if a step does not fit. One with equal
+numbers is tried with a time-saving change that alone does not fit."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
 
 
@@ -58,17 +56,17 @@ class Change:
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Values that other fields must have; each is also a change in CHANGES. A search sets them together."""
     pointless_after: tuple[str, ...] = ()
-    """Values of the field that do the same and more, so that this change saves no time after them."""
+    """Values of the field that do the same and more, so this change saves nothing after them."""
     makes_room: bool = False
-    """True if the change saves memory at the cost of time: it is tried only when the step runs out of memory."""
+    """True if it saves memory at the cost of time: tried only when the step runs out of memory."""
     numerics: str = ""
     """Effect on the numbers beyond the order of additions; empty: none."""
     opt_in: bool = False
     """True if a search tries it only when its value is requested."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
-    """Kinds of models to which the recipe `fast` applies this change, by kind of device. A later change of the same
-    field replaces an earlier one if the step supports it."""
+    """Kinds of models to which the recipe `fast` applies it, by kind of device. A later change of the field replaces an
+    earlier one if the step supports it."""
 
     @property
     def words(self) -> str:
@@ -234,10 +232,10 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """Resolve fields as resolve_step does, and apply the recipe that they name.
+    """As resolve_step, with the recipe that the fields name.
 
     `device_kind` returns the kind of a device name such as `auto`; only a recipe calls it. A Remark reports the fields
-    that were set, and those that could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    that it set or could not set. Raises UserError too for an unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)

@@ -1,13 +1,7 @@
 """Activation checkpointing: blocks save only their input, and recompute activations in the backward pass.
 
-    none       every block saves its activations
-    full       every block is recomputed
-    every_N    blocks 0, N, 2N, ... are recomputed, the others save theirs
-    first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
-    selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
-    selective_2  as selective, but every second linear layer of a block is recomputed too (torchtitan's policy)
-    auto       the first of none, selective, first_K and full that fits the step's GPU; chosen by
-               lab.checkpointing before anything is built or recorded, and by plan.layout.search on each layout
+`auto` is resolved before anything is built or recorded (lab.checkpointing), and per layout by plan.layout.search.
+every_N recomputes blocks 0, N, 2N and so on; first_K is Megatron-LM's recompute method "block".
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", for the selective kind.
@@ -64,8 +58,8 @@ def differs_by_block(checkpointing: str) -> bool:
 
 
 def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradients: bool) -> str | None:
-    """Note that checkpointing has less effect than its name suggests; else None. `num_layers`: None if unknown.
-    `gradients`: True if there is a backward pass."""
+    """Note if checkpointing has less effect than its name suggests, else None. `num_layers`: None if unknown.
+    `gradients`: there is a backward pass."""
     if checkpointing != "none" and not gradients:
         return "checkpointing: no effect, because without gradients no activation is saved"
     if num_layers is not None and num_layers < (num_first(checkpointing) or 0):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark, check_sampling
+from steplab.specs.benchmark import Benchmark, Gpus
 from steplab.specs.resolve import Grid, products
-from steplab.specs.step_fields import Declared, declared_fields
+from steplab.specs.step_fields import Declared, check_declared, declared_fields
 from steplab.units import format_message, parse_bytes
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv"]
@@ -23,8 +23,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives whose message has one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
-_SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
+_SERVES: dict[str, tuple[CommDevice, ...]] = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
+"""Devices whose tensors each backend sends; the first is its native one."""
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
@@ -63,15 +63,15 @@ class CommSpec:
         Declared(
             help="Number of ranks that take part",
             default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
+            least=2,
         ),
     ] = 2
     dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"
 
     def __post_init__(self) -> None:
-        if self.device is None and self.backend in _OWN_DEVICE:
-            object.__setattr__(self, "device", _OWN_DEVICE[self.backend])
-        for field in FIELDS.values():
-            field.refuse_invalid(getattr(self, field.attribute))
+        if self.device is None and self.backend in _SERVES:
+            object.__setattr__(self, "device", _SERVES[self.backend][0])
+        check_declared(FIELDS.values(), self)
         if self.device not in _SERVES[self.backend]:
             raise UserError(f"{self.backend} cannot send tensors on {self.device}; use --backend gloo for those")
         if self.collective not in _DOES.get(self.backend, COLLECTIVES):
@@ -79,8 +79,6 @@ class CommSpec:
                 f"backend {self.backend} has no {self.collective}; choose {', '.join(_DOES[self.backend])}, "
                 "or another backend"
             )
-        if self.world_size < 2:
-            raise UserError(f"world-size must be at least 2, not {self.world_size}")
         least = _least_bytes(self.world_size)
         if not least <= self.size_bytes <= _LARGEST_BYTES:
             raise UserError(
@@ -94,7 +92,7 @@ class CommSpec:
 
     @property
     def part_elements(self) -> int:
-        """Number of elements in one rank's part; in the whole message if it has no parts."""
+        """Elements in one rank's part; in the whole message if it has no parts."""
         parts = self.world_size if self.collective in SCATTERED else 1
         part_bytes = self.size_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         return part_bytes // self.element_bytes
@@ -111,7 +109,7 @@ class CommSpec:
     @property
     def transport(self) -> str:
         """Backend, and device if it is not the backend's native one: 'nccl', 'gloo', 'gloo on cuda'."""
-        return self.backend if self.device == _OWN_DEVICE[self.backend] else f"{self.backend} on {self.device}"
+        return self.backend if self.device == _SERVES[self.backend][0] else f"{self.backend} on {self.device}"
 
     @property
     def label(self) -> str:
@@ -126,11 +124,10 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
-    """The options of `steplab comm` other than its cells."""
+    """Options of `steplab comm` outside cells."""
 
-    gpus: Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")] = (
-        None
-    )
+    gpus: Gpus = None
+    """Number of processes, each on its own GPU."""
     processes: Annotated[
         Sequence[object] | None,
         Declared(
@@ -143,6 +140,7 @@ class CommOptions:
         Declared(
             help="Samples of each cell; on a GPU a sample of short calls is the mean of many",
             default_words="10 to 200, by their duration",
+            least=1,
         ),
     ] = None
 
@@ -159,19 +157,18 @@ class CommStudy:
     cells: tuple[CommSpec, ...]
     """The cells, without duplicates."""
     num_processes: int
-    """Number of ranks to start; those that a cell does not use are idle meanwhile."""
+    """Ranks to start; a cell's unused ones are idle."""
     warmup_s: float = 0.1
     """Shortest warm-up of each cell, in seconds; at least five calls run, for at most about ten times as long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean over a millisecond of calls (measurement.comm.back_to_back); single calls are timed too."""
+    sample is a mean over a millisecond of calls (measurement.comm.back_to_back); single calls are timed too."""
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""
     most_repeats: int = 200
     """Largest number of samples, however short they are."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
         if not self.cells:
             raise UserError("no cells to measure; give each list at least one value")
         largest = max(cell.world_size for cell in self.cells)
@@ -193,9 +190,9 @@ def numbers_of(processes: object) -> list[int]:
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
-    """Cells for all combinations of values; a field without values gets those that suit the machine. Cells on the same
-    ranks are adjacent, and sizes vary fastest. A backend skips devices and collectives that it does not support. Raises
-    UserError with an invalid field, its value and the valid ones."""
+    """Cells for all combinations of values, by default those that suit the machine. Cells on the same ranks are
+    adjacent; sizes vary fastest. A backend skips unsupported devices and collectives. Raises UserError with an invalid
+    field, its value and the valid ones."""
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
@@ -234,7 +231,8 @@ def worlds_of(num_processes: int) -> list[int]:
 
 
 def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
-    return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
+    served = _SERVES.get(backend, ())
+    return _served(named, served) if named else served[:1] or [None]
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:

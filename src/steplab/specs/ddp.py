@@ -39,11 +39,15 @@ COLLECTIVES = "collectives"
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """Ways to send gradients, by their names in DataParallel."""
 UPDATES = (AFTER, OVERLAPPED)
-"""When parameters are updated: after all gradients have arrived, or in parts as their gradients arrive."""
-_CHOICES = {"transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES), "update": (WITH_UPDATE, UPDATES, AFTER)}
-"""Options that only some kinds of variant have: those kinds, the values, and the default."""
+"""When parameters are updated: after all gradients, or in parts as these arrive."""
 _SIZED = ("bucketed", "torch_ddp")
 DEFAULT_BUCKET_MB = 25.0
+_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...], object]] = {
+    "bucket_size_mb": (WITH_BUCKETS, (), DEFAULT_BUCKET_MB),
+    "transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES),
+    "update": (WITH_UPDATE, UPDATES, AFTER),
+}
+"""Options of some kinds of variant: the kinds, the values (empty: any number), the default."""
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
@@ -78,23 +82,17 @@ class Variant:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"variant '{self.kind}' is not known; choose some of {', '.join(KINDS)}")
-        if self.kind not in WITH_BUCKETS:
-            if self.bucket_size_mb is not None:
-                raise UserError(f"{self.kind} has no bucket size; variants that have one: {', '.join(WITH_BUCKETS)}")
-        elif self.bucket_size_mb is None:
-            object.__setattr__(self, "bucket_size_mb", DEFAULT_BUCKET_MB)
-        elif not 0 < self.bucket_size_mb < float("inf"):
-            raise UserError(f"a bucket size must be a positive number of MB, not {self.bucket_size_mb}")
         for name, (kinds, known, default) in _CHOICES.items():
             chosen = getattr(self, name)
-            if self.kind not in kinds:
-                if chosen is not None:
-                    has = f"variants that have one: {', '.join(kinds)}"
-                    raise UserError(f"{self.kind} has no choice of {name}; {has}")
-            elif chosen is None:
+            if chosen is None and self.kind in kinds:
                 object.__setattr__(self, name, default)
-            elif chosen not in known:
+            elif chosen is not None and self.kind not in kinds:
+                has = f"variants that have one: {', '.join(kinds)}"
+                raise UserError(f"{self.kind} has no choice of {name}; {has}")
+            elif chosen is not None and known and chosen not in known:
                 raise UserError(f"{name} '{chosen}' is not known; choose some of {', '.join(known)}")
+        if self.bucket_size_mb is not None:
+            _megabytes(self.bucket_size_mb)
 
     @property
     def family(self) -> str:
@@ -119,47 +117,32 @@ class DdpStudy:
     """Training step of each rank: `batch` is per rank, `warmup` and `steps` are per variant."""
     processes: int = 2
     """Number of ranks."""
-    compile: Literal["off", "block"] = "off"
-    """Set only in old records, and then moved to `step.compile`."""
     contenders: tuple[Variant, ...]
     """Variants in the order of measurement, without duplicates; the baseline `none` is first."""
     turn: int = 5
-    """Number of consecutive steps of a variant before the baseline is measured again."""
+    """Consecutive steps of a variant between two turns of the baseline."""
     profiled_steps: int = 2
-    """Number of profiled steps of each variant, after the timed ones; 0: no traces and no timelines."""
+    """Profiled steps of each variant, after the timed ones; 0: no traces, no timelines."""
     repeats: int = 10
-    """Number of times that each variant's communication is timed without computation."""
+    """Samples of each variant's communication without computation."""
 
     def __post_init__(self) -> None:
-        for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name.replace('_', ' ')} must be at least {least}, not {getattr(self, name)}")
-        if self.compile != "off":
-            object.__setattr__(self, "step", replace(self.step, compile=self.compile))
-            object.__setattr__(self, "compile", "off")
-        if self.step.compile not in ("off", "block"):
-            raise UserError(
-                f"compile '{self.step.compile}' is not supported here, because a model compiled as a whole delivers "
-                "all gradients at the end; choose one of off, block"
-            )
-        if self.step.pass_name != "train":
-            raise UserError(
-                f"pass '{self.step.pass_name}' is not supported here, because variants are compared on whole training "
-                "steps; use --pass train"
-            )
-        if self.step.layout != SINGLE:
+        step = self.step
+        if self.processes < 2:
+            raise UserError(f"processes must be at least 2, not {self.processes}")
+        if step.layout != SINGLE:
             raise UserError("the study itself spreads the step over ranks; leave --layout out")
-        if self.step.precision == "fp16":
-            raise UserError(
-                "precision fp16 is not supported here, because it needs a gradient scaler; use --precision bf16"
-            )
-        if self.step.cuda_graph == "step":
-            raise UserError("cuda_graph step is not supported here, because ranks communicate; use --cuda-graph off")
-        if self.step.precision in WITH_MASTERS:
-            raise UserError(
-                f"precision {self.step.precision} is not supported here, because ranks would add up their gradients in "
-                "bf16; use --precision bf16"
-            )
+        whole = "a model compiled as a whole delivers all gradients at the end; choose one of off, block"
+        masters = "ranks would add up their gradients in bf16; use --precision bf16"
+        for is_refused, what, why in (
+            (step.compile not in ("off", "block"), f"compile '{step.compile}'", whole),
+            (step.pass_name != "train", f"pass '{step.pass_name}'", "whole steps are compared; use --pass train"),
+            (step.precision == "fp16", "precision fp16", "it needs a gradient scaler; use --precision bf16"),
+            (step.precision in WITH_MASTERS, f"precision {step.precision}", masters),
+            (step.cuda_graph == "step", "cuda_graph step", "ranks communicate; use --cuda-graph off"),
+        ):
+            if is_refused:
+                raise UserError(f"{what} is not supported here, because {why}")
         baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 
@@ -173,7 +156,7 @@ class DdpStudy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions(Spread):
-    """The options of `steplab ddp` other than the fields of each rank's step."""
+    """Options of `steplab ddp` outside the step's fields."""
 
     variants: Annotated[
         Sequence[str],
@@ -209,7 +192,7 @@ class DdpOptions(Spread):
         ),
     ] = None
     profiled_steps: Annotated[
-        int, Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none")
+        int, Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none", least=0)
     ] = 2
     traces: Annotated[str | None, Declared(help="Folder for traces, one file per variant", parse=Path)] = None
 
@@ -231,8 +214,7 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """Variants that the options request. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused
-    options."""
+    """Requested variants. `small`: default bucket sizes of a CPU. Raises UserError for invalid or unused options."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))

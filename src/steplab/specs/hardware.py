@@ -1,6 +1,6 @@
 """Vendors' figures for GPUs, TPUs and networks between nodes, from hardware.toml and networks.toml.
 
-They serve as denominators and planning limits, never as measurements. Conventions of every entry:
+They are denominators and planning limits, never measurements. Conventions:
 
 - A peak is dense, in FLOP/s, a multiply-add counted as two, with FP32 accumulation; the citation says where a figure
   "with sparsity" was halved.
@@ -9,8 +9,8 @@ They serve as denominators and planning limits, never as measurements. Conventio
 - `memory_bytes` is the stated capacity, with GB read as 2**30 bytes; `usable_bytes` is the slightly smaller memory
   that torch reports, if known.
 
-A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has other rates, and
-gets no figures rather than a similar GPU's.
+A GPU is recognised only by its exact name: a laptop part, an export model or a MIG slice has other rates, and gets no
+figures.
 """
 
 import difflib
@@ -55,9 +55,9 @@ class HardwareSpec:
     memory_bandwidth_bytes_per_s: _Figure
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
     multiprocessors: _Count | None = None
-    """Number of streaming multiprocessors, or compute units; None: unknown."""
+    """Streaming multiprocessors or compute units; None: unknown."""
     interconnect: str
-    """Name of the fastest link between GPUs, such as NVLink 4; a machine may lack one that is a bridge."""
+    """Fastest link between GPUs, such as NVLink 4; a machine may lack a bridge."""
     interconnect_bytes_per_s: _Figure
     """Stated bandwidth of the interconnect per GPU, both directions together, GB = 1e9."""
     peaks: Mapping[str, Peak]
@@ -86,7 +86,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpus: tuple[str, ...]
     """Short names of the GPUs."""
     gpus_per_node: int
-    """Number of GPUs per node, each with its own adapter."""
+    """GPUs per node, each with its own adapter."""
     source: str
     """Citation of the stated figures, and their conversion."""
 
@@ -108,8 +108,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """GPU with this short name or torch's, without regard to case and spaces. H100 means its SXM module, else the one
-    with most memory. Raises UserError with the short names."""
+    """GPU with this short name or torch's, in any case and spacing. H100 means its SXM module, else the one with most
+    memory. Raises UserError with the short names."""
     return _named(name, catalogue())
 
 
@@ -170,5 +170,5 @@ def network_of(gpu: str) -> NetworkSpec | None:
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """Network whose `reached` applies to these GPUs: their own, else the one that reaches least."""
+    """Network with the `reached` of these GPUs: their own, else the network that reaches least."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -20,7 +20,7 @@ class Layout:
     dp: int = 1
     """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""
     fsdp: int = 1
-    """Size of the fully sharded data-parallel axis: as dp, with parameters, gradients and optimizer state sharded."""
+    """Size of the fully sharded axis: as dp, with sharded parameters, gradients and optimizer state."""
     tp: int = 1
     """Size of the tensor-parallel axis: each matrix is split over the ranks; all ranks see the same batch."""
     pp: int = 1
@@ -29,10 +29,8 @@ class Layout:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if size < 1:
-                raise UserError(f"layout {field.name} must be at least 1, not {size}")
-            if size > MOST_PROCESSES:
-                raise UserError(f"layout {field.name} must be at most {MOST_PROCESSES}, not {size}")
+            if not 1 <= size <= MOST_PROCESSES:
+                raise UserError(f"layout {field.name} must be from 1 to {MOST_PROCESSES}, not {size}")
 
     @property
     def world_size(self) -> int:
@@ -69,7 +67,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """Numbers of the blocks in a pipeline stage; the first stages have one more if they cannot be equal."""
+    """Blocks of a pipeline stage; the first stages have one more if they cannot be equal."""
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
@@ -85,8 +83,8 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """Fields with device and layout for `gpus` GPUs, or for `processes` processes on the CPU; default: data-parallel.
-    Raises UserError if the given layout or device contradicts the number."""
+    """Fields with device and layout, by default data-parallel, for `gpus` GPUs or `processes` CPU processes. Raises
+    UserError if the given layout or device contradicts the number."""
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
@@ -102,8 +100,8 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """Number of processes and their device, cuda or cpu. Raises UserError for two numbers or none, for one below 1, and
-    for a contradicting device."""
+    """Processes and their device, cuda or cpu. Raises UserError for two numbers or none, one below 1, and a
+    contradicting device."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

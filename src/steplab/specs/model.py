@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from steplab.errors import Unsupported, UserError
-from steplab.specs.step_fields import Declared, StepField, declared_fields
+from steplab.specs.step_fields import Declared, StepField, check_declared, declared_fields
 from steplab.unpacking import small_file
 
 ModelKind = Literal["transformer", "hf", "factory"]
@@ -24,13 +24,13 @@ Projections = Literal["separate", "merged"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerShape:
-    """Sizes and parts of the plain pre-norm Transformer; by default LLaMA's: RMSNorm, rotary embedding, SwiGLU, an
-    untied head, no biases."""
+    """The plain pre-norm Transformer; by default LLaMA's parts: RMSNorm, rotary embedding, SwiGLU, an untied head, no
+    biases."""
 
     vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
     d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
     d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
-    num_layers: Annotated[int, Declared(help="Number of blocks", group="sizes", least=1)]
+    num_layers: Annotated[int, msgspec.Meta(le=10_000), Declared(help="Number of blocks", group="sizes", least=1)]
     # 0: only feed-forward blocks, without norms and attention, as in the planning-only size xxl.
     num_heads: Annotated[
         int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
@@ -74,8 +74,7 @@ class TransformerShape:
     ] = "separate"
 
     def __post_init__(self) -> None:
-        for field in SIZE_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(SIZE_FIELDS, self)
         if self.num_heads == 0:
             self._refuse_parts_of_attention()
             return
@@ -97,15 +96,11 @@ class TransformerShape:
                 f"model.num_kv_heads {self.num_kv_heads} must divide the {self.num_heads} attention heads; "
                 "choose a divisor of model.num_heads"
             )
-        if self.learned_positions and self.d_model % self.num_heads:
+        factor, even = (1, "") if self.learned_positions else (2, " of an even width, which the rotary embedding needs")
+        if self.d_model % (factor * self.num_heads):
             raise UserError(
-                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads; "
-                "choose a multiple of model.num_heads"
-            )
-        if not self.learned_positions and self.d_model % (2 * self.num_heads):
-            raise UserError(
-                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads of an even width, "
-                "which the rotary embedding needs; choose a multiple of 2 x model.num_heads"
+                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads{even}; "
+                f"choose a multiple of {'2 x ' if even else ''}model.num_heads"
             )
 
     @property
@@ -141,33 +136,15 @@ _PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
 
 
-def _shape(
-    d_model: int,
-    d_ff: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int = 10_000,
-    feed_forward: FeedForward = "swiglu",
-) -> TransformerShape:
-    return TransformerShape(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        feed_forward=feed_forward,
-    )
-
-
 MODEL_SIZES: dict[str, TransformerShape] = {
-    "tiny": _shape(128, 512, 2, 4, vocab_size=1_000),
-    "small": _shape(768, 3072, 12, 12),
-    "medium": _shape(1024, 4096, 24, 16),
-    "large": _shape(1280, 5120, 36, 20),
-    "xl": _shape(1600, 6400, 48, 25),
-    "2.7b": _shape(2560, 10240, 32, 32),
-    "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
-    "xxl": _shape(16384, 53248, 126, 0, vocab_size=0, feed_forward="gelu"),
+    "tiny": TransformerShape(vocab_size=1_000, d_model=128, d_ff=512, num_layers=2, num_heads=4),
+    "small": TransformerShape(vocab_size=10_000, d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": TransformerShape(vocab_size=10_000, d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": TransformerShape(vocab_size=10_000, d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": TransformerShape(vocab_size=10_000, d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7b": TransformerShape(vocab_size=10_000, d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "8b": TransformerShape(vocab_size=151_936, d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
+    "xxl": TransformerShape(vocab_size=0, d_model=16384, d_ff=53248, num_layers=126, num_heads=0, feed_forward="gelu"),
 }
 """Built-in sizes by name. tiny is for a CPU; xxl is for planning only: it has feed-forward blocks, no attention."""
 
@@ -189,13 +166,13 @@ class ModelSpec:
     shape: TransformerShape | None = None
     """Sizes of a built-in model; None for other kinds, whose parameters are counted after building."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """Content of the transformers config.json, so that a record is complete without the file. It is not part of the
-    hash, because a dict cannot be hashed."""
+    """Content of the transformers config.json, so that a record is complete without the file. A dict cannot be part of
+    the hash."""
 
     @property
     def label(self) -> str:
-        """Short name for tables: a built-in name with changed sizes, or a configuration file's name. For a config.json
-        it is the folder's name, because all sizes of a family share a model type."""
+        """Short name for tables: a built-in name with changed sizes, or a configuration file's name; for a config.json
+        the folder's, because a family's sizes share a model type."""
         if self.kind == "factory":
             return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
         if self.kind == "hf":

@@ -1,8 +1,8 @@
 """Writes a step as lines of Python for a user's own training loop.
 
-Each section follows from fields of the step, in program order. The lines use the variables `model`, `batches`, `device`
-and `lr`. They call the model, find the loss and split a batch by the functions of a measured step, so they run for
-every model that can be measured.
+Sections follow from the step's fields, in program order, and use the variables `model`, `batches`, `device` and `lr`.
+Functions of a measured step call the model, find the loss and split a batch, so the lines run for every measurable
+model.
 """
 
 from collections.abc import Iterable, Iterator

@@ -3,12 +3,10 @@
 docs/studies.md has an example and the keys.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from steplab.errors import UserError
 from steplab.specs.study import content_of
 
 FOLDER = "questions"
@@ -52,8 +50,8 @@ class Figure(Expression, kw_only=True, frozen=True):
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A question that `steplab plan accounting` answers, named by its beginning, with options of that command. Without
-    a model, `steplab attention --derive` answers."""
+    """A question that `steplab plan accounting` answers, by its beginning, with that command's options. Without a
+    model, `steplab attention --derive` answers."""
 
     question: str = ""
     model: str = ""
@@ -78,12 +76,12 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
     most: int = 0
     """Largest number of rows to show; 0: all."""
     figures: dict[str, Figure] = {}
-    """Figures that the answer inserts as {name}; {name.at} is where the largest, or the smallest, was found."""
+    """Figures that the answer inserts as {name}; {name.at} is where the largest, or smallest, was."""
     answer: str = ""
     headline: bool = False
     """True to put the answer at the top of the page."""
     complete: Where = {}
-    """Values to cover in all combinations; a combination without a row leaves the question partly answered."""
+    """Values to cover in all combinations; without a row for each, the question is partly answered."""
     shows: list[str] = []
     """Titles of sections, with pictures, to show from the answering record's own report."""
     derives: Derivation | None = None
@@ -103,8 +101,4 @@ class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen
 
 def load_questions(source: str) -> Questions:
     """Read a preset or a TOML file. Raises UserError if it has no questions."""
-    content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
-    try:
-        return msgspec.convert(content, Questions)
-    except msgspec.ValidationError as error:
-        raise UserError(f"questions {source}: {error}") from error
+    return content_of("set of questions", source, FOLDER, Questions)

@@ -1,6 +1,6 @@
 """Converts a user's fields (`{"model": "small", "context": 256}`) to a StepSpec, and a StepSpec to options.
 
-The command line, study files and Python share this module, so a wrong name or type gets the same message everywhere.
+Command line, study files and Python share it, and so its errors.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from steplab.errors import UserError, meant
+from steplab.errors import UserError
 from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS, model_spec
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 from steplab.specs.step_choices import DEFAULT_MODEL, KEEPS_MASTERS, WITH_MASTERS
-from steplab.specs.step_fields import option_name
+from steplab.specs.step_fields import option_name, parse_declared
 
 Grid = Mapping[str, Sequence[object]]
 Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """StepSpec with these fields, and defaults for others. Raises UserError for an invalid field, with the valid
-    values, and for a field without an effect on this step."""
+    """StepSpec with these fields, and defaults. Raises UserError for an invalid field, with the valid values, and for
+    one without effect on this step."""
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
         raise UserError(f"{name} has no effect here: {why}")
@@ -44,8 +44,8 @@ def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cel
 
 
 def resolve_grid(grid: Grid) -> list[StepSpec]:
-    """Steps for all combinations of values; the first field varies slowest. A field is omitted from combinations that
-    it does not affect, so steps may repeat. Raises UserError as resolve_step does."""
+    """Steps for all combinations of values; the first field varies slowest. Combinations omit fields without effect, so
+    steps may repeat. Raises UserError as resolve_step."""
     every = products(grid)
     unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)
@@ -58,7 +58,7 @@ def resolve_grid(grid: Grid) -> list[StepSpec]:
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     """Copy with changed fields, named as in study files. Raises UserError for an invalid value, and Unsupported for an
     unsupported step."""
-    parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    parsed = parse_declared(fields, FIELDS)
     sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
     changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}
     if "model" in fields:
@@ -66,7 +66,7 @@ def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     if sizes and spec.model.shape is not None:
         shape = dataclasses.replace(spec.model.shape, **sizes)
         changes["model"] = dataclasses.replace(spec.model, shape=shape)
-    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(spec, **changes)
 
 
 def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -90,13 +90,10 @@ def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
 
 
 def _built(fields: Mapping[str, object]) -> StepSpec:
-    for name in fields:
-        if name not in FIELDS:
-            raise UserError(f"unknown field '{name}'; {meant(name, FIELDS)}")
-    given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    given = parse_declared(fields, FIELDS)
     sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}
     step = {field.attribute: given[field.key] for field in STEP_FIELDS if field.key in given}
     if step.get("precision") in WITH_MASTERS and step.get("pass_name", "train") == "train":
         step.setdefault("optimizer", KEEPS_MASTERS)
     step["model"] = model_spec(str(step.get("model", DEFAULT_MODEL)), sizes)
-    return StepSpec(**step)  # type: ignore[arg-type]
+    return StepSpec(**step)

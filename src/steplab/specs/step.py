@@ -16,12 +16,12 @@ from steplab.specs.step_choices import (
     WITH_MASTERS,
     StepChoices,
 )
-from steplab.specs.step_fields import StepField, declared_fields
+from steplab.specs.step_fields import StepField, check_declared, declared_fields
 
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
 """Number format of autocast, for the precisions that use it."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
-"""Number of pipeline stages per rank, by schedule."""
+"""Pipeline stages per rank, by schedule."""
 _LARGEST_SHOWN = 1024
 _OFF = "or --cuda-graph off"
 _AFTER = "or --update after"
@@ -174,7 +174,7 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 
 
 def refuse_unserved_masters(spec: StepChoices) -> None:
-    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast, or have no masters."""
+    """Raise Unsupported if bf16 weights would train differently from autocast, or have no masters."""
     if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
@@ -247,11 +247,10 @@ _REFUSALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec(StepChoices):
-    """Everything that determines the computation of one training step and its measurement."""
+    """Everything that determines a training step and its measurement."""
 
     def __post_init__(self) -> None:
-        for field in STEP_FIELDS:
-            field.refuse_invalid(getattr(self, field.attribute))
+        check_declared(STEP_FIELDS, self)
         if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
             raise UserError(
                 f"device {self.device} is one device, but layout {self.layout} takes {self.layout.world_size}; "

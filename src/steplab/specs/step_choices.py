@@ -48,7 +48,7 @@ _MODELS = ", ".join(MEASURED)
 
 
 def averages_gradients(layout: Layout) -> bool:
-    """True if steplab's own data parallelism averages gradients: dp is the only axis. With other axes FSDP2 does."""
+    """True if steplab's own data parallelism averages gradients: dp is the only axis. Else FSDP2 does."""
     return layout.world_size == layout.dp > 1
 
 
@@ -78,7 +78,7 @@ def no_gradients(spec: "StepChoices") -> str | None:
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """Make the `unused` of a field for built-in models only. `own` completes the reason, as 'has its own blocks'."""
+    """`unused` of a field for built-in models only. `own` completes the reason: 'has its own blocks'."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -88,29 +88,21 @@ def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
     return why
 
 
-def no_shards(spec: "StepChoices") -> str | None:
-    return _no_axis(spec.layout, "fsdp", "frees no parameters")
+def _needs_axis(axis: str, lacks: str, instead: str = "") -> "Callable[[StepChoices], str | None]":
+    """`unused` of a field for layouts with this axis. `lacks` completes the reason: 'has no pipeline'."""
 
+    def why(spec: "StepChoices") -> str | None:
+        if getattr(spec.layout, axis) > 1:
+            return None
+        what = "a step of one process" if spec.layout.world_size == 1 else f"layout {spec.layout}"
+        return f"{what} {lacks}; leave it out, or use a layout with {axis}, as --layout {axis}=2{instead}"
 
-def no_pipeline(spec: "StepChoices") -> str | None:
-    return _no_axis(spec.layout, "pp", "has no pipeline")
-
-
-def no_microbatches(spec: "StepChoices") -> str | None:
-    why = no_pipeline(spec)
-    return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
-
-
-def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
-    if getattr(layout, axis) > 1:
-        return None
-    what = "a step of one process" if layout.world_size == 1 else f"layout {layout}"
-    return f"{what} {lacks}; leave it out, or use a layout with {axis}, as --layout {axis}=2"
+    return why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoices:
-    """The fields of a StepSpec, which also checks that they are valid and fit each other."""
+    """Fields of a StepSpec, which also checks them and their combinations."""
 
     model: Annotated[
         ModelSpec,
@@ -383,7 +375,7 @@ class StepChoices:
             help="Free a block's fsdp parameters after its forward pass and gather them again for the backward pass",
             meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
             group="processes",
-            unused=no_shards,
+            unused=_needs_axis("fsdp", "frees no parameters"),
             header="reshard",
             said="reshard after forward: {}",
             quiet=True,
@@ -400,7 +392,7 @@ class StepChoices:
                 "interleaved": "1f1b over two shorter stages per rank",
             },
             group="processes",
-            unused=no_pipeline,
+            unused=_needs_axis("pp", "has no pipeline"),
             header="schedule",
             said="{} schedule",
             rank=2,
@@ -413,7 +405,9 @@ class StepChoices:
             default_words="one per sequence",
             group="processes",
             least=1,
-            unused=no_microbatches,
+            unused=_needs_axis(
+                "pp", "has no pipeline", "; micro-steps whose gradients are averaged are --accumulation"
+            ),
             shown=lambda spec: spec.num_microbatches,
             said="{} microbatch{es}",
             rank=2,
@@ -422,7 +416,7 @@ class StepChoices:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of pipeline microbatches: `microbatches`, or one per sequence; 1 without a pipeline."""
+        """`microbatches`, or one per sequence; 1 without a pipeline."""
         return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
@@ -437,7 +431,7 @@ class StepChoices:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-steps: `accumulation`, or 1 without gradients."""
+        """`accumulation`, or 1 without gradients."""
         return 1 if self.pass_name == "forward" else self.accumulation
 
     @property
@@ -451,7 +445,7 @@ class StepChoices:
 
     @property
     def launcher(self) -> str:
-        """How kernels are launched: 'eager', 'compiled', or 'triton' for block operators, whose Python is slowest."""
+        """How kernels are launched: eager, compiled, or triton (block operators), whose Python is slowest."""
         return "triton" if self.block_ops == "triton" else "eager" if self.compile == "off" else "compiled"
 
     @property
@@ -461,7 +455,7 @@ class StepChoices:
 
     @property
     def strategy(self) -> str | None:
-        """Strategy of steplab's own gradient averaging; None without a dp axis, or if FSDP2 averages gradients."""
+        """Strategy of steplab's own gradient averaging; None without dp, or if FSDP2 averages."""
         return self.data_parallel if averages_gradients(self.layout) else None
 
     @property

@@ -7,18 +7,18 @@ A declaration is part of the field's type annotation, in `specs.step_choices`, `
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from steplab.errors import UserError
+from steplab.errors import UserError, meant
 
 Spec = Any
 """A specs.step.StepSpec; that module imports this one."""
 
 LARGEST = 2**63 - 1
-"""Largest valid count; a larger one fits neither a tensor's size nor a database column."""
+"""Largest valid count: of a tensor's size and a database column."""
 
 Scalar = str | int | float | None
 """Value of a field in a table row."""
@@ -27,7 +27,7 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Declared:
-    """Metadata of a field, in its type annotation. Name, type, choices and default come from the dataclass."""
+    """Metadata of a field; name, type, choices and default come from the dataclass."""
 
     help: str
     """Help of the option, without the choices and the default."""
@@ -36,7 +36,7 @@ class Declared:
     choices: tuple[str, ...] = ()
     """Valid values of a `str` field whose choices come from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Meaning of each choice, shown in brackets after it in the help; with a `check`, of each valid form."""
+    """Meaning of each choice, for the help; with a `check`, of each valid form."""
     default_words: str | None = None
     """The default in words, for the help; None: the help shows its value, if any."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
@@ -46,22 +46,22 @@ class Declared:
     above: float | None = None
     """Exclusive lower bound of a number."""
     check: Callable[[str], None] | None = None
-    """Function that raises UserError for an invalid text."""
+    """Raises UserError for an invalid text."""
     parse: Callable[[str], object] | None = None
-    """Function that converts text to a type other than text and numbers; the text may contain commas."""
+    """Converts text to a type other than text and numbers; the text may contain commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Function that returns True if the field affects a step; rows and labels omit it otherwise."""
+    """True if the field affects a step; otherwise rows and labels omit it."""
     unused: Callable[[Spec], str | None] | None = None
-    """Function that returns why a field without effect is refused, with a fix; None if it has an effect. A grid omits
-    the field from the cells that it does not affect."""
+    """Why the field has no effect, with a fix; None if it has one. A grid omits the field from cells that it does not
+    affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """Function that returns the value for rows and labels; None: the field's own value."""
+    """The value for rows and labels; None: the field's own."""
     column: str | None = None
     """Name in a row; None: the field's own name."""
     header: str | None = None
     """Heading of the column; None: the name, with spaces for underscores."""
     said: str = "{}"
-    """Template of the words for a value in labels, captions and descriptions; {s} and {es} become plural endings."""
+    """Template for a value in labels and descriptions; {s} and {es} become plural endings."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
     """Words that replace certain values."""
     unit: str = ""
@@ -69,10 +69,10 @@ class Declared:
     quiet: bool = False
     """True to omit the default from descriptions, and from tables in which all rows have it."""
     rank: int = 0
-    """Priority of the column: a narrow terminal drops the highest ranks first, and never 0."""
+    """A narrow terminal drops columns of the highest ranks first, and never 0."""
     role: Literal["size", "what", "how", "device"] = "what"
-    """size: can be the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
-    else distinguishes cells. device: like how, but ignored in comparisons, which compare the hardware itself."""
+    """size: can be a chart's x axis. what: the step's computation. how: its measurement, shown only if nothing else
+    distinguishes cells. device: as how, but ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
     """Position of a size among the candidates for the x axis."""
     panel: int = 99
@@ -105,7 +105,7 @@ class StepField:
     about: Declared
     """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """Function that reads the value from a spec; it returns None for a size if the model is not built in."""
+    """Reads the value from a spec; None for a size if the model is not built in."""
 
     @property
     def is_list(self) -> bool:
@@ -135,7 +135,7 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Reason to refuse the field for this step; None if it has an effect."""
+        """Why the field has no effect on this step, with a fix; None if it has one."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
@@ -187,15 +187,15 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """Fields that a dataclass declares. `prefix` starts their keys; `read` returns the dataclass instance of a spec.
-    `pass_name` gets the key `pass`. Raises TypeError for an undeclared field."""
+    """Fields of a dataclass. `prefix` starts their keys; `read` returns the instance in a spec. `pass_name` gets the
+    key `pass`. Raises TypeError for an undeclared field."""
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:
             raise TypeError(
                 f"{cls.__name__}.{field.name} is not declared: write Annotated[its type, Declared(help=...)]"
             )
-        annotated, about = get_args(field.type)
+        annotated, *_, about = get_args(field.type)  # between them, limits of a decoded record
         plain = get_args(annotated)[0] if get_origin(annotated) in (UnionType, Union) else annotated  # int | None
         choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(
@@ -214,6 +214,22 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
 
 
 Fields = tuple[StepField, ...]
+
+
+def check_declared(fields: Iterable[StepField], declaring: object) -> None:
+    """Raise UserError, with the valid values, for an invalid field."""
+    for field in fields:
+        field.refuse_invalid(getattr(declaring, field.attribute))
+
+
+def parse_declared(given: Mapping[str, object], known: Mapping[str, StepField], of: str = "") -> dict[str, Any]:
+    """Values in their fields' types. Raises UserError for an unknown field (`of` completes the message) or an invalid
+    value.
+    """
+    for name in given:
+        if name not in known:
+            raise UserError(f"unknown field '{name}'{of}; {meant(name, known)}")
+    return {name: known[name].parsed(value) for name, value in given.items()}
 
 
 def option_name(key: str) -> str:

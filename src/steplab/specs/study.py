@@ -1,27 +1,17 @@
 """A study: steps to time, in products of field values, and further measurements.
 
-In TOML, each `[[grid]]` is one product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
+In TOML, each `[[grid]]` is a product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
 `[[precision]]` are grids of steps that are also profiled, watched or audited. `[[attention]]`, `[[comm]]`, `[[ddp]]`
-and `[[doctor]]` are one benchmark each, with the options of the command of that name:
-
-    description = "how far does bf16 carry?"
-    [[grid]]
-    model = ["small", "medium"]
-    context = [128, 256]
-    precision = ["fp32", "bf16"]
-    [[comm]]
-    collective = "all_reduce"
-
-`gpus` is the number of GPUs that a study needs. `include` lists presets to run too; those that need more GPUs than the
-machine has are skipped.
+and `[[doctor]]` are one benchmark each, with its command's options. docs/studies.md has an example.
 """
 
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from steplab.errors import UserError
 from steplab.specs.resolve import Grid, as_grid, cells_of_grids, resolve_grid
@@ -32,9 +22,9 @@ from steplab.unpacking import small_file
 GRIDS, STUDIES = "attention_grids", "studies"
 """Folders of preset TOML files in steplab.specs."""
 STEP_PARTS = ("profile", "memory", "precision")
-"""Commands that examine one step; a study's tables of these names are grids of steps."""
+"""Commands that examine one step; a study's tables of them are grids of steps."""
 BENCHMARKS = ("doctor", "attention", "comm", "ddp")
-"""Commands that measure the machine or many cells; a study's tables of these names hold their options."""
+"""Commands that measure the machine or many cells; a study's tables of them hold options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudySpec:
-    """A named list of steps to time, in order and without duplicates, and of further measurements."""
+    """Distinct steps to time, in order, and further measurements."""
 
     name: str
     """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
@@ -62,7 +52,7 @@ class StudySpec:
     parts: tuple[Part, ...] = ()
     """Measurements beyond the timing of steps."""
     gpus: int = 0
-    """Number of GPUs that the measurements need."""
+    """GPUs that the measurements need."""
     questions: str = ""
     """Preset or file of questions that the report answers; empty: a report without questions."""
     includes: tuple["StudySpec", ...] = ()
@@ -81,7 +71,7 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """Study merged with its included studies, except those that need more than `num_gpus`; the description lists these.
+    """Study merged with its included ones, without those that need more than `num_gpus`, which the description lists.
     Raises UserError if none is left."""
     kept, missing = list[StudySpec](), list[StudySpec]()
 
@@ -135,50 +125,52 @@ def in_common(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset, an
-    unreadable file, or a file that is not a study."""
-    content = content_of("study", source, STUDIES, _hint)
+    """Read a preset or a TOML file; `overrides` replace fields of its steps. Raises UserError for an unknown preset and
+    an unreadable or invalid file."""
+    content = content_of("study", source, STUDIES, _File)
     try:
-        return _study(source, content, overrides)
+        return _study(Path(source).stem, content, overrides)
     except UserError as error:
         raise UserError(f"study {source}: {error}") from error
 
 
-def _hint(text: str) -> str:
-    return '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
+Tables = list[dict[str, Any]]
 
 
-def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpec:
-    tables = ("grid", *STEP_PARTS, *BENCHMARKS)
-    for key, value in content.items():
-        if key not in ("description", "gpus", "include", "questions", *tables):
-            listed = ", ".join(f"[[{table}]]" for table in tables)
-            told = "description, gpus, include, questions, and the tables"
-            raise UserError(f"unknown key '{key}'; a study has {told} {listed}")
-        if key in tables and not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
-            raise UserError(f"'{key}' must be a list of [[{key}]] tables")
-    gpus, included = content.get("gpus", 0), content.get("include", [])
-    if not isinstance(gpus, int) or gpus < 0:
-        raise UserError(f"'gpus' must be a number of GPUs, not {gpus!r}")
-    if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names(STUDIES)):
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    description: str = ""
+    gpus: Annotated[int, msgspec.Meta(ge=0)] = 0
+    include: list[str] = []
+    questions: str = ""
+    grid: Tables = []
+    profile: Tables = []
+    memory: Tables = []
+    precision: Tables = []
+    doctor: Tables = []
+    attention: Tables = []
+    comm: Tables = []
+    ddp: Tables = []
+
+
+def _study(name: str, content: _File, overrides: Grid) -> StudySpec:
+    if not set(content.include) <= set(preset_names(STUDIES)):
         raise UserError(f"'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
-    name, description = Path(source).stem, str(content.get("description", ""))
-    questions = str(content.get("questions", ""))
+    description, gpus, questions = content.description, content.gpus, content.questions
 
     def grids(kind: str) -> list[Grid]:
-        flat = [as_grid(_flat(grid)) for grid in content.get(kind, ())]
+        flat = [as_grid(_flat(grid)) for grid in getattr(content, kind)]
         for empty in (name for grid in flat for name, values in grid.items() if not values):
             raise UserError(f"{empty} needs at least one value in a study")
         return [{**grid, **overrides} for grid in flat]
 
     parts = [
         *(Part(kind=kind, step=cell) for kind in STEP_PARTS for grid in grids(kind) for cell in resolve_grid(grid)),
-        *(Part(kind=kind, options=_flat(options)) for kind in BENCHMARKS for options in content.get(kind, ())),
+        *(Part(kind=kind, options=_flat(options)) for kind in BENCHMARKS for options in getattr(content, kind)),
     ]
-    includes = tuple(load_study(str(preset), overrides) for preset in included)
+    includes = tuple(load_study(preset, overrides) for preset in content.include)
     if not parts and not includes:
         return replace(study_from_grids(name, description, grids("grid")), gpus=gpus, questions=questions)
-    cells = study_from_grids(name, description, grids("grid")).cells if content.get("grid") else ()
+    cells = study_from_grids(name, description, grids("grid")).cells if content.grid else ()
     return StudySpec(
         name=name,
         description=description,
@@ -206,9 +198,12 @@ def preset_names(folder: str) -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")))
 
 
-def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
-    """Content of a preset in `folder`, or of a TOML file. `what` names its kind in errors, such as study; `hint`
-    returns advice on text that is not TOML. Raises UserError for an unknown preset, and an unreadable or invalid file.
+Content = TypeVar("Content", bound=msgspec.Struct)
+
+
+def content_of(what: str, source: str, folder: str, content: type[Content]) -> Content:
+    """Content of a preset in `folder`, or of a TOML file. `what` names its kind in errors, such as study. Raises
+    UserError for an unknown preset, and an unreadable or invalid file.
     """
     names = preset_names(folder)
     if source in names:
@@ -223,6 +218,10 @@ def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] =
             found = f"{source} cannot be read ({error.strerror})" if Path(source).exists() else f"no {what} '{source}'"
             raise UserError(f"{found}: {choice}") from error
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{what} {source} is not valid TOML: {error}{hint(text)}") from error
+        return msgspec.toml.decode(text, type=content)
+    except msgspec.ValidationError as error:
+        keys = ", ".join(content.__struct_fields__)
+        raise UserError(f"{what} {source}: {error}; a {what} has the keys {keys}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        hint = '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
+        raise UserError(f"{what} {source} is not valid TOML: {error}{hint}") from error
