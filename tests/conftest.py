@@ -10,6 +10,7 @@ from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # traces of models, by commands and all test processes
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")
+sys.dont_write_bytecode = False  # else each test process compiles all tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
 import pytest
