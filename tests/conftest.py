@@ -10,7 +10,6 @@ from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # traces of models, by commands and all test processes
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")
-sys.dont_write_bytecode = False  # else each test process compiles all tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 from hypothesis import settings
 from tests.interpreted import cast_to_fp8_as_a_gpu_does, prepare_the_language_once_a_launch
 
+sys.dont_write_bytecode = False  # else each test process compiles all tests
 gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton comes, which reads it once

@@ -28,6 +28,7 @@ from steplab.specs.resolve import resolve_step
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 CPU = torch.device("cpu")
+ONE_BLOCK: dict[str, object] = {"model": "tiny", "model.num_layers": 1}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Build = Callable[[], tuple[nn.Module, Callable[[], Any]]]
 
@@ -516,9 +517,6 @@ def test_an_audit_sees_what_products_lose() -> None:
     exact = x.double() @ w.double().t()
     error = (of_x @ of_w.t() - exact).norm() / exact.norm()
     assert seen.fp8.error == pytest.approx(error.item(), rel=0.01)
-
-
-ONE_BLOCK: dict[str, object] = {"model": "tiny", "model.num_layers": 1}
 
 
 @pytest.fixture(scope="module")
