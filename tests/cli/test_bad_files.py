@@ -57,7 +57,7 @@ def test_a_file_that_is_not_what_it_should_be_is_named_and_refused_as_usage(step
     for number, (what, make) in enumerate(tried.items()):
         file = f"{number}-{name}"
         make(steplab.cwd / file)
-        result = steplab(*(word.format(file) for word in command))
+        result = steplab.here(*(word.format(file) for word in command))
         assert result.code == 2, (what, result)
         assert file in complaint(result, 2), what
     assert not steplab.store.exists() or not steplab.rows()
