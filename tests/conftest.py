@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from tests.interpreted import cast_to_fp8_as_a_gpu_does, prepare_the_language_once_a_launch
 
+sys.dont_write_bytecode = False  # else each test process compiles all tests
 gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton comes, which reads it once

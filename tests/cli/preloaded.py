@@ -2,8 +2,8 @@
 
 As a program it listens on an inherited socket. For each request it forks a command with the given folder, variables and
 streams, and answers on a given socket with process number and exit code. Parallel test processes share it; it ends with
-their last connection. Measuring processes (as in `steplab.measurement.processes.started`), torchrun's commands and
-ranks of tests.distributed.ranks are forked too.
+their last connection. Measuring and reading processes, torchrun's commands and ranks of tests.distributed.ranks are
+forked too.
 """
 
 import atexit
@@ -36,6 +36,7 @@ _MAINS = {
     "steplab": "steplab.__main__:console",
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.processes.child": "steplab.measurement.processes.child:main",
+    "steplab.reading.child": "steplab.reading.child:main",
 }
 _OWN = re.compile(r"from (\S+) import main; main\(\)$")
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -195,6 +196,8 @@ def _import_everything() -> None:
             continue  # trackers and trainers take seconds to import, and commands that are forked use none
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
+    importlib.import_module("numpy.ma")  # as a first median does
+    steplab.specs.hardware.catalogue()
     ranks_tests = Path(__file__).parents[1] / "distributed"
     sys.path.insert(0, str(ranks_tests))  # as pytest does, by whose names of modules ranks find their functions
     for file in ranks_tests.glob("test_*.py"):

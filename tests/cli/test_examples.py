@@ -12,20 +12,15 @@ from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
 
 
-@pytest.fixture
-def beside_examples(steplab: Program) -> Program:
+def test_a_loop_of_ones_own_is_recorded_beside_the_other_runs(steplab: Program) -> None:
     shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
-    return steplab
-
-
-def test_a_loop_of_ones_own_is_recorded_beside_the_other_runs(beside_examples: Program) -> None:
-    finished = finish(beside_examples.start("examples/own_loop.py", module="python"))
+    finished = finish(steplab.start("examples/own_loop.py", module="python"))
     assert (finished.code, finished.stderr) == (0, "")
-    [row] = beside_examples.rows()
+    [row] = steplab.rows()
     assert (row["name"], row["status"], row["model"]) == ("own loop", "ok", None)
     assert 0 < row["forward_s"] < row["step_time_s"]
     assert (row["mfu_convention"], row["tokens_per_s"]) == ("given", 4 * 64 / row["step_time_s"])
-    shown = beside_examples("show", row["id"])
+    shown = steplab("show", row["id"])
     assert shown.code == 0
     assert "own loop" in shown.stdout
 

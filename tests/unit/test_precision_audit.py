@@ -28,6 +28,7 @@ from steplab.specs.resolve import resolve_step
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 CPU = torch.device("cpu")
+ONE_BLOCK: dict[str, object] = {"model": "tiny", "model.num_layers": 1}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Build = Callable[[], tuple[nn.Module, Callable[[], Any]]]
 
@@ -524,24 +525,24 @@ def in_fp8() -> Audit:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET")
         patch.setattr(precision_session, "_HISTORY", 2)
-        return audit(model="tiny", precision="fp8", optimizer="adamw_triton")
+        return audit(precision="fp8", optimizer="adamw_triton", **ONE_BLOCK)
 
 
 def test_products_of_an_fp8_step_lose_what_their_formats_do(in_fp8: Audit) -> None:
     """3.7 % with e4m3 and 5.9 % with e5m2, for normal numbers (test_fp8)."""
     phases = ("forward", "backward")
     losses = {phase: [use.fp8 for use in in_fp8.matmuls if use.fp8 and use.phase == phase] for phase in phases}
-    assert len(losses["forward"]) == len(losses["backward"]) == 2 * 7
+    assert len(losses["forward"]) == len(losses["backward"]) == 7
     assert all(0.03 < each.error < 0.045 for each in losses["forward"])
     assert all(0.05 < each.error < 0.075 for each in losses["backward"])
     assert all(each.saturated == 0 for some in losses.values() for each in some)
 
 
 def test_largest_magnitudes_of_the_first_steps_are_kept(in_fp8: Audit) -> None:
-    module = build_workload(resolve_step({"model": "tiny", "batch": 2, "context": 8}), CPU).module
+    module = build_workload(resolve_step(ONE_BLOCK | {"batch": 2, "context": 8}), CPU).module
     assert module is not None
     histories = {use.module: use.fp8.amaxes for use in in_fp8.matmuls if use.fp8 and use.phase == "forward"}
-    assert len(histories) == 2 * 7
+    assert len(histories) == 7
     for name, history in histories.items():
         assert len(history) == 2
         assert history[0][1] == module.get_parameter(f"{name}.weight").detach().bfloat16().abs().max().item()
