@@ -261,6 +261,7 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
         find=lambda cell: cell.deviation,
     ),
     Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),
+    Figure(key="warnings", find=lambda cell: "launch-bound" if waits_for_host(cell) else None),
     Figure(key="traced_step_s", find=lambda cell: cell.traced.step_s if cell.traced else None),
     Figure(key="traced_communication_s", find=_traced(lambda traced: traced.communication_s)),
 )

@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steplab.costs.data_parallel import Link, buckets_of
-from steplab.records.ddp import DdpRun
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, run_row, step_key
 from steplab.records.run import Run
-from steplab.report.ddp.figures import waits_for_host
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.report import RecordReport, report_of
 from steplab.stats import summarize
@@ -181,16 +179,12 @@ def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[
 
 
 def _ddp_rows(records: Sequence[Record]) -> Sheet:
-    """Adds the fitted overhead model's predictions for each variant's bucket size, and a warning for a step that waited
-    for the host: its exposed communication includes these waits.
-    """
+    """Adds the fitted overhead model's predictions for each variant's bucket size."""
     sheet = _own_rows("ddp", ("variant", "num_ranks"))(records)
-    runs = {run.id: run for run in records if isinstance(run, DdpRun)}
-    late = {(run.id, cell.contender.label) for run in runs.values() for cell in run.cells if waits_for_host(cell)}
+    runs: dict[str, Any] = {run.id: run for run in records}
     for row in sheet.rows:
         run = runs[str(row["id"])]
         row["checked"] = "no" if row.get("deviation") is None else "yes"
-        row["warnings"] = "launch-bound" if (run.id, row["variant"]) in late else None
         if (model := run.model) is None or run.facts is None:
             continue
         row |= {"gradient_bytes": model.gradient_bytes, "link_bytes_per_s": model.bytes_per_s, "call_s": model.call_s}
