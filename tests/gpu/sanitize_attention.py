@@ -9,6 +9,7 @@ partial and several tiles. Exit code 1: a result is not finite. PYTORCH_NO_CUDA_
 tensor's end.
 """
 
+import os
 import sys
 import time
 from unittest.mock import patch
@@ -85,4 +86,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # Triton's compiler threads may abort an orderly exit

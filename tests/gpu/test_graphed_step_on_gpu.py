@@ -27,7 +27,7 @@ class KeepsLosses(CudaGraphs):
         self._step = step
         self.losses: list[Tensor] = []
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
         had = self._step.loss
         replay = super().record(run)
         if self._step.loss is not None and had is None:

@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 class CallsAgain(CudaGraphs):
     def __init__(self) -> None:
-        self.recorded: list[Callable[[], None]] = []
+        self.recorded: list[Callable[[], object]] = []
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         yield
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
         self.recorded.append(run)
         return run
 
@@ -45,7 +45,7 @@ class CallsAgain(CudaGraphs):
 
 
 class DoesNotBearIt(CallsAgain):
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore of it")
 
 

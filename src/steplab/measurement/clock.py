@@ -5,12 +5,10 @@ Python may run ahead. This is the reported step time.
 
 Synchronised: the device is idle before and after every phase, timed by Python's clock and the device's.
 
-With a head start: a loop of a few steps would contain the device's waits for Python. To time the device alone, it is
-first held idle for longer than Python takes to launch the work. The driver's launch queue, of about a thousand kernels,
-limits how far ahead Python can get.
+With a head start: the device is first held idle for longer than Python takes to launch the work, so a few steps contain
+no waits for Python. The driver's launch queue, of about a thousand kernels, limits how far ahead Python can get.
 
-With cold caches: before each call the device's cache is overwritten, as often as keeps the device busy until Python has
-launched the call.
+With cold caches: before each call the device's cache is overwritten, until Python has launched the call.
 """
 
 import math
@@ -46,7 +44,7 @@ _LEAST_WARMUP_CALLS = 3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 def seconds_of(work: Callable[[], object], device: Device) -> float:

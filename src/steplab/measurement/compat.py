@@ -1,8 +1,8 @@
 """torch's private interfaces, and the effect of a missing one.
 
-A refused allocation's size then comes from torch's message, which rounds it. Compiled modules, and those that react to
-hooks, count as ordinary. Recording memory (history, event trees, saved tensors) ends in an error and a note. Timing
-with a head start (a spinning kernel), and audits (autocast's rules), fail and name it.
+Without it a refused allocation's size comes from torch's message, which rounds it. Compiled modules, and those that
+react to hooks, count as ordinary. Recording memory (history, event trees, saved tensors) ends with a note. Timing with
+a head start (a spinning kernel) and audits (autocast's rules) fail and name it.
 """
 
 import re
@@ -145,8 +145,8 @@ def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
 
 
 def compile_alike_in_all_wrappers() -> None:
-    """Have torch compile a block alike under every kind of data parallelism, or raise: its own would divide graphs by
-    buckets, and a block compiled too often would run eagerly. Process-wide.
+    """Process-wide: torch neither divides compiled blocks by DDP's buckets, nor runs a block eagerly that was compiled
+    too often, but raises.
     """
     import torch._dynamo.config as dynamo
 

@@ -280,9 +280,8 @@ class Recorder:
             )
             for name in names
         }
-        if self._device.asynchronous:
-            return tuple(PhaseSamples(phase=name, device_s=seconds) for name, seconds in columns.items())
-        return tuple(PhaseSamples(phase=name, host_s=seconds) for name, seconds in columns.items())
+        clock = "device_s" if self._device.asynchronous else "host_s"
+        return tuple(PhaseSamples(phase=name, **{clock: seconds}) for name, seconds in columns.items())
 
 
 def _phase_name(given: object) -> str:

@@ -1,13 +1,13 @@
 """The work of every measurement in its process.
 
-Importing torch and compiling take longer than most cells, so one process measures many, and none may affect the next: a
-failure's memory is freed, and checked. Otherwise the process ends, and another measures the rest (`processes.launch`).
+Importing torch and compiling take longer than most cells, so one process measures many. It frees and checks a failure's
+memory; if some stays, it ends, and another process measures the rest (`processes.launch`).
 """
 
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -57,9 +57,6 @@ class Runner:
     def begin(self, stage: str, num_steps: int = 0) -> None:
         self.stage = stage
         self.observer.on_stage(stage, num_steps)
-
-    def tell(self, number: int, cell: Any) -> None:
-        self.observer.on_cell(number, cell)
 
     def settle(self) -> None:
         self.idle_bytes = allocated_bytes(self.device)

@@ -21,7 +21,7 @@ def tensors_in(held: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy of nested containers with `change` applied to each tensor; tuples become lists."""
+    """Copy of nested containers with `change` applied to each tensor; lists become tuples."""
     if isinstance(held, Tensor):
         return change(held)
     if isinstance(held, dict):

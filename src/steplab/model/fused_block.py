@@ -1,8 +1,7 @@
 """The plain Transformer's block with one kernel for each part between matrix products.
 
 It supports merged projections, RMSNorm, rotary embedding and SwiGLU, with the plain block's parameter names. It takes
-and returns the residual stream as two tensors, stream and branch. The next norm's kernel adds them, so the sum needs no
-kernel.
+and returns the residual stream as two tensors, stream and branch, which the next norm's kernel adds.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """

@@ -1,8 +1,7 @@
 """An Inductor graph pass: matmuls write gradients of fp32 weights in fp32, without a cast.
 
 Under autocast a weight's gradient is a rounded bf16 product, which another kernel casts to fp32. cuBLAS sums products
-in fp32 anyway, and can write its sums unrounded. The compiled backward pass then has one kernel less for each weight,
-and less traffic.
+in fp32 anyway, and can write its sums unrounded: one kernel less for each weight, and less traffic.
 """
 
 from functools import cache

@@ -1,8 +1,7 @@
 """AdamW with one kernel for all parameters of a group: float32, or bfloat16 with float32 masters.
 
 Autocast rounds a linear layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32.
-A bfloat16 weight, kept as its rounded master, enters the same products with the same gradient. So numbers stay equal
-without these casts.
+A bfloat16 weight, the rounded copy of a float32 master, gives the same numbers without these casts.
 """
 
 import math

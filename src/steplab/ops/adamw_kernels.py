@@ -1,8 +1,8 @@
 """One step of AdamW over many tensors in two launches: a short one for the step's rates, and the update.
 
-Each program of the update has a block of one tensor. One table assigns tensors to programs, and stays as long as the
-sizes do. Another has the addresses, because gradients may move in every step. The step counts and rates are in device
-memory, so that replays of a CUDA graph go on counting.
+Each program of the update has a block of one tensor. One table assigns tensors to programs; another has the addresses,
+because gradients may move in every step. Step counts and rates are in device memory, so replays of a CUDA graph go on
+counting.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """linear_cross_entropy(): one signature over every implementation, chosen by name and never swapped silently.
 
-Chunked losses with a reduction form their gradients in the forward pass and save only these. Backward multiplies them
-in place by the gradient of the loss. Without a reduction, each token's gradient of the loss is unknown in the forward
-pass. So inputs are saved, and backward recomputes the logits.
+Chunked losses with a reduction form and save their gradients in the forward pass; backward multiplies them in place by
+the gradient of the loss. Without a reduction each token has its own gradient of the loss, unknown in the forward pass,
+so inputs are saved and backward recomputes the logits.
 
 Shape suffixes: N tokens, C width of the hidden state, V entries of the vocabulary.
 """

@@ -10,9 +10,8 @@ gradient, a row of G. Then
 These are gradients of sum(scale * loss); the backward pass multiplies them by one number (Hsu et al. 2024, "Liger
 Kernel", section 3.2).
 
-Each implementation is two operators of torch: losses and gradients (steplab::cross_entropy_chunked), and scaling in
-place; their derivative is in cross_entropy.py. The step over rows is plain PyTorch (`plain_rows`), the reference, or a
-kernel (`triton_rows`).
+Two operators of torch give losses and gradients (steplab::cross_entropy_chunked), and scale in place; their derivative
+is in cross_entropy.py. Rows are computed by plain PyTorch (`plain_rows`), the reference, or a kernel (`triton_rows`).
 
 Shape suffixes: N tokens, n tokens of a chunk, C width of the hidden state, V entries of the vocabulary, 1 a dimension
 of one.

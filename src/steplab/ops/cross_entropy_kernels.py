@@ -3,8 +3,7 @@
 A program reads its row for the log-sum-exp, and again, mostly from the L2 cache, to overwrite it by its gradient. Each
 lane keeps a running maximum and a sum relative to it, so that lanes meet once a row (Milakov and Gimelshein 2018,
 "Online normalizer calculation for softmax"). Exponentials are powers of two, which the hardware has. Only a logit's
-difference from the largest is rounded: with logits near 10,000, rounding numbers of their size would leave the softmax
-three digits.
+difference from the largest is rounded: rounding logits near 10,000 would leave the softmax three digits.
 """
 
 import triton

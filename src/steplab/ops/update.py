@@ -122,9 +122,8 @@ class UpdateInBackward:
                 update.finish()
                 optimizer.zero_grad()
 
-    On a GPU the updates are launched on a stream of the lowest priority, after the kernels of their gradients. They are
-    bound by memory bandwidth, and run on multiprocessors that the backward pass leaves free. The backward pass
-    therefore needs a stream of higher priority; the default stream has the lowest.
+    On a GPU the updates run on a stream of the lowest priority, on multiprocessors that the backward pass leaves free.
+    The backward pass therefore needs a stream of higher priority; the default stream has the lowest.
 
     To accumulate gradients over several batches, run all except the last backward pass within `paused()`. A gradient
     that comes after an update and before `finish` raises UserError: a second backward pass, or a second use of a

@@ -8,10 +8,8 @@ A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py).
    means stay.
 
 One line has all copies, because one copy engine sends to all peers over an NVSwitch. The order out(1), out(2), home(1),
-out(3), home(2), ... sends one chunk during another's means.
-
-In turn s rank r copies to rank r + s, once the next rank has ended the turn before; else two ranks would share a link.
-With owners, parts are too uneven for turns.
+out(3), home(2), ... sends one chunk during another's means. In turn s rank r copies to rank r + s, once the next rank
+has ended the turn before; else two ranks would share a link. With owners, parts are too uneven for turns.
 
 For B bytes each of n ranks sends 2 (n-1)/n B, as in a ring, or half with owners. One rank makes each mean, so all have
 the same bits.

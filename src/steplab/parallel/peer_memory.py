@@ -3,9 +3,9 @@
 A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory: a line sets another rank's,
 and waits on the device until one has reached a value.
 
-The driver is called for copy engines and stream waits without kernels: torch's copy takes Python several times as long.
-On H200s, queued waits delayed kernels of some forward passes by 1.1 to 1.3 microseconds each (docs/ddp.md), depending
-on the streams; so pairs of streams are tested.
+The driver is called directly for copies and stream waits, because torch's copy takes Python several times as long. On
+H200s, waits on some streams delayed each kernel of a forward pass by 1.1 to 1.3 microseconds (docs/ddp.md), so pairs of
+streams are tested.
 """
 
 import ctypes

@@ -5,8 +5,8 @@ gradient that is absent on some ranks counts as zero there. A bucket with a late
 average plus the late gradients; by linearity the result is the average of the sums.
 
 A launched bucket holds its gradients (`.grad` is None until the end), so later backward passes never write to them. A
-hook refuses steps of any torch optimizer with unaveraged gradients. The exchange also compares each rank's order of
-launches, over all modules of a group.
+hook refuses optimizer steps with unaveraged gradients. The exchange also compares the ranks' orders of launches, over
+all modules of a group.
 """
 
 import sys

@@ -148,12 +148,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Shard the parameters; a collective call.
 
-        Args: params, kwargs: as for `optimizer_cls`. group: None: all processes. bucket_size_mb: exchange in buckets of
-        about that size (1e6 bytes), in the order of `params`, so that the next forward pass can begin after the first
-        (`overlap_with`). Default: one bucket a dtype. exchange: `all_gather`, once per bucket; `broadcast`, once per
-        bucket and owner; `auto`, the better for the device (flat_parameters.py); or `peer_copy` between one host's
-        GPUs, with parameters outside torch's allocator (groups added later use collectives). owners: existing owners:
-        `DataParallel.owners`, if it was built with `to_owners`.
+        Args:
+            params, kwargs: as for `optimizer_cls`.
+            group: None: all processes.
+            bucket_size_mb: exchange in buckets of about that size (1e6 bytes), in the order of `params`, so that the
+                next forward pass can begin after the first (`overlap_with`); default: one bucket a dtype.
+            exchange: `all_gather`, once per bucket; `broadcast`, once per bucket and owner; `auto`, the better for the
+                device (flat_parameters.py); or `peer_copy` between one host's GPUs, with parameters outside torch's
+                allocator (groups added later use collectives).
+            owners: `DataParallel.owners`, if it was built with `to_owners`.
 
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers over
         all parameters together (LBFGS), for parameters that share memory without being one `nn.Parameter`, and for

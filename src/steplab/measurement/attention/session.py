@@ -66,14 +66,14 @@ class _Session:
         inputs, failure = attempt("inputs", lambda: make_inputs(cells[0], self.device, self.study.seed), self.device)
         if inputs is None:
             for index, cell in zip(group, cells, strict=True):
-                self.runner.tell(index, AttentionCell(spec=cell, failure=failure))
+                self.runner.observer.on_cell(index, AttentionCell(spec=cell, failure=failure))
             return
         self.runner.settle()
         variants = self._prepared(group, inputs)
         for name in self.study.passes:
             self._time(name, [variant for variant in variants if name in variant.ready])
         for variant in variants:
-            self.runner.tell(variant.index, variant.cell(self.device))
+            self.runner.observer.on_cell(variant.index, variant.cell(self.device))
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
         reference, note = self._reference(group, inputs)
@@ -143,7 +143,7 @@ class _Session:
                 raise RuntimeError("the device no longer answers") from broken
             if died and variant.failure:
                 variant.failure = dataclasses.replace(variant.failure, kind="crashed")
-            self.runner.tell(variant.index, variant.cell(self.device))
+            self.runner.observer.on_cell(variant.index, variant.cell(self.device))
             raise
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:

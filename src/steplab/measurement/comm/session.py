@@ -3,12 +3,12 @@
 Every rank measures the same cells, the largest groups first; a cell with fewer ranks takes the lowest ones. Results are
 checked before they are timed. Ranks learn of a failure before they wait for each other.
 
-On a device with its own timeline, calls go back to back in rows. A row begins with a barrier, also on the device,
-because a broadcast's root waits for nobody, and an uncounted call. An event takes microseconds, so there is one per
-millisecond of calls, and a sample is their mean.
+On a GPU, calls go back to back in rows. A row begins with a barrier, also on the device, because a broadcast's root
+waits for no rank, and with an uncounted call. An event takes microseconds, so there is one per millisecond of calls,
+and a sample is their mean.
 
-Then each call is timed alone by Python's clock, after a barrier, with the device synchronised at both ends. Ranks agree
-on the number of calls by the slowest rank's time.
+Then each call is timed alone by Python's clock, after a barrier, with the device idle at both ends. The slowest rank's
+time decides the number of calls.
 """
 
 import dataclasses
@@ -228,7 +228,7 @@ class _Session:
         cell = _cell(spec, everyone)
         if cell.failure:
             self.runner.free()
-        self.runner.tell(index, cell)
+        self.runner.observer.on_cell(index, cell)
 
     def _device(self, spec: CommSpec) -> Device:
         device = self.world.device

@@ -1,8 +1,8 @@
 """A data-parallel study on one rank: one variant after the other, each alternating with the baseline.
 
 Every rank runs this, and rank 0 reports. The baseline stays in memory; both take a few steps at a time, so a
-disturbance affects both. Without room for two models, the baseline is built and timed before and after. A variant is
-freed, and its memory checked, before the next one is built.
+disturbance affects both. Without room for two models, the baseline is built and timed before and after. Each variant is
+freed before the next is built.
 """
 
 import dataclasses
@@ -282,7 +282,7 @@ class _Session:
         measured = self._built(self._study.contenders[0])
         self.runner.observer.on_facts(_facts(measured.step, self._world))
         if reported:
-            self.runner.tell(0, measured.cell(None, self._trace_of(0)))
+            self.runner.observer.on_cell(0, measured.cell(None, self._trace_of(0)))
         else:
             measured.timed_by_itself(1)
         self._tell_clocks(measured.step)
@@ -302,7 +302,7 @@ class _Session:
         cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
         if self._baseline is None and cell.failure is None:
             cell = self._beside_the_baseline(cell)
-        self.runner.tell(number, cell)
+        self.runner.observer.on_cell(number, cell)
 
     def _cell_of(self, number: int, variant: Variant) -> DdpCell:
         measured, refusal = None, None

@@ -1,7 +1,6 @@
 """One variant of a data-parallel study on this rank: the step of `run` with another averaging of gradients.
 
-All variants compute the same step on the same weights, each rank on its own batches. They differ in who averages
-gradients, when, and where the optimizer's state is.
+Variants differ in who averages gradients, when, and where the optimizer's state is; weights and batches are equal.
 """
 
 import math

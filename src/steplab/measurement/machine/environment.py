@@ -71,18 +71,9 @@ def read_clocks(environment: Environment, device: torch.device) -> Environment:
     reading = nvml.read(environment.device.uuid)
     if isinstance(reading, str):
         return environment
-    return dataclasses.replace(
-        environment,
-        device=dataclasses.replace(
-            environment.device,
-            sm_clock_hz=reading.sm_clock_hz,
-            memory_clock_hz=reading.memory_clock_hz,
-            power_limit_w=reading.power_limit_w,
-            temperature_c=reading.temperature_c,
-            clock_limits=reading.clock_limits,
-            other_processes=reading.other_processes,
-        ),
-    )
+    present = dataclasses.asdict(reading)
+    del present["driver"]
+    return dataclasses.replace(environment, device=dataclasses.replace(environment.device, **present))
 
 
 def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str | None]:

@@ -34,14 +34,9 @@ class Suspension:
 
 
 def _suspended_s() -> float | None:
-    clocks = _suspension_clocks()
-    return time.clock_gettime(clocks[0]) - time.clock_gettime(clocks[1]) if clocks else None
-
-
-def _suspension_clocks() -> tuple[int, int] | None:
     for counting, not_counting in (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW")):
         if hasattr(time, counting) and hasattr(time, not_counting):
-            return getattr(time, counting), getattr(time, not_counting)
+            return time.clock_gettime(getattr(time, counting)) - time.clock_gettime(getattr(time, not_counting))
     return None
 
 

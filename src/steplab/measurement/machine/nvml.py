@@ -5,12 +5,14 @@ The GPU is found by UUID: NVML numbers all GPUs of the machine, torch only the v
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from steplab.records.timing import Energy
 
+T = TypeVar("T")
 _CLOCK_LIMITS = {
     0x04: "power limit",
     0x08: "hardware slowdown",
@@ -48,11 +50,8 @@ def read(uuid: str) -> Reading | str:
 
     def ask(function, *arguments, scale: float, most: float, least: float = 0.0):  # type: ignore[no-untyped-def]
         """Value in base units; None if unreported or impossible."""
-        try:
-            value = function(handle, *arguments) * scale
-            return value if least < value < most else None
-        except Exception:
-            return None
+        value = _unless_unreported(lambda: function(handle, *arguments) * scale)
+        return value if value is not None and least < value < most else None
 
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
@@ -64,8 +63,8 @@ def read(uuid: str) -> Reading | str:
             temperature_c=ask(
                 pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU, scale=1.0, least=_LEAST_C, most=_MOST_C
             ),
-            clock_limits=_clock_limits(pynvml, handle),
-            other_processes=_other_processes(pynvml, handle),
+            clock_limits=_unless_unreported(lambda: _clock_limits(pynvml, handle)),
+            other_processes=_unless_unreported(lambda: _other_processes(pynvml, handle)),
         )
     except Exception as error:  # a measurement is worth more than its description
         return _in_one_line(f"NVML cannot read GPU {uuid}: {error}")
@@ -119,17 +118,18 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
+def _unless_unreported(ask: Callable[[], T]) -> T | None:
     try:
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        return tuple(words for bit, words in _CLOCK_LIMITS.items() if reasons & bit)
-    except Exception:
+        return ask()
+    except Exception:  # not every GPU and driver has every value
         return None
 
 
-def _other_processes(pynvml: Any, handle: Any) -> int | None:
+def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...]:
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return tuple(words for bit, words in _CLOCK_LIMITS.items() if reasons & bit)
+
+
+def _other_processes(pynvml: Any, handle: Any) -> int:
     """Number of other processes on the GPU; in a container only its own are visible."""
-    try:
-        return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    except Exception:
-        return None
+    return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))

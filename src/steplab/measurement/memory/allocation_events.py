@@ -1,5 +1,4 @@
-"""A device's allocations and releases from torch's profiler, which every allocator tells, with operators and ranges
-around them.
+"""A device's allocations and releases from torch's profiler, with operators and ranges around them.
 
 A mode over the dispatcher would see only tensors, and make autograd add gradients out of place.
 """

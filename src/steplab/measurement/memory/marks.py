@@ -1,4 +1,4 @@
-"""The memory owned by a step's objects, and autograd's saved tensors, marked in its history by numbers of allocations.
+"""The memory of a step's objects and of autograd's saved tensors, marked in its history by numbers of allocations.
 
 No tensor is kept alive or wrapped, so the step runs unchanged. Saved tensors are read from autograd's graph after
 forward; a node belongs to a module if its number lies within the module's.
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from steplab.measurement import compat
 from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Operator, Range
 from steplab.measurement.step.spans import modules_for_hooks
-from steplab.measurement.step.step import ModelStep, unseen
+from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
@@ -55,7 +55,7 @@ class StepSightings:
         try:
             yield
         finally:
-            self._step.on_gradients = unseen
+            self._step.on_gradients = lambda: None
             for hook in hooks:
                 hook.remove()
 

@@ -1,8 +1,7 @@
 """Records the memory of one more step, once everything is timed.
 
-The allocator's history has address, time and line of each allocation; the profiler the operators and ranges around
-them. A CPU's allocator keeps no history, so the profiler's is written in that form. No hook or mode changes autograd or
-the dispatcher.
+The allocator's history has address, time and line of each allocation; the profiler has the operators and ranges around
+them. For a CPU the profiler's events are written in that form. No hook or mode changes autograd or the dispatcher.
 """
 
 import dataclasses

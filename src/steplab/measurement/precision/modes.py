@@ -1,11 +1,10 @@
 """Records every operation of a step, above and below autocast.
 
-A mode over torch's functions sees calls such as layer_norm. A mode over the dispatcher sees the operators that run:
-casts, and products such as mm with their types. A backward node belongs to the module whose forward pass made it, known
-by its number.
+A mode over torch's functions sees calls such as layer_norm; one over the dispatcher sees the operators that run, casts
+and products such as mm. A backward node's number gives the module whose forward pass made it.
 
-torch shows that autocast has a rule for an operation, not which; two of its three lists ("Autocast Op Reference" of
-torch.amp) are below.
+torch shows that autocast has a rule for an operation, but not the rule; two of its three lists ("Autocast Op Reference"
+of torch.amp) are below.
 """
 
 from bisect import bisect_right

@@ -1,7 +1,7 @@
 """A measuring process: it receives a request over its wire, and sends messages, the result last.
 
 `processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire. It ends with the wire,
-however its parent died, and frees the GPU. With a job it first imports the job's modules, and sends `ready`.
+however its parent died. With a job it first imports the job's modules, and sends `ready`.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 Each process inherits its end of a wire, and several meet in a private folder: nothing listens on a port.
 
-A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies. If it hangs,
-after STALL_S without progress on any rank, or at the user's time limit, as for a single process.
+A rank that raises, runs out of memory or dies ends the measurement of all at once. A hang ends it after STALL_S without
+progress on any rank, or at the user's time limit.
 """
 
 import socket

@@ -1,8 +1,7 @@
 """A request that this process serves itself, as one of torchrun's ranks.
 
-A thread does the work, so this one hears signals and the time limit while the work waits for other ranks. torchrun ends
-all ranks once one fails, and names it. A failing rank leaves its failure in the common store for those that only lose
-their connection to it.
+A thread does the work, so that the main one can react to signals and the time limit. torchrun ends all ranks once one
+fails. A failing rank leaves its failure in the common store, for ranks that only lose their connection to it.
 """
 
 import atexit

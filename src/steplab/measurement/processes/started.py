@@ -1,7 +1,7 @@
 """Start measuring processes in their own sessions, end these, and report how they ended.
 
-Commands, and processes that inherit the lock, lock their temporary folder. The kernel releases a lock with its last
-holder, also in containers. The next command removes unlocked leftovers.
+A command and its processes lock their temporary folder. The kernel releases the lock when the last of them ends,
+however it ends, and the next command removes unlocked folders.
 """
 
 import contextlib

@@ -3,8 +3,7 @@
 Each step has a process that builds it, warms up and waits for turns of a few steps, A B B A A B and so on. Between
 turns it holds only weights and optimizer state on the device.
 
-If they do not all fit, and for steps of several processes, each turn is a separate, longer process; `turns.alternating`
-records it.
+If they do not all fit, or take several processes each, each turn is a new process and longer (`turns.alternating`).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """A step recorded once as CUDA graphs, one per phase, and then replayed: one call launches all kernels of a phase.
 
-Replays read and write the recorded addresses. So batches are copied into permanent buffers, gradients live in the
-graphs' memory, and the optimizer counts steps on the device. Python code of the step runs only while recording.
+Replays use the recorded addresses, and run no Python of the step. So batches are copied into permanent buffers,
+gradients live in the graphs' memory, and the optimizer counts steps on the device.
 """
 
 import warnings
@@ -49,7 +49,7 @@ class CudaGraphs:
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
         """Call `run` without executing its kernels; returns the function that executes them. Raises errors of `run` and
         of the capture.
         """

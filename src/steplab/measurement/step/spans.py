@@ -1,6 +1,6 @@
 """Named ranges around parts of a step, for any profiler.
 
-Only while a profiler runs are they on, and modules carry hooks: the timed step is the step without steplab.
+They and their hooks exist only while a profiler runs, so the timed step is unchanged.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,9 +3,9 @@
 Micro-steps run forward and backward on their own batch, with the loss divided by their number; gradients are exchanged
 after the last.
 
-With steplab's DataParallel a phase `gradient sync` is the rest of the communication; it belongs to the optimizer where
-parameters are updated as gradients arrive. A pipeline has one phase. An overlapped update belongs to backward.
-zero_grad belongs to the last phase that uses gradients.
+With steplab's DataParallel a phase `gradient sync` is the communication left after backward; where parameters are
+updated as gradients arrive, it belongs to the optimizer. A pipeline has one phase. An overlapped update belongs to
+backward, zero_grad to the last phase that uses gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +55,7 @@ def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: W
                 "have it return (module, make_batch), or spread it in the factory and measure it by steplab.recorder"
             )
             raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, instead)
-        whole_step = workload.step
-        return WholeStep(phases=[Phase(name="step", run=lambda: _discard(whole_step()))])
+        return WholeStep(phases=[Phase(name="step", run=workload.step)])
     return ModelStep(workload, spec, device, world)
 
 
@@ -96,7 +95,7 @@ class ModelStep:
         self._micro_steps_begun = 0
         self.loss: Tensor | None = None
         """A micro-step's mean loss, between its passes; a pipeline's after both, on ranks with the last stage."""
-        self.on_gradients: Callable[[], None] = unseen
+        self.on_gradients: Callable[[], None] = lambda: None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
@@ -282,11 +281,3 @@ def set_fp32_matmuls(precision: str) -> None:
 
 def _to_bf16(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-
-
-def unseen() -> None:
-    """Do nothing with the gradients."""
-
-
-def _discard(_: object) -> None:
-    """Ignore the return value of a user's step."""

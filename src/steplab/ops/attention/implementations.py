@@ -1,8 +1,7 @@
-"""The table of attention implementations, read for choices, help, refusals, `auto`, plans, FLOPs, memory and
-documentation.
+"""The table of attention implementations. Choices, help, refusals, `auto`, plans, FLOPs and memory follow from it.
 
 A new implementation is a row, its code, and the name of its function in api.py. This file imports nothing, so that
-plans work without torch. Limits are those of the CUDA kernels, and assumed for ROCm. torch's are from its
+plans work without torch. Limits are the CUDA kernels', and assumed for ROCm. torch's are from its
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for NVIDIA GPUs from Ampere on;
 tests/gpu/test_attention_table_on_gpu.py tests them all.
 """

@@ -3,9 +3,9 @@
 All take [B, H, S, D] of any strides. The output is laid out as q, a gradient as its tensor. log-sum-exp is contiguous
 [B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
 
-FLOPs count a multiply-add as two, over the pairs of a query and a key that it sees. Forward has 4 D a pair (S = Q K^T,
-O = P V). Backward has 10 D (S again, dP, dV, dQ and dK; Dao 2023, "FlashAttention-2", section 4.1), even in kernels
-that make S and dP twice. Masked pairs are not counted, unlike in torch's own fused operators.
+FLOPs count a multiply-add as two, over unmasked pairs of a query and a key; torch's fused operators count all pairs.
+Forward has 4 D a pair (S = Q K^T, O = P V). Backward has 10 D (S again, dP, dV, dQ and dK; Dao 2023,
+"FlashAttention-2", section 4.1), even in kernels that make S and dP twice.
 """
 
 from collections.abc import Callable, Sequence

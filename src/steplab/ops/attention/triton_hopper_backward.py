@@ -1,13 +1,11 @@
 """The backward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
-A program has 128 keys of one head, or of two in a row that share keys, and visits the queries that see them. Two
-consumers (warp groups) have 64 of the keys each, and each makes half of a query tile's dQ from the dS of both. A
-separate warp has the copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128
-queries up to a head dimension of 64, else 64, as registers permit.
+A program has 128 keys of one head, or of two in a row that share keys. Two consumers (warp groups) have 64 keys each,
+and each makes half of a query tile's dQ. A separate warp adds it to float32 sums in memory, which `attention_finish`
+rounds.
 
 Note "turns": sums of floats depend on their order. So every 128 queries of a head have a counter for each consumer's
-half, and a program waits for its turn. It waits only for lower numbers, which start earlier, so all terminate. The
-first turn stores instead of adding: nothing needs zeroing.
+half, and a program waits for its turn. It waits only for lower numbers, which start earlier, so all terminate.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W columns of dQ that
 a consumer makes.
@@ -226,11 +224,10 @@ def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUS
           IN_A_ROW: gl.constexpr):  # fmt: skip
     """First head and tile of keys of a program, and True if it visits the queries upwards.
 
-    Heads in a row count as one. All first heads that share keys come before all second ones, because each adds to dK
-    and dV of earlier ones, which have ended by then. Heads go in groups whose queries fit the L2 cache together. Under
-    a causal mask a group's first programs have the last keys and visit the queries upwards, each a tile behind the
-    program that it waits for. The last group, from head num_upwards on, has the longest programs first, so that all end
-    together, and visits the queries downwards.
+    Heads in a row count as one. Heads that share keys add to each other's dK and dV, so all first ones precede all
+    second ones. Heads go in groups whose queries fit the L2 cache. Under a causal mask a group begins with the last
+    keys and visits the queries upwards, each program a tile behind the one it waits for. The last group, from head
+    num_upwards on, begins with the longest programs, so that all end together, and visits the queries downwards.
     """
     programs_a_group = heads_a_group * num_key_tiles
     first = gl.program_id(0) // programs_a_group * heads_a_group

@@ -1,14 +1,12 @@
 """The forward kernel for Hopper GPUs in bf16 and fp16; docs/attention_kernels.md explains it.
 
-A task is 64 queries of a head for each consumer; a program processes a list of tasks from the CPU (triton_schedule.py).
-A task visits tiles of keys from the last visible to the first; only the first tile is masked, because tiles have a
-multiple of 64 keys. Consumers return tiles that their rows do not see.
+A task is 64 queries of a head for each consumer; triton_schedule.py gives each program its tasks. A task visits tiles
+of keys from the last visible to the first. Only the first tile is masked, because tiles have a multiple of 64 keys.
+Consumers return tiles that their rows do not see.
 
-A row's subtracted maximum may be any number near it, so it changes only for a score RAISE beyond. Up to 96 columns a
-row's four threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second
-product before that branch, which no longer pays at 128.
-
-If a head has a rest of columns, keys and values come in two tiles, main and rest: zero padding costs L2 requests too.
+A row's subtracted maximum need not be exact: it changes only for a score RAISE beyond. Up to 96 columns a row's four
+threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product
+before that branch, which no longer pays at 128.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.

@@ -1,7 +1,7 @@
 """The shared part of the consumers of the backward kernel for Hopper GPUs, and each one's steps for dK, dV and dQ.
 
-Each consumer puts its dS into shared memory, and both multiply the dS of all 128 keys: each makes half of dQ's columns,
-or half of the rows of a tile of 128 queries. It makes dK and dV from its registers.
+Consumers share dS through shared memory: each makes half of dQ's columns, or half of the rows of a tile of 128
+queries. dK and dV come from a consumer's registers.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
 columns of dQ that a consumer makes.

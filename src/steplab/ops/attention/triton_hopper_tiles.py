@@ -1,13 +1,11 @@
 """Shared parts of the Hopper kernels: tiles on their way through shared memory, and asynchronous products.
 
-These kernels are in Gluon, Triton's lower level, where a program assigns work to warps. One warp loads tiles with the
-copy engine; two groups of four warps, the consumers, multiply them, each for its own 64 rows. A consumer starts the
-next product before it takes the exponentials of the last, so that neither waits (Shah et al. 2024, "FlashAttention-3",
-sections 3.1 and 3.2). Triton 3.8 renamed Gluon's copies of tiles and added an adding one; 3.9 removed the older names.
+docs/attention_kernels.md explains Gluon, the loading warp and the consumers. A consumer starts the next product before
+it takes the exponentials of the last (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2). Triton 3.8 renamed
+Gluon's copies of tiles and added an adding one; 3.9 removed the older names.
 
-Note "one round": started products run while a consumer computes, and are waited for before the loop's next round.
-Across rounds the assembler (ptxas of CUDA 13) would wait after every product. So the product with the weights of one
-round starts in the next.
+Note "one round": a product must end in the loop's round that starts it, else the assembler (ptxas of CUDA 13) waits
+after every product. So the product with the weights of one round starts in the next.
 
 Note "two parts": products are of the main columns of a head, and then of the rest, if there is one.
 """

@@ -1,11 +1,10 @@
 """The turns of the backward kernels for Hopper GPUs: at memory, by counters, and at the tensor cores.
 
-With tiles of 64 queries a round has one turn: dV, dK and dQ of a tile, then S and dP of the next. The second consumer
-has the first one's dS of the same tile; the first makes its part of dQ a round late. Up to 96 columns a consumer holds
-its keys, up to 80 its values too, in registers.
+With tiles of 64 queries a round has one turn: dV, dK and dQ of a tile, then S and dP of the next. The first consumer
+makes its part of dQ a round late. Up to 96 columns a consumer holds its keys, up to 80 its values too, in registers.
 
 Three tiles of 128 queries do not fit shared memory, so a round has two turns: S and dP, then dV, dK and dQ. In the
-latter the first consumer waits for the second's dS, which the second stores before it requests its own turn.
+second the first consumer waits for the second's dS.
 
 Shape suffixes: as in triton_hopper_gradients.py.
 """

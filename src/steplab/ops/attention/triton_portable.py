@@ -1,11 +1,11 @@
 """Kernels for every device that Triton supports, including its interpreter on a CPU.
 
 Forward is FlashAttention-2 (Dao 2023), algorithm 1: a program has one tile of queries of one head. Exponentials are
-powers of two, with the scale and log2(e) in one factor. Tiles below the diagonal have a separate loop without a mask.
+powers of two, with the scale and log2(e) in one factor. Tiles below the diagonal need no mask.
 
-Backward is algorithm 2 in two sweeps. Programs of the first sum dK and dV of a tile of keys, of the second dQ of a tile
-of queries. S and dP are made twice, seven products instead of five. In return there are no atomics, no sums in memory,
-and the same bits in every run. The kernels before and after triton_hopper_backward.py's are here too.
+Backward is algorithm 2 in two sweeps: dK and dV by tiles of keys, then dQ by tiles of queries. S and dP are made twice,
+seven products instead of five, so that no atomics are needed and every run gives the same bits. The kernels before and
+after triton_hopper_backward.py's are here too.
 
 Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
 """

@@ -1,11 +1,10 @@
 """Repeats the kernel launches of an earlier call on the same memory.
 
-A layer's tensors get the same addresses each step. A launch depends only on addresses, shapes, strides, type, device,
-stream and a few numbers. If all were seen before, it is repeated without further checks.
+A layer's tensors get the same addresses each step. A call with the addresses, shapes, strides, type, device, stream and
+numbers of an earlier one repeats its launch without further checks.
 
-Triton's Python converts tensor descriptors, then a C function calls the driver. This file keeps the arguments of the C
-function, which takes microseconds. It records them as Triton passes them, because their order and form change between
-versions. If this Triton differs, launches are not kept.
+This file keeps the arguments of Triton's C function, which takes microseconds, and so skips Triton's Python. It records
+them as Triton passes them, because versions differ in order and form. If this Triton is unknown, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -35,9 +35,9 @@ def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
     """Return how many heads a program of the backward kernel takes one after the other: 1, or 2 that share keys.
 
-    With two it passes on half as many sums of dK and dV. But a pair's programs are in both heads' sequences at a time,
-    so the L2 cache must hold some pairs. Only half of num_programs remain, and each multiprocessor must get some. So
-    the order of the sums, and their last bits, depend on the batch and on the GPU.
+    Two halve the sums of dK and dV to pass on. But the L2 cache must hold both heads' sequences for some pairs, and
+    half of num_programs must still give each multiprocessor some. So the order of the sums, and their last bits, depend
+    on the batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1

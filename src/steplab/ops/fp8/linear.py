@@ -10,8 +10,8 @@ product and by columns in another:
 Weights and activations are in e4m3, gradients, which vary more, in e5m2. Sums of the forward product are kept to 14
 bits (fast accumulation), of gradients in float32.
 
-A cast reads its tensor once more for the largest magnitude, unless the producing kernel returns it. Autograd passes on
-only gradients, so here a layer and its gradient's producer are one Function:
+A cast rereads its tensor for the largest magnitude, unless the producing kernel returns it. Autograd passes on only
+gradients, so a layer and its gradient's producer are one Function:
 
     from add_rms_norm_amax: x          fp8_heads, fp8_swiglu
     from swiglu_amax: h                the layer down
