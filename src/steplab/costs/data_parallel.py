@@ -119,4 +119,3 @@ def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size:
         gradients=whole / (size if stage >= 2 else 1),
         optimizer=state / (size if stage >= 1 else 1),
     )
-

@@ -143,7 +143,6 @@ def _embedding(tensors: Sequence[Tensor]) -> Cost:
     return Cost(flops=0, moved_bytes=indices.size_bytes + 2 * rows_bytes)
 
 
-
 _UNARY = "neg exp log sqrt rsqrt reciprocal abs sigmoid tanh sin cos relu pow triu tril"
 _BINARY = "mul add sub rsub div maximum minimum eq ne lt le gt ge where masked_fill clamp"
 

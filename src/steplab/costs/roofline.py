@@ -22,7 +22,6 @@ class Roofline:
     def bandwidth(self) -> float | None:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
-
     def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
         """Least seconds that the roofline allows; None if the peak or the bandwidth is unknown."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()

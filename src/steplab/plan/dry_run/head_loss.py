@@ -28,8 +28,7 @@ def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, 
     node = m.node((x.slot, weight.slot), kept, backward)
     loss = _mean(m, losses)
     del scale, losses
-    node.gives(loss)
-    return loss
+    return node.gives(loss)
 
 
 def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled: bool) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Gathering, Machine
-from steplab.plan.dry_run.operators import divided
+from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, WHOLE, Count, Sizes, Split
 from steplab.plan.dry_run.transformer import FusedBlock, HeadLoss, Transformer
@@ -151,4 +151,5 @@ class _Step:
             loss = self._model.forward()
         if gradients:
             m.begin("backward")
-            self._model.backward(loss if self._spec.micro_steps == 1 else divided(m, loss))
+            is_whole = self._spec.micro_steps == 1
+            self._model.backward(loss if is_whole else elementwise(m, "div", loss, "loss, divided by the micro-steps"))
