@@ -7,6 +7,7 @@ Both figures are from records of an H200 (docs/memory_formulas.md).
 from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
 from steplab.specs.attention_kernels import why_attention_cannot
 from steplab.specs.hardware import HardwareSpec, catalogue
+from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
@@ -33,9 +34,11 @@ It is cautious: an H200 has 0.991, a GeForce about 0.98.
 """
 
 
-def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
+def outside_bytes(layout: Layout) -> int:
+    """Memory of one rank outside torch's allocator; NCCL has a communicator for each axis of the layout."""
+    num_communicators = sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp))
     of_nccl = NCCL_BYTES + num_communicators * COMMUNICATOR_BYTES if num_communicators else 0
-    return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if pipeline else 0)
+    return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if layout.pp > 1 else 0)
 
 
 def least_device_bytes(peak_bytes: int) -> int:

@@ -45,7 +45,6 @@ def predict_step_time(
     Raises Unsupported for unknown operators, several processes, other devices than CUDA, or a number format without a
     stated peak on this GPU.
     """
-    asked = spec
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     parts = throttled(_parts(spec, gpu, operators), gpu)
     if spec.updates_in_backward:
@@ -53,31 +52,23 @@ def predict_step_time(
         parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
     hosts = hosts_of(spec, gpu, operators)
-    phases = [
-        _phase(name, [part for part in parts if part.phase == name], spec, gpu, spread, hosts) for name in _PHASES
-    ]
+    by_phase = {name: [part for part in parts if part.phase == name] for name in _PHASES}
+    phases = [_phase(name, own, spec, gpu, spread, hosts) for name, own in by_phase.items()]
     phases = [phase for phase in phases if phase.device_s > 0]
-    step = PhaseTimes(
-        phase="step",
-        seconds=sum(phase.seconds for phase in phases),
-        low_s=sum(phase.low_s for phase in phases),
-        high_s=sum(phase.high_s for phase in phases),
-        device_s=sum(phase.device_s for phase in phases),
-        host_s=sum(phase.host_s for phase in phases),
-        slow_host_s=sum(phase.slow_host_s for phase in phases),
-        bound=max(phases, key=lambda phase: phase.seconds).bound,
-    )
+    times = ("seconds", "low_s", "high_s", "device_s", "host_s", "slow_host_s")
+    totals = {name: sum(getattr(phase, name) for phase in phases) for name in times}
+    step = PhaseTimes(phase="step", bound=max(phases, key=lambda phase: phase.seconds).bound, **totals)
     return StepTimePrediction(
         gpu=gpu.name,
         phases=(*phases, step),
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
-        tokens_per_step=None if asked.model.kind == "factory" else asked.tokens_of_all,
+        tokens_per_step=None if spec.model.kind == "factory" else spec.tokens_of_all,
         utilizations=_utilizations(spec, gpu, parts, step.seconds, facts),
         model=facts or (own_facts(spec.model.shape) if spec.model.shape else None),
         sources=gpu.sources,
-        notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
-        spec=asked,
+        notes=(*(_notes_of_trace(operators) if operators is not None else ()), *_notes(spec, gpu)),
+        spec=spec,
     )
 
 
@@ -359,38 +350,29 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
 def _phase(
     name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, Host], ...]
 ) -> PhaseTimes:
+    device_s, low, high = sum(part.seconds for part in parts), 1 - spread, 1 + spread
     if hosts and name in hosts[0]:
         quick, measured = (host[name] for host in hosts)
-        device_s = sum(part.seconds for part in parts)
-        return PhaseTimes(
-            phase=name,
-            seconds=device_s + measured.idle_s,
-            low_s=device_s * (1 - spread) + quick.idle_s,
-            high_s=device_s * (1 + spread) + measured.idle_s,
-            device_s=device_s,
-            host_s=quick.host_s,
-            slow_host_s=measured.host_s,
-            bound="host" if measured.idle_s > device_s / 2 else _bound(parts),
-        )
-    return _phase_of_kernels(name, parts, spec, gpu, spread)
-
-
-def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
-    device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
-    quick, slow = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
-    if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
-        quick, slow = 0.0, 0.0  # a CUDA graph launches them at once
-    host_s, slow_host_s = quick * kernels, slow * kernels
-    seconds = max(device_s, host_s)
+        host_s, slow_host_s = quick.host_s, measured.host_s
+        seconds = device_s + measured.idle_s
+        low_s, high_s = device_s * low + quick.idle_s, device_s * high + measured.idle_s
+        host_bound = measured.idle_s > device_s / 2
+    else:
+        is_replayed = spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer")
+        paces = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
+        host_s, slow_host_s = (0.0 if is_replayed else pace * _num_kernels(parts) for pace in paces)
+        seconds = max(device_s, host_s)
+        low_s, high_s = seconds * low, max(device_s, slow_host_s) * high
+        host_bound = host_s > device_s
     return PhaseTimes(
         phase=name,
         seconds=seconds,
-        low_s=max(device_s, host_s) * (1 - spread),
-        high_s=max(device_s, slow_host_s) * (1 + spread),
+        low_s=low_s,
+        high_s=high_s,
         device_s=device_s,
         host_s=host_s,
         slow_host_s=slow_host_s,
-        bound="host" if host_s > device_s else _bound(parts),
+        bound="host" if host_bound else _bound(parts),
     )
 
 
@@ -440,21 +422,19 @@ def _at(name: str, operators: Sequence[Operator]) -> str:
     return f", at {listed(places)}" if places else ""
 
 
-def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
-    if operators is not None:
-        notes = ["traced: the operators are those that torch ran on tensors without content"]
-        if reads := sum(op.name == READS_A_VALUE for op in operators):
-            notes.append(
-                f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
-                f"{_at(READS_A_VALUE, operators)}: Python waits for the GPU, which is not predicted"
-            )
-        if made := sum(op.name == MADE_BY_HOST for op in operators):
-            notes.append(
-                f"the model makes {counted(made, 'tensor')} in a step without naming a device"
-                f"{_at(MADE_BY_HOST, operators)}, which the CPU makes and copies to the GPU; that is not predicted"
-            )
-        return notes
-    return []
+def _notes_of_trace(operators: Sequence[Operator]) -> list[str]:
+    notes = ["traced: the operators are those that torch ran on tensors without content"]
+    if reads := sum(op.name == READS_A_VALUE for op in operators):
+        notes.append(
+            f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
+            f"{_at(READS_A_VALUE, operators)}: Python waits for the GPU, which is not predicted"
+        )
+    if made := sum(op.name == MADE_BY_HOST for op in operators):
+        notes.append(
+            f"the model makes {counted(made, 'tensor')} in a step without naming a device"
+            f"{_at(MADE_BY_HOST, operators)}, which the CPU makes and copies to the GPU; that is not predicted"
+        )
+    return notes
 
 
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:

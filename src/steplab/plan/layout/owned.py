@@ -20,7 +20,6 @@ class Owned:
     weights_bytes: int
     num_weights: int
     parameters_bytes: int
-    by_peer_copies: bool
     buckets: Buckets
 
 
@@ -69,6 +68,5 @@ def owned_of(
         weights_bytes=sum(sizes[index] for index in mine),
         num_weights=len(mine),
         parameters_bytes=parameters_bytes,
-        by_peer_copies=by_peer_copies,
         buckets=buckets,
     )
