@@ -54,16 +54,16 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     kind: Kind
     dtype: str
     """Number format of the computation: fp32, tf32, bf16, fp16."""
-    flops: float
+    flops: float = 0.0
     """A multiply-add counts as two; fused attention counts only scores that are not masked."""
-    read_bytes: int
+    read_bytes: int = 0
     written_bytes: int
-    reads: tuple[Operand, ...]
+    reads: tuple[Operand, ...] = ()
     """Inputs that are read whole; an embedding's rows count in `read_bytes` only."""
-    writes: tuple[Operand, ...]
-    strided: bool
+    writes: tuple[Operand, ...] = ()
+    strided: bool = False
     """True if neighbouring elements of one of its tensors are apart in another, as when heads are transposed."""
-    product: Product | None
+    product: Product | None = None
     """Sizes of a matmul, or of queries times keys in fused attention, whose other matmuls are alike; None: no matmul.
     """
     phase: str
@@ -71,7 +71,7 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Part of the model: 'block 3'."""
     what: str
     """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
-    recomputed: bool
+    recomputed: bool = False
     dropout: bool = False
     """True for fused attention with dropout."""
     rate: str = ""
