@@ -228,7 +228,7 @@ _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
 
 
 def eager_sums(
-    runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]] = operators_of
+    runs: Sequence[Run], operators_of: Callable[[StepSpec], Iterable[Operator]] = operators_of
 ) -> list[KernelSum]:
     """Sums of eager profiles; `operators_of` gives a step's operators."""
     found = []
@@ -415,7 +415,7 @@ TRACED = re.compile(
 MASKED = "sdpa_cudnn masked"
 
 
-def fit_traced(runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]], gpu: Gpu) -> Gpu:
+def fit_traced(runs: Sequence[Run], operators_of: Callable[[StepSpec], Iterable[Operator]], gpu: Gpu) -> Gpu:
     """The GPU with rates of traced models' kernels, from their profiles: operators that steplab's own model lacks, in
     eager ones, and attention with a mask."""
     shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not TRACED.match(name)}

@@ -7,7 +7,7 @@ write the padding. Backward reads tensors that exist anyway, and recomputes othe
 made them, as torch's min-cut partitioner does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,7 +46,7 @@ class Kernel:
     """True if it computes a softmax of logits: its time depends on fp32 elements, not on the bytes it reads."""
 
 
-def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
+def kernels_of(operators: Iterable[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
     if compiled:
         return fused_kernels(operators, blocks_alone=blocks_alone)
     return [kernel for op in operators for kernel in lone_kernels(op)]
@@ -64,7 +64,7 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
     yield Kernel(msgspec.structs.replace(op, rate=""), op.read_bytes)
 
 
-def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
+def fused_kernels(operators: Iterable[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
     """Kernels of a compiled step, in order.
 
     blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.

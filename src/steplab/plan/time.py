@@ -18,7 +18,7 @@ from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator, RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
-from steplab.plan.kernel_time import Host, hosts_of, kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.kernel_time import Host, KernelTimes, hosts_of, on_tensor_cores
 from steplab.plan.layout.model import own_facts
 from steplab.plan.memory import refuse_unknown_formats
 from steplab.records.profile import CompiledShares
@@ -34,7 +34,7 @@ _PHASES = ("forward", "backward", "optimizer")
 
 
 def predict_step_time(
-    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None, facts: ModelFacts | None = None
+    spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None, facts: ModelFacts | None = None
 ) -> StepTimePrediction:
     """Predict the time of one step in one process on `gpu`, by phase and kind of kernel, with a 90 % interval.
 
@@ -85,13 +85,13 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
-def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
+def _parts(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None) -> list[TimePart]:
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     compiled = spec.compile != "off"
     if compiled and isinstance(operators, RepeatedBlocks):
-        few, more = (_of_operators(each, spec, gpu) for each in (operators.few, operators.more))
-        return _listed(_extrapolated(few, more, operators.times))
+        of_two, of_three = (_of_operators(each, spec, gpu) for each in (operators.of_two, operators.of_three))
+        return _listed(_extrapolated(of_two, of_three, operators.times))
     return _listed(_of_operators(operators, spec, gpu))
 
 
@@ -100,7 +100,7 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
     return _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
 
 
-def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
+def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None) -> CompiledShares:
     """Fractions of the eager step's kernels and times that torch.compile leaves. Arguments and errors: as
     `predict_step_time`."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
@@ -123,7 +123,7 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
     )
 
 
-def _places(name: str, operators: Sequence[Operator]) -> tuple[str, ...]:
+def _places(name: str, operators: Iterable[Operator]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op.what for op in operators if op.name == name and op.what))
 
 
@@ -210,11 +210,11 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
-    few, more = (
+    fewest, one_more = (
         _of_blocks(dataclasses.replace(spec, accumulation=number), gpu)
         for number in (_FEWEST_MICRO_STEPS, _FEWEST_MICRO_STEPS + 1)
     )
-    return _listed(_extrapolated(few, more, spec.micro_steps - _FEWEST_MICRO_STEPS))
+    return _listed(_extrapolated(fewest, one_more, spec.micro_steps - _FEWEST_MICRO_STEPS))
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
@@ -236,8 +236,8 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     fewest = shape.num_layers % period + period
     if shape.num_layers <= fewest + period:
         return _summed(spec, gpu, shape.num_layers)
-    few, more = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
-    return _extrapolated(few, more, (shape.num_layers - fewest) // period)
+    smaller, larger = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
+    return _extrapolated(smaller, larger, (shape.num_layers - fewest) // period)
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
@@ -249,22 +249,22 @@ def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _S
         return _summed(dataclasses.replace(spec, checkpointing=f"first_{first}"), gpu, first + others)
 
     others = spec.model.shape.num_layers - num_first
-    found = few = summed(1, min(others, 1))
+    found = smaller = summed(1, min(others, 1))
     if num_first > 1:
-        found = _extrapolated(few, summed(2, min(others, 1)), num_first - 1, found)
+        found = _extrapolated(smaller, summed(2, min(others, 1)), num_first - 1, found)
     if others > 1:
-        found = _extrapolated(few, summed(1, 2), others - 1, found)
+        found = _extrapolated(smaller, summed(1, 2), others - 1, found)
     return found
 
 
 def _extrapolated(
-    few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
+    smaller: "dict[_Key, _Sum]", larger: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
 ) -> "dict[_Key, _Sum]":
-    """`start` (by default `few`) plus `times` the difference between `more` and `few`."""
-    start = few if start is None else start
-    beyond = {key: found.minus(few.get(key, _NOTHING)) for key, found in more.items()}
-    keys = dict.fromkeys([*start, *beyond])
-    return {key: start.get(key, _NOTHING).plus(beyond.get(key, _NOTHING), times) for key in keys}
+    """`start` (by default `smaller`) plus `times` the difference between `larger` and `smaller`."""
+    start = smaller if start is None else start
+    added = {key: found.plus(smaller.get(key, _NOTHING), -1) for key, found in larger.items()}
+    keys = dict.fromkeys([*start, *added])
+    return {key: start.get(key, _NOTHING).plus(added.get(key, _NOTHING), times) for key in keys}
 
 
 _Key = tuple[str, str, str, str]
@@ -285,9 +285,6 @@ class _Sum:
             self.flops + times * other.flops,
             self.moved_bytes + times * other.moved_bytes,
         )
-
-    def minus(self, other: "_Sum") -> "_Sum":
-        return self.plus(other, -1)
 
 
 _NOTHING = _Sum()
@@ -318,15 +315,11 @@ def _casts_gradient(op: Operator, read: set[int]) -> bool:
 
 def _sums(kernels: Sequence[Kernel], gpu: Gpu, spec: StepSpec) -> dict[_Key, _Sum]:
     found: dict[_Key, _Sum] = defaultdict(_Sum)
-    known: dict[tuple[object, ...], float] = {}
+    times = KernelTimes(gpu, replayed=spec.replays_model)
     for kernel in kernels:
         op = kernel.operator
-        what = "fused" if kernel.fused else op.name
-        sizes = (what, streaming_name(kernel), op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
-        if sizes not in known:
-            known[sizes] = kernel_in_step_s(kernel, gpu, replayed=spec.replays_model)
-        key = (op.phase, op.kind, what, op.dtype)
-        found[key] = found[key].plus(_Sum(1, known[sizes], op.flops, kernel.moved_bytes))
+        key = (op.phase, op.kind, "fused" if kernel.fused else op.name, op.dtype)
+        found[key] = found[key].plus(_Sum(1, times.of(kernel), op.flops, kernel.moved_bytes))
     return found
 
 
@@ -416,13 +409,13 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
     refuse_unserved_attention(spec, gpu.platform)
 
 
-def _at(name: str, operators: Sequence[Operator]) -> str:
+def _at(name: str, operators: Iterable[Operator]) -> str:
     """Source lines of operators of this name, as in ', at model.py:12'; '' if unknown."""
     places = _places(name, operators)
     return f", at {listed(places)}" if places else ""
 
 
-def _notes_of_trace(operators: Sequence[Operator]) -> list[str]:
+def _notes_of_trace(operators: Iterable[Operator]) -> list[str]:
     notes = ["traced: the operators are those that torch ran on tensors without content"]
     if reads := sum(op.name == READS_A_VALUE for op in operators):
         notes.append(

@@ -4,9 +4,9 @@ They are structs, because a large model's step has several hundred thousand, and
 slower.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
 import msgspec
 
@@ -92,25 +92,25 @@ _REPEATED = "block 1"
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatedBlocks(Sequence[Operator]):
+class RepeatedBlocks:
     """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
 
-    The allocations that a repeated block reads are unknown, so fusion reads `few` and `more`.
+    The allocations that a repeated block reads are unknown, so fusion reads `of_two` and `of_three`.
     """
 
-    few: tuple[Operator, ...]
-    more: tuple[Operator, ...]
+    of_two: tuple[Operator, ...]
+    of_three: tuple[Operator, ...]
     num_layers: int
 
     @property
     def times(self) -> int:
-        """Number of blocks beyond two: each adds the difference between `more` and `few`."""
+        """Number of blocks beyond two: each adds the difference between `of_three` and `of_two`."""
         return self.num_layers - 2
 
     def __iter__(self) -> Iterator[Operator]:
         block: list[Operator] = []
-        updates = iter([op for op in self.few if op.phase == "optimizer"])
-        for op in self.more:
+        updates = iter([op for op in self.of_two if op.phase == "optimizer"])
+        for op in self.of_three:
             if block and (op.where != _REPEATED or op.phase != block[0].phase):
                 for _ in range(self.times):
                     yield from block
@@ -122,21 +122,11 @@ class RepeatedBlocks(Sequence[Operator]):
             else:
                 yield op
 
-    def _of_all(self, few: Operator, more: Operator) -> Operator:
-        if few.name != more.name:
-            return more
+    def _of_all(self, of_two: Operator, of_three: Operator) -> Operator:
+        if of_two.name != of_three.name:
+            return of_three
         grown = {
-            name: getattr(few, name) + self.times * (getattr(more, name) - getattr(few, name))
+            name: getattr(of_two, name) + self.times * (getattr(of_three, name) - getattr(of_two, name))
             for name in ("read_bytes", "written_bytes", "flops", "calls")
         }
-        return msgspec.structs.replace(more, **grown)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> Operator: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Operator]: ...
-    def __getitem__(self, index: int | slice) -> Operator | Sequence[Operator]:
-        return tuple(self)[index]
+        return msgspec.structs.replace(of_three, **grown)

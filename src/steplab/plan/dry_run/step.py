@@ -118,20 +118,16 @@ class _Step:
             low = gathering is not None and gathering.low_precision and parameter not in self._model.parameters.tables
             parameter.convert(m, m.product_dtype if low else m.weight_dtype)
         if spec.precision in WITH_MASTERS:
-            self._keep_masters()
+            in_chunks = implementation(spec.loss).in_chunks  # then the head's weight stays in fp32
+            for parameter in self._model.parameters.linear:
+                if not in_chunks or parameter is not self._model.parameters.head:
+                    parameter.keep_master(m, m.product_dtype)
         self._batches = [m.new(m.sizes.tokens, INT64, "tokens and targets", "inputs") for _ in range(2 * _BATCHES)]
         self._optimizer = Optimizer(m, self._parameters, spec.optimizer)
 
         if spec.pass_name != "train":
             for parameter in self._parameters:
                 parameter.master = None
-
-    def _keep_masters(self) -> None:
-        """Allocate master weights of the linear layers; with a loss in chunks the head's weight stays in fp32."""
-        parameters = self._model.parameters
-        for parameter in parameters.linear:
-            if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:
-                parameter.keep_master(self._machine, self._machine.product_dtype)
 
     def run(self) -> None:
         m, pass_name = self._machine, self._spec.pass_name
