@@ -26,7 +26,7 @@ from steplab.costs.kernel_time import Product, attention_s, product_s, rated_att
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
+from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import streaming_name, widens
 from steplab.records.attention import AttentionRun
 from steplab.records.profile import OpStats
@@ -304,7 +304,7 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
         if run.profile is None or run.spec is None or run.spec.compile == "off":
             continue
         operators = operators_of(dataclasses.replace(run.spec, compile="off"))
-        kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
+        kernels = kernels_of(operators, compiled=True, blocks_alone=run.spec.compile == "block")
         timed = [op for op in run.profile.ops if op.name.startswith("triton_")]
         for kind in product(("forward", "backward"), ("pointwise", "reduction", "softmax")):
             own = [k for k in kernels if k.fused and kind == (k.operator.phase, _kind_of(k))]

@@ -47,9 +47,17 @@ class Kernel:
 
 
 def kernels_of(operators: Iterable[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
-    if compiled:
-        return fused_kernels(operators, blocks_alone=blocks_alone)
-    return [kernel for op in operators for kernel in lone_kernels(op)]
+    """Kernels of a step, in order.
+
+    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
+    """
+    if not compiled:
+        return [kernel for op in operators for kernel in lone_kernels(op)]
+    fuser = _Fuser(blocks_alone)
+    for op in operators:
+        fuser.take(op)
+    fuser.join_only_readers()
+    return list(fuser.kernels())
 
 
 def lone_kernels(op: Operator) -> Iterator[Kernel]:
@@ -62,18 +70,6 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
         return
     yield Kernel(msgspec.structs.replace(op, name="fill", flops=0.0), op.written_bytes)
     yield Kernel(msgspec.structs.replace(op, rate=""), op.read_bytes)
-
-
-def fused_kernels(operators: Iterable[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """Kernels of a compiled step, in order.
-
-    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
-    """
-    fuser = _Fuser(blocks_alone)
-    for op in operators:
-        fuser.take(op)
-    fuser.join_only_readers()
-    return list(fuser.kernels())
 
 
 @dataclass(slots=True, eq=False)

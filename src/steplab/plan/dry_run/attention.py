@@ -114,7 +114,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     scores = elementwise(m, "mul", _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
-    hidden = triangle(m, ones(m))
+    hidden = causal_mask(m)
     scores = elementwise(m, "masked_fill", scores, "attention scores, masked", kept=(hidden,))
     weights = softmax(m, scores)
     return product_of_heads(m, _product(m, weights, v, m.sizes.residual, "attention output"))
@@ -128,11 +128,8 @@ def repeated(m: Machine, x: Tensor) -> Tensor:
     return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
 
 
-def ones(m: Machine) -> Tensor:
-    return m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
-
-
-def triangle(m: Machine, ones: Tensor) -> Tensor:
+def causal_mask(m: Machine) -> Tensor:
+    ones = m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
     return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
@@ -225,9 +222,10 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
         for made, together in zip(gradients, orders, strict=True):
             made.heads_together = together
         _copies = _padded(m, dtype, row, _OF_BACKWARD)
-        _of_each_head = _expanded(m, dtype) if row.expands_groups else []
         shape = m.sizes.shape
         shared = shape.num_kv_heads is not None
+        expanded = _GRADIENTS_OF_KEYS if row.expands_groups and shared else ()
+        _of_each_head = [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in expanded]
         own = [each for each in row.workspaces if each.taken(dtype.num_bytes, shape.head_dim, shared=shared)]
         _within = [m.new(_of_workspace(m.sizes, each), FP32, each.what) for each in own]
         m.ran(f"{row.name}_backward", (gradient, *kept), gradients, product=scores, fused_flops=BACKWARD_FLOPS * flops)
@@ -258,18 +256,12 @@ def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, .
     return [m.new(of_keys if what in keys else of_queries, dtype, f"{what}, padded") for what in tensors]
 
 
-def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
-    if m.sizes.shape.num_kv_heads is None:
-        return []
-    return [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in _GRADIENTS_OF_KEYS]
-
-
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's math attention, in fp32, with an additive mask and a softmax that allows fully masked rows."""
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
-    mask = _mask_of_numbers(m)
+    mask = _additive_mask(m)
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     k = elementwise(m, "mul", k, f"{k.what}, scaled")
@@ -282,11 +274,8 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _mask_of_numbers(m: Machine) -> Tensor:
-    hidden = triangle(m, ones(m))
-    numbers = m.run("where", (hidden,), m.sizes.square, FP32, "causal mask, in fp32")
-    del hidden
-    return numbers
+def _additive_mask(m: Machine) -> Tensor:
+    return m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
 
 
 def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class _Rank:
                 for bundle, count in self._kept_by(other.blocks, embedding=other.first, head=other.last)
             ]
         held += self._gathered(stage, phase, part, block)
-        held += self._gradients_there(stage, phase, part, block)
+        held += self._gradients_held(stage, phase, part, block)
         yield phase, moment.where, held
 
     def _parts(self, block: int) -> Parts:
@@ -349,7 +349,7 @@ class _Rank:
 
     # --- gradients and messages ---------------------------------------------------------------------------
 
-    def _gradients_there(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
+    def _gradients_held(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
@@ -371,13 +371,13 @@ class _Rank:
         if buckets is None:
             all_bytes = self._trained_bytes
             later_bytes = self._after(stage, part, block, self._gradient_bytes_of) if phase == "backward" else 0
-            there_bytes = all_bytes if self._adds_up else later_bytes
-            rounding = round(self._rounding(with_state=False) * there_bytes / all_bytes)
-            return [*self._share("gradients", there_bytes), *self._share("rounding", rounding)]
+            held_bytes = all_bytes if self._adds_up else later_bytes
+            rounding = round(self._rounding(with_state=False) * held_bytes / all_bytes)
+            return [*self._share("gradients", held_bytes), *self._share("rounding", rounding)]
         alone = 0 if buckets.shared_bytes or sharing.owned else width * whole - buckets.buffered_bytes
         if self._adds_up:
-            born = width * whole  # in autograd's own memory, until the last micro-step
-            return self._share("gradients", buckets.buffered_bytes + born)
+            unbucketed = width * whole  # in autograd's own memory, until the last micro-step
+            return self._share("gradients", buckets.buffered_bytes + unbucketed)
         share = later / whole
         waiting = min(width * later, buckets.waiting_bytes)
         return [
