@@ -1,8 +1,8 @@
 """Predicts the seconds of one kernel on a GPU: a roofline, times the shares of it that kernels reach.
 
 A kernel with F FLOPs and M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few microseconds
-(Williams, Waterman and Patterson 2009, "Roofline"). The fitted shares a and b are in `costs.rates`. Predictions (plan)
-and findings on measured steps (explain) both use it.
+(Williams, Waterman and Patterson 2009, "Roofline"), with the fitted shares a and b of `costs.rates`. plan and explain
+use it.
 """
 
 import math

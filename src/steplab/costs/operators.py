@@ -1,11 +1,10 @@
 """FLOPs and bytes of one operator call, from the shapes and types of its inputs, and traffic of an optimizer step.
 
-A multiply-add of a matrix product counts as two FLOPs; other operators count the formula's operations per element. Each
-input is read once and each output written once. An unlisted operator has no cost: None, not zero.
+A multiply-add counts as two FLOPs; elementwise operators count the formula's operations. Each input is read once and
+each output written once. An unlisted operator's cost is None, not zero.
 
-Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half of them if causal. Backward has 2.5 times
-as many (Dao 2023, "FlashAttention-2", section 4.1). It moves queries, keys, values and output once, and backward their
-gradients once.
+Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half if causal, and 2.5 times as many backward
+(Dao 2023, "FlashAttention-2", section 4.1). It moves queries, keys, values, output, and backward their gradients, once.
 """
 
 import math

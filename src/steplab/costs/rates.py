@@ -1,7 +1,7 @@
 """Fitted rates of GPUs: the shares of the stated peak and bandwidth that kernels reach.
 
-benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry borrows the shares of the first
-entry. Its predictions have wider intervals unless measured steps on it narrow them.
+benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry borrows the first one's shares,
+with wider intervals unless measured steps on it narrow them.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Finds a compiled model's operators and memory by AOTAutograd and the min-cut partitioner on fake tensors.
 
-The partitioned graphs use memory as Inductor does. In memory are results and inputs of matmuls and fused attention, and
-a graph's outputs; everything between is fused into kernels. Neither CUDA nor dynamo is needed. Values that Python reads
-would end a graph and are refused here.
+As with Inductor, only results and inputs of matmuls and fused attention, and a graph's outputs, are in memory; all else
+is fused. Neither CUDA nor dynamo is needed. Values that Python reads would end a graph, and are refused.
 """
 
 import itertools

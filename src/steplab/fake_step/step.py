@@ -58,11 +58,11 @@ def fake_step(
         compiled: run as the spec's `compile`, without the operators of compiled code.
         with_state: create the optimizer's state before the first run.
 
-    The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
-    added up and put into tensors.
+    The model's prints go to stderr. A value that it reads off a tensor (`.item()`) is a symbol, which may be added up
+    and put into tensors.
 
-    Raises UserError as `build_workload` does, and Unsupported for control flow that depends on these values, or
-    operators of unknown cost.
+    Raises UserError as `build_workload` does, and Unsupported for control flow by these values, or operators of unknown
+    cost.
     """
     doing = f"predicting a step of {spec.model.name}"
     storages = Storages(listen)
@@ -249,9 +249,8 @@ def _conversion_by_data() -> Iterator[None]:
 def _masks_as_they_are(*, traced: bool) -> AbstractContextManager[None]:
     """Let transformers assume that sequences are not packed.
 
-    It reads token positions to detect packing, and builds a mask if it cannot: on fake tensors and under a compiler
-    (`traced`). Eagerly, consecutive positions show that sequences are not packed, and attention is causal without a
-    mask.
+    It detects packing by reading token positions, and builds a mask where it cannot: on fake tensors and under a
+    compiler (`traced`). Eagerly it finds none, and attention is causal without a mask.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)

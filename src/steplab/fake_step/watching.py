@@ -365,9 +365,9 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
 def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
     """Access pattern of a kernel, which determines its share of the bandwidth; '': the operator's usual one.
 
-    torch's elementwise kernels read and write vectors if all tensors match. They convert one element at a time if
-    formats differ, and compute an index an element if one is strided or repeated. Sums over rows have few threads that
-    read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
+    torch's elementwise kernels move vectors if all tensors match, single elements if formats differ, and compute an
+    index an element if one is strided or repeated. Sums over rows have few threads that read neighbours
+    (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
     """
     if name in _COPIES or _is_first_power(name, args):
         return "copy strided" if name in _COPIES else "copy"

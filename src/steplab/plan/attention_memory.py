@@ -1,9 +1,9 @@
 """Accounts for plain attention's peak memory, and finds the smallest attention that does not fit.
 
 It follows ops/attention/plain.py, eager, on CUDA. Local variables live until the function returns, so masked scores
-exist during their softmax. softmax's backward holds four tensors of the scores' size: its result, the incoming
-gradient, their product, and the outgoing gradient (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
-A CPU holds three.
+exist during their softmax. softmax's backward holds four tensors of the scores' size (a CPU three): its result, the
+incoming gradient, their product, and the outgoing gradient (aten/src/ATen/native/cuda/SoftMax.cu,
+softmax_backward_cuda_out).
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """

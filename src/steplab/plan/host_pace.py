@@ -78,10 +78,9 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[Machine, float]) -> bool:
-    """True if the GPU may have waited for Python in this phase.
+    """True if Python was hardly ahead at the end of this phase, or its kernels take little longer than Python there.
 
-    Either Python was hardly ahead at the end of the phase, or the kernels take little longer than Python on that
-    machine. A machine of unknown pace gets the median of the others.
+    A machine of unknown pace gets the median of the others.
     """
     if cell.replayed:
         return False

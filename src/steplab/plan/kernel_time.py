@@ -106,8 +106,8 @@ class Host:
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None) -> tuple[dict[str, Host], ...]:
     """Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
 
-    Empty if the CPU's time per operator is unknown, and for a step that is compiled or not traced. Where the model
-    reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the GPU.
+    Empty if the CPU's time per operator is unknown, or the step compiled or not traced. Python waits for the GPU where
+    the model reads a value off a tensor, as transformers does to detect packed sequences.
     """
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:

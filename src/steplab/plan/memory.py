@@ -1,7 +1,7 @@
 """Predicts the peak GPU memory of a training step without allocating anything: `predict_memory`.
 
-A dry run of the plain Transformer (plan.dry_run) follows every tensor on a CUDA device. The prediction sums the tensors
-alive at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
+A dry run of the plain Transformer (plan.dry_run) follows every tensor on a CUDA device; the prediction sums those alive
+at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ def predict_memory(
         open_step: traces a step of any model (fake_step) instead of the dry run.
         model: the traced model, prepared for its layout.
 
-    With CUDA graphs or for a planning-only size the result is a lower bound, as `kind` states. A layout's prediction is
-    for the ranks that need most, with all others listed.
+    With CUDA graphs, and for a planning-only size, the result is a lower bound (`kind`). A layout's prediction is for
+    the ranks that need most; all are listed.
 
-    Raises Unsupported for a step off CUDA, and for any model but steplab's own without a trace.
+    Raises Unsupported for a step off CUDA, and for another model than steplab's own without a trace.
     """
     asked, what, workspace = spec, f"predicting the memory of {spec.model.label}", workspace_of(device)
     hardware = find_hardware(device) if device else None

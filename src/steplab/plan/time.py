@@ -1,9 +1,8 @@
 """Predicts the time of a training step on one GPU without running it: `predict_step_time`.
 
-A dry run lists the step's operators (plan.dry_run). plan.fusion merges them into kernels as torch.compile would, and
-plan.kernel_time gives each kernel's time. The times are summed, because kernels on one stream do not overlap. Where
-Python launches too slowly, the step takes Python's time. CPUs differ by a factor of two, so a quick and a slow one are
-both predicted.
+plan.dry_run lists the step's operators, plan.fusion merges them into kernels as torch.compile would, and
+plan.kernel_time gives each kernel's time. Times are summed, because kernels on one stream do not overlap. Where Python
+launches too slowly, the step takes Python's time, predicted for a quick and a slow CPU (a factor of two).
 """
 
 import dataclasses
@@ -101,8 +100,7 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None) -> CompiledShares:
-    """Fractions of the eager step's kernels and times that torch.compile leaves. Arguments and errors: as
-    `predict_step_time`."""
+    """Fractions of the eager step's kernels and times that torch.compile leaves; errors as of `predict_step_time`."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
@@ -147,8 +145,10 @@ def _utilizations(
 def model_utilizations(
     spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
 ) -> tuple[Utilization, ...]:
-    """MFU of a step of `step_s` seconds, by every convention of counting FLOPs, over all GPUs of the layout. Empty if
-    the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own."""
+    """MFU of a step of `step_s` seconds over all GPUs of the layout, by each convention of counting FLOPs.
+
+    Empty if the model's sizes are unknown. facts: of a traced model; None: steplab's own.
+    """
     if facts is None and spec.model.shape is not None:
         facts = own_facts(spec.model.shape)
     flops = dict[str, float]()
@@ -185,8 +185,8 @@ def _utilization(
 
 
 def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
-    """Lengthen tensor-core kernels to the clock that the GPU's power limit leaves. Power grows with the step's share of
-    the tensor cores' peak; beyond a threshold, the clock falls."""
+    """Lengthen tensor-core kernels to the power limit's clock, which falls once the step's share of the tensor cores'
+    peak passes a threshold."""
     slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
@@ -205,8 +205,10 @@ def throttling(reached: float, rates: StepRates) -> float:
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """GPU time by phase, kind and operator, at the full clock, longest first within a phase. A few blocks and
-    micro-steps are run dry; the others are extrapolated, because each adds the same."""
+    """GPU time by phase, kind and operator, at the full clock, longest first within a phase.
+
+    Few blocks and micro-steps are run dry; the others are extrapolated, because each adds the same.
+    """
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
@@ -241,8 +243,7 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """Sum the kernels of a step with its first `num_first` blocks checkpointed. Each further block of either sort adds
-    the same."""
+    """Kernels of a step with its first `num_first` blocks checkpointed; each further block of a sort adds the same."""
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
@@ -307,7 +308,7 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """True if it casts a weight's gradient to fp32. Blocks of Triton operators compute that gradient in fp32
+    """True if it casts a weight's gradient to fp32, which blocks of Triton operators compute in fp32 already
     (model/gradient_products). read: numbers of all allocations that forward and backward read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read

@@ -1,8 +1,8 @@
 """Describes attention's operators: splitting and merging heads, the rotary embedding, and each implementation.
 
-The scores are [B, h, T, T]; every other tensor is at most as large as the residual stream. A fused kernel saves its
-inputs, its output and the log-sum-exp of each row of scores. The table of ops.attention.implementations lists its
-backward workspace and the layout of its tensors.
+The scores are [B, h, T, T]; other tensors are at most as large as the residual stream. A fused kernel saves inputs,
+output and the log-sum-exp of each row of scores; ops.attention.implementations lists its backward workspace and its
+tensors' layout.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Estimates the model's memory under torch.compile; the rest of the dry run is exact.
 
-The lists below are the choice of torch 2.13's min-cut partitioner for the plain Transformer's backward pass. It saves
-the results and the inputs of matmuls, each once, and recomputes elementwise operators. It saves only the input of a
-checkpointed block. The fused kernels between need little memory and are not followed.
+The lists below are what torch 2.13's min-cut partitioner saves of the plain Transformer: results and inputs of matmuls,
+each once, and only the input of a checkpointed block. Elementwise operators are recomputed. The fused kernels between
+need little memory and are not followed.
 """
 
 from dataclasses import dataclass
@@ -62,8 +62,7 @@ class CompiledTransformer:
     def backward(self, loss: Tensor) -> None:
         """Allocate the gradients of all parameters, and free saved tensors block by block.
 
-        Saved tensors are overwritten where possible. They are freed before the gradients of a block's weights exist in
-        their own format.
+        They are overwritten where possible, and freed before a block's weight gradients exist in their own format.
         """
         m = self._machine
         m.start_products()

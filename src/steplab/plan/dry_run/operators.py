@@ -3,8 +3,8 @@
 A function holds its arguments until it returns, as torch's do; a backward function so holds its gradient.
 
 Under tensor parallelism, tokens are gathered before the first matmuls, and sums scattered after the last. DTensor
-copies an all-gather, ordered by rank, into the order of the tokens (torch/distributed/tensor/_collective_utils.py). It
-copies a reduce-scatter into the order of the ranks before it is sent.
+copies what it gathered into the order of tokens, and what it scatters into the order of ranks
+(torch/distributed/tensor/_collective_utils.py).
 """
 
 from collections.abc import Callable
@@ -177,8 +177,7 @@ def _linear_with_bias(
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     """torch's fused RMSNorm: saves its input and one number a token.
 
-    From torch 2.12 on, autocast runs it in fp32. The residual stream and the weight are fp32 under autocast, so it
-    needs no casts.
+    From torch 2.12 on, autocast runs it in fp32, the format of the residual stream and the weight, without casts.
     """
     if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
         return _composed_rms_norm(m, x, weight, what)

@@ -1,8 +1,7 @@
 """Finds the memory of a step's parts (embedding, one block, head), from a dry run of a model of two blocks.
 
-plan.layout.memory composes a rank of n blocks from these parts, without running them all. Each part's peak lists every
-tensor that is alive. Weights, gradients of finished parts and optimizer state are left out, because a layout shards
-them.
+plan.layout.memory composes a rank of n blocks from these parts. Each part's peak lists every tensor alive, without
+weights, gradients of finished parts and optimizer state, which a layout shards.
 """
 
 import dataclasses
@@ -90,8 +89,8 @@ def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch
     """Memory and operators of each part of a micro-step of `batch` sequences.
 
     recomputed: checkpointing of each block: none, full or selective. split, gathering: as in `run_dry`. The spec's
-    layout, batch, checkpointing and micro-steps are ignored. (With several micro-steps, a loss in chunks multiplies its
-    gradients once more.) Blocks are compiled one by one; the rest is eager.
+    layout, batch, checkpointing and micro-steps are ignored (a loss in chunks multiplies its gradients once more in
+    several micro-steps). Blocks are compiled one by one; the rest is eager.
     """
     assert spec.model.shape is not None
     two_blocks = StepSpec(
@@ -130,9 +129,8 @@ def _parts_of(spec: StepSpec, split: Split, gathering: Gathering | None) -> Part
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
     """Memory and operators of each part of a micro-step with two blocks, `block 0` and `block 1`.
 
-    run: reports the micro-step's events to a listener. Behind a frozen embedding the first block saves less, so the
-    larger block represents all. Otherwise the first does, and the head's moments count what the last saves more or
-    less.
+    run: reports the micro-step's events. The first block represents all, and the head's moments count what the last
+    saves more or less. Behind a frozen embedding the first saves less, so the larger block represents all.
     """
     found = _Reading(run)
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)

@@ -1,14 +1,13 @@
 """Imitates autograd's memory: saved tensors, and the lifetime of each gradient.
 
-Nodes run in reverse order. A node makes the gradients of its inputs, then frees the gradients it took, then its saved
-tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
-(torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
-added to the gradient of an earlier pass.
+Nodes run in reverse order. A node makes its inputs' gradients, then frees the gradients it took, then its saved
+tensors. A gradient is added to an existing one in place, unless that is a view (torch/csrc/autograd/engine.cpp,
+input_buffer.cpp). One parameter's gradients from several nodes are summed before an earlier pass's is added.
 
-Activation checkpointing works as torch.utils.checkpoint does without reentrant autograd. In the forward pass a block's
-nodes save nothing, and its frame keeps its input. The first backward of a node recomputes the block up to the last
-tensor that a node needs (early stop). Nodes take their tensors from the frame in order. Selective checkpointing saves
-the outputs of matmuls and of fused attention in the frame; selective_2 leaves out every second linear layer.
+Activation checkpointing is torch.utils.checkpoint without reentrant autograd. Forward, a block's nodes save nothing,
+and its frame keeps the input. The first node to run backward recomputes the block up to the last tensor that a node
+needs (early stop); nodes take their tensors from the frame in order. Selective checkpointing keeps the outputs of
+matmuls and fused attention in the frame; selective_2 leaves out every second linear layer.
 """
 
 from collections import Counter

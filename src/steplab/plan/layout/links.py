@@ -1,9 +1,8 @@
 """Predicts the time of a collective between ranks: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node, w is the share of the GPU's stated link bandwidth that NCCL reaches. Between nodes, it is NCCL's share of
-the stated network adapters (specs/networks.toml). There a ring enters and leaves each node once, through one adapter
-per rank of the group. alpha grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency
-of a hop, protocol Simple).
+w is NCCL's share of the stated bandwidth: within a node of the GPU's link, between nodes of the network adapters
+(specs/networks.toml), where a ring enters and leaves each node once, through one adapter per rank of the group. alpha
+grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 
 import dataclasses

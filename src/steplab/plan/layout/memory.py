@@ -1,8 +1,7 @@
 """Predicts the peak memory of each rank of a layout, as a sum over the parts of its step.
 
-A rank that runs one block holds that block's tensors, and for each microbatch in flight the activations of earlier
-blocks. It also holds its share of weights, gradients and optimizer state, weights gathered from other ranks, and
-communication buffers.
+A rank holds the tensors of the block that runs, for each microbatch in flight the activations of earlier blocks, its
+share of weights, gradients and optimizer state, weights gathered from other ranks, and communication buffers.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
 forward holds the current unit's weights and the all-gather that brought them, 2 G. Backward holds its weights, the next
@@ -141,10 +140,7 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """Memory reserved for FSDP2's own streams, which the compute stream cannot use.
-
-        It is two all-gathers of weights, and the shards of all gradients.
-        """
+        """Memory of FSDP2's own streams, closed to the compute stream: two all-gathers and all gradients' shards."""
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
@@ -307,10 +303,7 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """Bytes that the allocator's rounding adds to the weights, or to their gradients.
-
-        with_state: also to the optimizer's tensors.
-        """
+        """Bytes that the allocator's rounding adds to weights or gradients; with_state: and optimizer state."""
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])

@@ -1,8 +1,8 @@
 """Predicts the step time of every layout of a job on a number of GPUs, or why it does not fit.
 
-A job is a step and a global batch in sequences. Each layout uses the largest micro-batch that fits, and further
-micro-steps for the rest. A pipeline uses the fastest micro-batch and schedule that fit. Checkpointing `auto` is each
-layout's fastest choice; if that is `full`, only as many blocks are recomputed as needed to fit.
+A job is a step and a global batch in sequences. Each layout takes the largest micro-batch that fits, and micro-steps
+for the rest; a pipeline the fastest micro-batch and schedule that fit. Checkpointing `auto` is each layout's fastest
+choice; `full` is reduced to the blocks that must be recomputed to fit.
 """
 
 import bisect
@@ -155,10 +155,7 @@ def layouts_of(gpus: int) -> Iterator[Layout]:
 
 
 def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
-    """True if `one` is slower than `fastest` by more than the error of the predictions.
-
-    Errors that both predictions share do not count.
-    """
+    """True if `one` is slower than `fastest` by more than the predictions' errors, without those that both share."""
     unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
     unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
     return one.seconds - fastest.seconds > unsure

@@ -1,9 +1,9 @@
 """Predicts the time of a step on a layout: each rank's computation and communication, and the pipeline's bubble.
 
-Computation follows plan.time. Transfers without concurrent computation take their own time. Others are hidden as long
-as the computation lasts, but slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth. A
-pipeline of m microbatches takes (m - 1) times its slowest rank's time per microbatch, plus once every rank's.
-Interleaved stages shorten the bubble (Narayanan et al. 2021, section 2.2).
+Computation follows plan.time. Transfers beside computation are hidden while it lasts, but slow it: NCCL takes
+multiprocessors and memory bandwidth, peer copies only bandwidth. A pipeline of m microbatches takes (m - 1) times its
+slowest rank's time per microbatch, plus once every rank's. Interleaved stages shorten the bubble (Narayanan et al.
+2021, section 2.2).
 """
 
 import dataclasses
