@@ -72,8 +72,7 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Fitted rates of matmuls in this number format; without a fit, bf16's, because tensor cores work equally in all
-    formats.
+    """Fitted rates of matmuls in this format; without a fit bf16's, because tensor cores work alike in all.
 
     TF32 takes fp32's share of the peak: 0.77 and 0.76 on an H200 at 8192.
     """
@@ -86,8 +85,8 @@ def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
 def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
     """Predict the seconds of a batched matmul.
 
-    The result is cut into tiles, which the multiprocessors process in waves. The fastest of the usual tiles is assumed,
-    with split-K if that fills the last wave better.
+    Multiprocessors process the result's tiles in waves. The fastest of the usual tiles is assumed, with split-K if that
+    fills the last wave better.
     """
     rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
     num_sms = gpu.multiprocessors

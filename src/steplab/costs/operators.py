@@ -188,9 +188,7 @@ _FLOPS_AN_ELEMENT = {
 
 
 def flops_of_elements(name: str, elements: int) -> int:
-    """FLOPs of an operator other than a matmul, from the element count of its largest tensor; 0 if unlisted, as for a
-    copy.
-    """
+    """FLOPs of an operator other than a matmul, from its largest tensor's elements; 0 if unlisted, as for a copy."""
     stem = name.removeprefix("_foreach_")
     return elements * _FLOPS_AN_ELEMENT.get(stem, _FLOPS_AN_ELEMENT.get(stem.removesuffix("_"), 0))
 
@@ -222,8 +220,8 @@ _RULES: dict[str, Rule] = {
 
 
 UPDATE_PASSES = {"adamw_fused": 7, "adamw_foreach": 20, "adamw_loop": 20, "sgd": 3}
-"""Passes of an optimizer step over a parameter's bytes. The fused AdamW kernel reads parameter, gradient and two
-moments, and writes all except the gradient.
+"""Passes of an optimizer step over a parameter's bytes. Fused AdamW reads parameter, gradient and two moments, and
+writes all except the gradient.
 
 Operator by operator, AdamW makes 20 passes: decay 2, first moment 3 (lerp), second moment 2 + 3 (mul, addcmul), root 2,
 correction 2, epsilon 2, update 4 (addcdiv). A test counts them as torch runs.
@@ -265,7 +263,7 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
     """FLOPs of an attention by pass: forward, backward, both. `spec.heads` counts query heads.
 
-    They do not depend on the implementation, which may execute more (masked scores) or less (no recomputation).
+    An implementation may execute more (masked scores) or less (no recomputation).
     """
     forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
     if spec.causal:

@@ -103,8 +103,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spread: dict[str, float]
     """Half of the 90 % interval as a share of the central value, by kind of fit.
 
-    'traced' is for third-party models, held out by family. 'elsewhere' is for formats without a fit, and GPUs without a
-    fit or a measured step.
+    'traced': third-party models, held out by family. 'elsewhere': formats without a fit, GPUs without a fit or a
+    measured step.
     """
 
     def gap(self, replayed: bool) -> float:

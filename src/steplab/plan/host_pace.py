@@ -1,7 +1,4 @@
-"""Finds Python's time per kernel in many measured steps, and the phases in which the GPU waited for Python.
-
-A phase much longer than its predicted kernels shows Python's time per kernel.
-"""
+"""Finds the phases of measured steps in which the GPU waited for Python, and Python's time per kernel in them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

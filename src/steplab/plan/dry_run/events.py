@@ -1,7 +1,6 @@
 """Events of a dry run, from which memory, FLOPs and bytes are counted.
 
-They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are several times
-slower.
+They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are slower.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +17,7 @@ READS_A_VALUE = "_local_scalar_dense"
 """Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""Name of an event that is no operator: the model makes a tensor without naming a device.
-
-Its copy to the GPU takes unpredicted time.
-"""
+"""Name of an event that is no operator: a tensor made without a device, whose copy takes unpredicted time."""
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
@@ -75,7 +71,7 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     dropout: bool = False
     """True for fused attention with dropout."""
     rate: str = ""
-    """Access pattern by which the kernel's measured bandwidth is looked up; '': by the operator's name."""
+    """Access pattern, the key of the kernel's measured bandwidth; '': the operator's name."""
     calls: int = 1
     """Number of operators that Python and torch called for it, including preceding views."""
 

@@ -14,14 +14,13 @@ from steplab.plan.kernel_time import KernelTimes, on_tensor_cores
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Python's time per kernel if DTensor splits the tensors, compiled or not, on a quick and on a slow CPU.
 
-All layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds
-per kernel.
+It binds all layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz: 100 to 150 microseconds per kernel.
 """
 
 HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
 """Python's time for FSDP2's hooks around one unit in one pass, on a quick and on a slow CPU.
 
-It is the range of time beyond the kernels' in pipelines with FSDP2, from the same records.
+It is the range beyond the kernels' time in pipelines with FSDP2, from the same records.
 """
 
 

@@ -52,9 +52,9 @@ class Group:
     size: int
     stride: int
     in_line: int = 0
-    """Length of the pipeline in which these ranks are neighbours; 0: not a pipeline.
+    """Length of the pipeline in which these ranks are neighbours, some in different nodes if it is longer than a node.
 
-    If a pipeline is longer than a node, some of its neighbours are in different nodes.
+    0: not a pipeline.
     """
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
@@ -110,9 +110,9 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """Cluster with the bandwidths and latencies of a stored communication profile within a node.
+    """Cluster with a stored communication profile's bandwidths and latencies within a node.
 
-    Each collective uses its fit over all world sizes, or else over most ranks.
+    Each collective takes its fit over all world sizes, else over most ranks.
     """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
