@@ -374,7 +374,7 @@ def _is_traced(run: Run) -> bool:
 
 
 @cache
-def _operators_of(spec: StepSpec) -> Sequence[Operator]:
+def _operators_of(spec: StepSpec) -> Iterable[Operator]:
     return traced_operators(spec.as_predicted)
 
 

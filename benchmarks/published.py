@@ -38,8 +38,8 @@ from steplab.plan.cards import outside_bytes
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.model import own_model
-from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import rank_groups
+from steplab.plan.layout.sharing import sharing_of
 from steplab.plan.layout.time import LayoutClock
 from steplab.plan.layout.traffic import updated_elements
 from steplab.plan.memory import workspace_of
@@ -556,7 +556,7 @@ def memory(rows: Iterable[PublicRow]) -> None:
         reserved = "reserved" in kind or "nvidia-smi" in kind
         name = hardware_named(row.card or row.gpu).device_names[0]
         splits = row.group not in WITH_WHOLE_TOKENS
-        ranks = memory_by_rank(spec, workspace_of(name).value, sequence_parallel=splits)
+        ranks = memory_by_rank(spec, workspace_of(name).value, sharing_of(spec, sequence_parallel=splits))
         found = max(with_state(row, spec, rank, place, reserved=reserved) for place, rank in enumerate(ranks)) / GIB
         said = f"{stated:.1f} GiB | {found:.1f} GiB | {100 * (found / stated - 1):+.0f} %"
         print(f"| {row.id} | {row.gpus} | {spec.layout} | {kind} | {said} |")
@@ -570,7 +570,7 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
     messages = [term for term in rank.terms if term.what.endswith("from neighbours")]
     size -= sum(term.num_bytes * (term.count - rank.in_flight - 1) for term in messages)
     if "nvidia-smi" in str(row.measured.get("memory_kind")):
-        size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
+        size += outside_bytes(spec.layout)
     kept = str(row.precision.get("parameters"))
     weights = updated_elements(spec, group, own_model(spec))
     ours = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes

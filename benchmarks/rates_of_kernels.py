@@ -26,7 +26,7 @@ from steplab.costs.kernel_time import Product, attention_s, product_s, rated_att
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
+from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import streaming_name, widens
 from steplab.records.attention import AttentionRun
 from steplab.records.profile import OpStats
@@ -228,7 +228,7 @@ _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
 
 
 def eager_sums(
-    runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]] = operators_of
+    runs: Sequence[Run], operators_of: Callable[[StepSpec], Iterable[Operator]] = operators_of
 ) -> list[KernelSum]:
     """Sums of eager profiles; `operators_of` gives a step's operators."""
     found = []
@@ -304,7 +304,7 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
         if run.profile is None or run.spec is None or run.spec.compile == "off":
             continue
         operators = operators_of(dataclasses.replace(run.spec, compile="off"))
-        kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
+        kernels = kernels_of(operators, compiled=True, blocks_alone=run.spec.compile == "block")
         timed = [op for op in run.profile.ops if op.name.startswith("triton_")]
         for kind in product(("forward", "backward"), ("pointwise", "reduction", "softmax")):
             own = [k for k in kernels if k.fused and kind == (k.operator.phase, _kind_of(k))]
@@ -415,7 +415,7 @@ TRACED = re.compile(
 MASKED = "sdpa_cudnn masked"
 
 
-def fit_traced(runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]], gpu: Gpu) -> Gpu:
+def fit_traced(runs: Sequence[Run], operators_of: Callable[[StepSpec], Iterable[Operator]], gpu: Gpu) -> Gpu:
     """The GPU with rates of traced models' kernels, from their profiles: operators that steplab's own model lacks, in
     eager ones, and attention with a mask."""
     shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not TRACED.match(name)}

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.sharing import sharing_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
@@ -162,7 +163,7 @@ def layouts() -> Iterator[Table]:
         assert run.spec is not None
         # torch 2.11 composes norms of an fp32 stream with bf16 weights.
         gathering = Gathering(fused_norms=run.environment is None or not run.environment.torch.startswith("2.11"))
-        for rank in memory_by_rank(run.spec, HOPPER_WORKSPACE.value, gathering=gathering):
+        for rank in memory_by_rank(run.spec, HOPPER_WORKSPACE.value, sharing_of(run.spec, None, gathering)):
             samples = run.ranks[rank.first_rank]
             (peak,) = [each for each in samples.peaks if each.phase == "step"]
             (step,) = [each for each in samples.back_to_back if each.phase == "step"]

@@ -24,6 +24,7 @@ from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.owned import owned_of
 from steplab.plan.layout.ranks import in_flight, rank_groups
+from steplab.plan.layout.sharing import sharing_of
 from steplab.plan.layout.weights import weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.terms import by_category
@@ -48,7 +49,7 @@ def elements_of(shape: TransformerShape) -> tuple[int, ...]:
 
 
 def ranks_of(spec: StepSpec, gathering: Gathering) -> tuple[RankMemory, ...]:
-    return memory_by_rank(spec, HOPPER_WORKSPACE.value, gathering=gathering)
+    return memory_by_rank(spec, HOPPER_WORKSPACE.value, sharing_of(spec, None, gathering))
 
 
 def cells() -> list[tuple[DdpRun, DdpCell]]:
@@ -63,7 +64,7 @@ def is_of_earlier_code(cell: DdpCell) -> bool:
 def predicted(study: DdpRun, cell: DdpCell) -> RankMemory:
     spec = dataclasses.replace(study.study.step, layout=Layout(dp=study.study.processes))
     gathering = OLDER_FSDP2 if study.study.processes == 2 else TORCH_OF_RECORDS
-    (rank,) = memory_by_rank(spec, HOPPER_WORKSPACE.value, cell.contender, gathering)
+    (rank,) = memory_by_rank(spec, HOPPER_WORKSPACE.value, sharing_of(spec, cell.contender, gathering))
     return rank
 
 
@@ -170,7 +171,7 @@ def test_every_rank_of_every_recorded_layout() -> None:
 def test_one_process_put_together_is_the_step_run_dry(fields: dict[str, object]) -> None:
     """To the byte except rounding, which depends on earlier allocations."""
     spec = resolve_step({"model": "small", "context": 512} | fields)
-    (rank,), whole = memory_by_rank(spec, HOPPER_WORKSPACE.value), predict_memory(spec)
+    (rank,), whole = memory_by_rank(spec, HOPPER_WORKSPACE.value, sharing_of(spec)), predict_memory(spec)
     found = by_category(rank.terms)
     assert rank.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.015)
     assert found.keys() == whole.at_peak.keys()
@@ -323,7 +324,8 @@ def test_without_sequence_parallelism_each_rank_keeps_all_tokens() -> None:
     spec = resolve_step({"model": "small", "context": 1024, "checkpointing": "full", "layout": "tp=4"})
 
     def kept(*, sequence_parallel: bool) -> int:
-        (rank,) = memory_by_rank(spec, HOPPER_WORKSPACE.value, sequence_parallel=sequence_parallel)
+        sharing = sharing_of(spec, sequence_parallel=sequence_parallel)
+        (rank,) = memory_by_rank(spec, HOPPER_WORKSPACE.value, sharing)
         return sum(term.num_bytes * term.count for term in rank.terms if term.what.startswith("residual stream"))
 
     split, whole = kept(sequence_parallel=True), kept(sequence_parallel=False)

@@ -162,7 +162,7 @@ def test_contention_is_what_was_fitted() -> None:
         if by_peer_copies(cell) and shared.owned is None:  # of them the time of bytes through memory counts
             continue
         alone = sum(each.wire_bytes / clock.machine.node_bytes_per_s[each.collective] for each in found)
-        time = sure(clock.time(on_ranks(study), cell.contender, shared))
+        time = sure(clock.time(on_ranks(study), shared))
         added = median_s(cell) - median_s(cell, baseline=True)
         halved = shared.gathers or shared.owned is not None  # of two ranks each updates half
         saved = time.optimizer_s if halved else 0.0
@@ -186,7 +186,7 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
         of_today = study.id in ("fcb4617b3d65", "12a6bcc50b23", "803eac21993f", "045711e386dd")
         if of_today and (cell.contender.update == "after" or study.id == "045711e386dd"):
             spec = dataclasses.replace(on_ranks(study), optimizer="adamw_fused")  # it is the same in both steps
-            time = sure(clock.time(spec, cell.contender, sharing_of(spec, cell.contender)))
+            time = sure(clock.time(spec, sharing_of(spec, cell.contender)))
             errors.append(time.exposed_s / (median_s(cell) - median_s(cell, baseline=True)) - 1)
     assert statistics.median(shares) == pytest.approx(PEER_COPY_CONTENTION, abs=0.005)
     assert len(errors) == 11
@@ -199,7 +199,7 @@ def test_what_is_expected_of_eight_gpus_is_what_the_docs_say() -> None:
     spec, added_ms = resolve_step({**fields, "layout": "dp=8"}), []
     for variant in variants_of(["torch_ddp:400", "bucketed:100", "bucketed:200", "bucketed:400"], []):
         sent = variant if variant.kind == "torch_ddp" else dataclasses.replace(variant, transport="peer_copy")
-        time = sure(clock.time(spec, sent))
+        time = sure(clock.time(spec, sharing_of(spec, sent)))
         added_ms.append(round(1e3 * (time.exposed_s + time.copies_s)))
     assert added_ms == [29, 12, 10, 9]
 
@@ -255,7 +255,7 @@ def test_every_recorded_strategy_is_within_eight_percent_in_the_median() -> None
         if cell.contender.kind != "none" and kernels_began_late(cell):
             continue
         spec = dataclasses.replace(on_ranks(study), optimizer="adamw_fused")  # moves as many bytes as adamw_triton
-        time = sure(clock.time(spec, cell.contender, sharing(study, cell)))
+        time = sure(clock.time(spec, sharing(study, cell)))
         real = median_s(cell)
         errors.setdefault(cell.contender.kind, []).append(abs(time.seconds / real - 1))
         if not time.low_s < real < time.high_s:

@@ -24,7 +24,7 @@ from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rat
 from steplab.errors import Unsupported, UserError
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import Kernel, fused_kernels, kernels_of
+from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_s, streaming_name
 from steplab.plan.seen import is_held_out
 from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
@@ -234,7 +234,7 @@ def test_what_is_added_for_blocks_and_micro_steps_is_what_would_be_run(
 @given(STEPS)
 def test_fusing_leaves_the_products_and_moves_no_more(fields: dict[str, Any]) -> None:
     operators = operators_of(resolve_step(fields))
-    kernels = fused_kernels(operators)
+    kernels = kernels_of(operators, compiled=True)
     left = [kernel.operator for kernel in kernels if not kernel.fused]
     assert [op for op in left if op.kind != "streaming"] == [op for op in operators if op.kind != "streaming"]
     assert len(kernels) <= len(operators)
@@ -262,8 +262,8 @@ def streaming(name: str, read: int, written: int) -> Operator:
 
 def test_no_kernel_is_of_what_comes_before_and_after_a_value_that_the_host_reads() -> None:
     before, value, after = streaming("mul", 1, 2), streaming(READS_A_VALUE, 2, 3), streaming("add", 2, 4)
-    assert [kernel.moved_bytes for kernel in fused_kernels([before, after])] == [2 * MIB]
-    parts = fused_kernels([before, value, after])
+    assert [kernel.moved_bytes for kernel in kernels_of([before, after], compiled=True)] == [2 * MIB]
+    parts = kernels_of([before, value, after], compiled=True)
     assert [kernel.moved_bytes for kernel in parts if kernel.fused] == [2 * MIB, 2 * MIB]
 
 
@@ -282,7 +282,7 @@ def test_an_embedding_fills_its_gradient_and_adds_rows_to_it_compiled_or_not() -
 def test_a_fused_softmax_takes_its_time_by_elements_in_fp32() -> None:
     """The logits are read in bf16, and only a number for each row is written."""
     fields = {"model": "small", "precision": "bf16", "attention": "sdpa_flash", "batch": 2, "context": 128}
-    (softmax,) = (k for k in fused_kernels(operators_of(resolve_step(fields))) if k.exponentials)
+    (softmax,) = (k for k in kernels_of(operators_of(resolve_step(fields)), compiled=True) if k.exponentials)
     assert streaming_name(softmax) == "fused softmax"
     assert softmax.moved_bytes == 2 * 128 * 10_000 * 4
 

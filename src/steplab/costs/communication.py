@@ -3,9 +3,8 @@
 Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times the least bytes that each rank
 sends in a ring, over S. It compares with the links' bandwidth for any collective and number of ranks.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire. A term gamma · n for n ranks is
-optional. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
-negative.
+A call is modelled as t = alpha + beta · w (Hockney 1994), w the bytes on the wire, optionally plus gamma · n for n
+ranks. The fit minimizes squares of *relative* differences, so all message lengths weigh the same; no term is negative.
 """
 
 import itertools

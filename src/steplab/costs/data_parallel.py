@@ -79,15 +79,11 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
     """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
+    import numpy as np
+
     # Each row divided by its measurement: (n / t) o + (1 / t) f = 1, with f = s / w.
-    a = [calls / seconds for calls, seconds in zip(num_calls, alone_s, strict=True)]
-    f = [1 / seconds for seconds in alone_s]
-    aa, ab, bb = _dot(a, a), _dot(a, f), _dot(f, f)
-    ra, rb = sum(a), sum(f)
-    determinant = aa * bb - ab * ab
-    if determinant <= 0:
-        return None
-    call_s, transfer_s = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
+    rows = np.array([(calls / seconds, 1 / seconds) for calls, seconds in zip(num_calls, alone_s, strict=True)])
+    call_s, transfer_s = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
     if call_s <= 0 or transfer_s <= 0:
         return None
     return Link(bytes_per_s=num_bytes / transfer_s, call_s=call_s)
@@ -109,10 +105,6 @@ class StateBytes:
     gradients: float
     optimizer: float
 
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
 
 def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
     """Bytes that each of `size` ranks holds under a ZeRO stage: 0 (nothing divided), 1, 2 or 3.
@@ -127,7 +119,3 @@ def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size:
         gradients=whole / (size if stage >= 2 else 1),
         optimizer=state / (size if stage >= 1 else 1),
     )
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -106,10 +106,9 @@ def executed_flops_per_token(
 ) -> float | None:
     """Matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
 
-    Attention with materialised scores takes two products forward and four backward, each over the whole square. A fused
-    kernel skips the masked half but recomputes the scores in its backward pass. So it takes two products forward and
-    five backward (Dao 2023, section 3.1). `sdpa` is assumed to choose a fused kernel. None if a size is None, or if
-    checkpointing recomputes another library's blocks.
+    Attention with materialised scores takes two products forward and four backward, over the whole square. A fused
+    kernel skips the masked half but recomputes scores backward: five products (Dao 2023, section 3.1). `sdpa` is
+    assumed to choose one. None if a size is None, or if checkpointing recomputes another library's blocks.
     """
     if num_embedding_parameters is None or num_layers is None or attention_width is None:
         return None

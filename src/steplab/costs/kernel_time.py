@@ -1,8 +1,8 @@
 """Predicts the seconds of one kernel on a GPU: a roofline, times the shares of it that kernels reach.
 
 A kernel with F FLOPs and M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few microseconds
-(Williams, Waterman and Patterson 2009, "Roofline"). The fitted shares a and b are in `costs.rates`. Predictions (plan)
-and findings on measured steps (explain) both use it.
+(Williams, Waterman and Patterson 2009, "Roofline"), with the fitted shares a and b of `costs.rates`. plan and explain
+use it.
 """
 
 import math
@@ -72,8 +72,7 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Fitted rates of matmuls in this number format; without a fit, bf16's, because tensor cores work equally in all
-    formats.
+    """Fitted rates of matmuls in this format; without a fit bf16's, because tensor cores work alike in all.
 
     TF32 takes fp32's share of the peak: 0.77 and 0.76 on an H200 at 8192.
     """
@@ -86,8 +85,8 @@ def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
 def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
     """Predict the seconds of a batched matmul.
 
-    The result is cut into tiles, which the multiprocessors process in waves. The fastest of the usual tiles is assumed,
-    with split-K if that fills the last wave better.
+    Multiprocessors process the result's tiles in waves. The fastest of the usual tiles is assumed, with split-K if that
+    fills the last wave better.
     """
     rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
     num_sms = gpu.multiprocessors

@@ -1,16 +1,16 @@
 """FLOPs and bytes of one operator call, from the shapes and types of its inputs, and traffic of an optimizer step.
 
-A multiply-add of a matrix product counts as two FLOPs; other operators count the formula's operations per element. Each
-input is read once and each output written once. An unlisted operator has no cost: None, not zero.
+A multiply-add counts as two FLOPs; elementwise operators count the formula's operations. Each input is read once and
+each output written once. An unlisted operator's cost is None, not zero.
 
-Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half of them if causal. Backward has 2.5 times
-as many (Dao 2023, "FlashAttention-2", section 4.1). It moves queries, keys, values and output once, and backward their
-gradients once.
+Fused attention has 4 B H S K D FLOPs forward for S queries and K keys, half if causal, and 2.5 times as many backward
+(Dao 2023, "FlashAttention-2", section 4.1). It moves queries, keys, values, output, and backward their gradients, once.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from steplab.ops.attention.implementations import TABLE
 from steplab.specs.attention import AttentionSpec
@@ -73,39 +73,28 @@ def operator_cost(name: str, tensors: Sequence[Tensor]) -> Cost | None:
         return None
 
 
-def _product(batch: int, m: int, k: int, n: int, a: Tensor, extra_bytes: int = 0) -> Cost:
+def _product(batch: int, m: int, k: int, n: int, item_bytes: int, bias_bytes: int = 0) -> Cost:
     elements = batch * (m * k + k * n + m * n)
-    return Cost(flops=2 * batch * m * k * n, moved_bytes=elements * a.item_bytes + extra_bytes)
+    return Cost(flops=2 * batch * m * k * n, moved_bytes=elements * item_bytes + bias_bytes)
 
 
-def _mm(tensors: Sequence[Tensor]) -> Cost:
-    a, b = tensors[0], tensors[1]
-    (m, k), (_, n) = a.shape, b.shape
-    return _product(1, m, k, n, a)
+def _matmul(tensors: Sequence[Tensor]) -> Cost:
+    a, b = tensors[:2]
+    (*batch, m, k), (*same_batch, _, n) = a.shape, b.shape
+    if batch != same_batch:
+        raise ValueError(f"{a.shape} and {b.shape} have different batches")
+    return _product(math.prod(batch), m, k, n, a.item_bytes)
 
 
-def _addmm(tensors: Sequence[Tensor]) -> Cost:
-    bias, a, b = tensors[:3]
-    (m, k), (_, n) = a.shape, b.shape
-    return _product(1, m, k, n, a, bias.size_bytes)
-
-
-def _bmm(tensors: Sequence[Tensor]) -> Cost:
-    a, b = tensors[0], tensors[1]
-    (batch, m, k), (_, _, n) = a.shape, b.shape
-    return _product(batch, m, k, n, a)
-
-
-def _baddbmm(tensors: Sequence[Tensor]) -> Cost:
-    added, a, b = tensors[:3]
-    (batch, m, k), (_, _, n) = a.shape, b.shape
-    return _product(batch, m, k, n, a, added.size_bytes)
+def _added_matmul(tensors: Sequence[Tensor]) -> Cost:
+    cost = _matmul(tensors[1:])
+    return Cost(flops=cost.flops, moved_bytes=cost.moved_bytes + tensors[0].size_bytes)
 
 
 def _linear(tensors: Sequence[Tensor]) -> Cost:
-    x, weight = tensors[0], tensors[1]
+    x, weight = tensors[:2]
     n, k = weight.shape
-    return _product(1, x.numel // k, k, n, x, tensors[2].size_bytes if len(tensors) > 2 else 0)
+    return _product(1, x.numel // k, k, n, x.item_bytes, bias_bytes=sum(bias.size_bytes for bias in tensors[2:3]))
 
 
 def _pointwise(flops: int) -> Rule:
@@ -114,7 +103,10 @@ def _pointwise(flops: int) -> Rule:
     """
 
     def cost(tensors: Sequence[Tensor]) -> Cost:
-        out = math.prod(_broadcast([t.shape for t in tensors]))
+        sizes = [set(along) - {1} for along in zip_longest(*(t.shape[::-1] for t in tensors), fillvalue=1)]
+        if any(len(different) > 1 for different in sizes):
+            raise ValueError("the shapes do not broadcast")
+        out = math.prod(math.prod(size) for size in sizes)
         widest = max(t.item_bytes for t in tensors)
         return Cost(flops=flops * out, moved_bytes=sum(t.size_bytes for t in tensors) + out * widest)
 
@@ -139,17 +131,8 @@ def _reduction(tensors: Sequence[Tensor]) -> Cost:
     return Cost(flops=tensors[0].numel, moved_bytes=tensors[0].size_bytes)
 
 
-def _copy(tensors: Sequence[Tensor]) -> Cost:
-    to, source = tensors[0], tensors[1]
-    return Cost(flops=0, moved_bytes=to.size_bytes + source.size_bytes)
-
-
-def _fill(tensors: Sequence[Tensor]) -> Cost:
-    return Cost(flops=0, moved_bytes=tensors[0].size_bytes)
-
-
-def _concatenation(tensors: Sequence[Tensor]) -> Cost:
-    return Cost(flops=0, moved_bytes=2 * sum(t.size_bytes for t in tensors))
+def _moves(*tensors: Tensor) -> Cost:
+    return Cost(flops=0, moved_bytes=sum(t.size_bytes for t in tensors))
 
 
 def _embedding(tensors: Sequence[Tensor]) -> Cost:
@@ -157,20 +140,6 @@ def _embedding(tensors: Sequence[Tensor]) -> Cost:
     weight, indices = tensors[0], tensors[1]
     rows_bytes = indices.numel * weight.shape[1] * weight.item_bytes
     return Cost(flops=0, moved_bytes=indices.size_bytes + 2 * rows_bytes)
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    out: list[int] = []
-    for sizes in zip(*(_padded(shape, max(map(len, shapes))) for shape in shapes), strict=True):
-        wide = {size for size in sizes if size != 1}
-        if len(wide) > 1:
-            raise ValueError(f"{shapes} do not broadcast")
-        out.append(wide.pop() if wide else 1)
-    return tuple(out)
-
-
-def _padded(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return (1,) * (rank - len(shape)) + shape
 
 
 _UNARY = "neg exp log sqrt rsqrt reciprocal abs sigmoid tanh sin cos relu pow triu tril"
@@ -219,18 +188,14 @@ _FLOPS_AN_ELEMENT = {
 
 
 def flops_of_elements(name: str, elements: int) -> int:
-    """FLOPs of an operator other than a matmul, from the element count of its largest tensor; 0 if unlisted, as for a
-    copy.
-    """
+    """FLOPs of an operator other than a matmul, from its largest tensor's elements; 0 if unlisted, as for a copy."""
     stem = name.removeprefix("_foreach_")
     return elements * _FLOPS_AN_ELEMENT.get(stem, _FLOPS_AN_ELEMENT.get(stem.removesuffix("_"), 0))
 
 
 _RULES: dict[str, Rule] = {
-    "mm": _mm,
-    "addmm": _addmm,
-    "bmm": _bmm,
-    "baddbmm": _baddbmm,
+    **dict.fromkeys(("mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _added_matmul),
     "linear": _linear,
     **{
         name: _like_first(_FLOPS_AN_ELEMENT[name])
@@ -245,21 +210,18 @@ _RULES: dict[str, Rule] = {
         f"{name}_backward_data": _like_first(_FLOPS_AN_ELEMENT[f"{name}_backward_data"], inputs=2)
         for name in ["_softmax", "_log_softmax"]
     },
-    "sum": _reduction,
-    "mean": _reduction,
-    "amax": _reduction,
-    "copy": _copy,
-    "fill": _fill,
-    "zero": _fill,
-    "cat": _concatenation,
+    **dict.fromkeys(("sum", "mean", "amax"), _reduction),
+    "copy": lambda tensors: _moves(tensors[0], tensors[1]),
+    **dict.fromkeys(("fill", "zero"), lambda tensors: _moves(tensors[0])),
+    "cat": lambda tensors: _moves(*tensors, *tensors),
     "embedding": _embedding,
     **{name: _pointwise(_FLOPS_AN_ELEMENT[name]) for name in (*_UNARY.split(), *_BINARY.split())},
 }
 
 
 UPDATE_PASSES = {"adamw_fused": 7, "adamw_foreach": 20, "adamw_loop": 20, "sgd": 3}
-"""Passes of an optimizer step over a parameter's bytes. The fused AdamW kernel reads parameter, gradient and two
-moments, and writes all except the gradient.
+"""Passes of an optimizer step over a parameter's bytes. Fused AdamW reads parameter, gradient and two moments, and
+writes all except the gradient.
 
 Operator by operator, AdamW makes 20 passes: decay 2, first moment 3 (lerp), second moment 2 + 3 (mul, addcmul), root 2,
 correction 2, epsilon 2, update 4 (addcdiv). A test counts them as torch runs.
@@ -301,7 +263,7 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
 def attention_flops(spec: AttentionSpec) -> dict[str, float]:
     """FLOPs of an attention by pass: forward, backward, both. `spec.heads` counts query heads.
 
-    They do not depend on the implementation, which may execute more (masked scores) or less (no recomputation).
+    An implementation may execute more (masked scores) or less (no recomputation).
     """
     forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
     if spec.causal:

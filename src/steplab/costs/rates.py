@@ -1,7 +1,7 @@
 """Fitted rates of GPUs: the shares of the stated peak and bandwidth that kernels reach.
 
-benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry borrows the shares of the first
-entry. Its predictions have wider intervals unless measured steps on it narrow them.
+benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry borrows the first one's shares,
+with wider intervals unless measured steps on it narrow them.
 """
 
 import dataclasses
@@ -103,8 +103,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spread: dict[str, float]
     """Half of the 90 % interval as a share of the central value, by kind of fit.
 
-    'traced' is for third-party models, held out by family. 'elsewhere' is for formats without a fit, and GPUs without a
-    fit or a measured step.
+    'traced': third-party models, held out by family. 'elsewhere': formats without a fit, GPUs without a fit or a
+    measured step.
     """
 
     def gap(self, replayed: bool) -> float:

@@ -1,4 +1,4 @@
-"""A device's limits: peaks, bandwidth and ridges.
+"""A device's limits: peaks and bandwidth.
 
 An operator that does I FLOPs for each byte it moves cannot exceed min(peak, I x bandwidth) FLOP/s (Williams, Waterman
 and Patterson 2009, "Roofline"). costs.rates has the shares that kernels reach.
@@ -21,11 +21,6 @@ class Roofline:
 
     def bandwidth(self) -> float | None:
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
-
-    def ridge(self, dtype: str) -> float | None:
-        """FLOPs per byte from which the peak limits an operator, not bandwidth."""
-        peak, bandwidth = self.peak(dtype), self.bandwidth()
-        return peak / bandwidth if peak and bandwidth else None
 
     def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
         """Least seconds that the roofline allows; None if the peak or the bandwidth is unknown."""

@@ -1,14 +1,13 @@
 """Finds a compiled model's operators and memory by AOTAutograd and the min-cut partitioner on fake tensors.
 
-The partitioned graphs use memory as Inductor does. In memory are results and inputs of matmuls and fused attention, and
-a graph's outputs; everything between is fused into kernels. Neither CUDA nor dynamo is needed. Values that Python reads
-would end a graph and are refused here.
+As with Inductor, only results and inputs of matmuls and fused attention, and a graph's outputs, are in memory; all else
+is fused. Neither CUDA nor dynamo is needed. Values that Python reads would end a graph, and are refused.
 """
 
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -27,6 +26,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steplab.fake_step.kernels import held_within
+from steplab.fake_step.replacing import replaced
 from steplab.fake_step.storages import Storages, formula_of
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.step.step import ModelStep
@@ -102,8 +102,7 @@ class _Runner:
             )
 
         def graph_of(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], list[Any]]:
-            found = _Graph(graph, self._watcher, self._storages, places=self._watcher.made_in if is_whole else None)
-            return _boxed(found)
+            return _Graph(graph, self._watcher, self._storages, places=self._watcher.made_in if is_whole else None)
 
         return aot_function(
             run,
@@ -114,8 +113,7 @@ class _Runner:
         )
 
 
-@contextmanager
-def _recomputation_marked() -> Iterator[None]:
+def _recomputation_marked() -> AbstractContextManager[None]:
     """Mark the operators that checkpointing recomputes for the partitioner, as dynamo does
     (torch._higher_order_ops.wrap)."""
     numbers, module = itertools.count(), cast(Any, checkpoint)
@@ -133,21 +131,7 @@ def _recomputation_marked() -> Iterator[None]:
         with traceback.preserve_node_meta():
             yield from before(run, keeps_random_state, numbered, *args, **kwargs)
 
-    module._checkpoint_without_reentrant_generator = marked
-    try:
-        yield
-    finally:
-        module._checkpoint_without_reentrant_generator = before
-
-
-def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Tell AOTAutograd that arguments come in a list, which the function may empty."""
-
-    def boxed(args: list[Any]) -> list[Any]:
-        return run(args)
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    return boxed
+    return replaced(module, _checkpoint_without_reentrant_generator=marked)
 
 
 @dataclass(slots=True)
@@ -164,6 +148,9 @@ class _Made:
 
 
 class _Graph:
+    _boxed_call = True
+    """Tells AOTAutograd that arguments come in a list, which the call may empty."""
+
     def __init__(
         self, graph: fx.GraphModule, watcher: Watcher, storages: Storages, places: Callable[[int], str] | None
     ) -> None:
@@ -233,9 +220,8 @@ class _Graph:
         self._storages.add(value, what, where)
         there[made.node] = value
         name = self._watcher.name_of_parameter(inputs.get(made.cast_of)) if made.cast_of is not None else None
-        piece = self._storages.piece(value)
-        if name is not None and piece is not None:
-            piece.category, piece.what = "autocast_copies", name
+        if name is not None:
+            self._storages.call([value], "autocast_copies", name)
 
     def _output(self, node: fx.Node | None, inputs: dict[fx.Node, Any], there: dict[fx.Node, Tensor]) -> Any:
         if node is None:

@@ -1,6 +1,6 @@
 """Makes torch treat fake CPU tensors as on CUDA, because a build without CUDA cannot fake CUDA tensors.
 
-This file substitutes CUDA's autocast rules, and fused kernels for functions that a CPU composes of operators.
+It substitutes CUDA's autocast rules, and fused kernels for functions that a CPU composes.
 """
 
 import warnings

@@ -21,14 +21,6 @@ _FUSED = {
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
     for suffix in ("", "_backward")
 }
-_CAUSAL = {
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention_backward": 11,
-    "_scaled_dot_product_cudnn_attention_backward": 14,
-}
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
@@ -113,8 +105,8 @@ def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
     query, key = args[1:3] if backward else args[:2]
     batch, heads, tokens, width = query.shape
     scores = Product(m=tokens, n=key.shape[-2], k=width, batch=batch * heads)
-    place = _CAUSAL[name]
-    causal = len(args) > place and bool(args[place])
+    declared = getattr(torch.ops.aten, name).default._schema.arguments
+    causal = any(bool(each) for argument, each in zip(declared, args, strict=False) if argument.name == "is_causal")
     flops = scores.flops * (1.0 if causal else 2.0)  # two products, halved by the mask
     return Fused(f"{ours}_backward", scores, flops * BACKWARD_FLOPS) if backward else Fused(ours, scores, flops)
 

@@ -4,9 +4,9 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
+from steplab.fake_step.replacing import replaced
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.tensor_parallel import split_for_tp
 from steplab.fake_step.watching import Watcher
@@ -57,11 +58,11 @@ def fake_step(
         compiled: run as the spec's `compile`, without the operators of compiled code.
         with_state: create the optimizer's state before the first run.
 
-    The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
-    added up and put into tensors.
+    The model's prints go to stderr. A value that it reads off a tensor (`.item()`) is a symbol, which may be added up
+    and put into tensors.
 
-    Raises UserError as `build_workload` does, and Unsupported for control flow that depends on these values, or
-    operators of unknown cost.
+    Raises UserError as `build_workload` does, and Unsupported for control flow by these values, or operators of unknown
+    cost.
     """
     doing = f"predicting a step of {spec.model.name}"
     storages = Storages(listen)
@@ -79,7 +80,7 @@ def fake_step(
     try:
         with (
             redirect_stdout(sys.stderr),
-            _errors_told_once(),
+            replaced(logging.getLogger(FakeTensorMode.__module__), disabled=True),  # it logs errors that it also raises
             _settings_of_torch(),
             _conversion_by_data(),
             mode,
@@ -133,17 +134,6 @@ def _depends_on_values(error: Exception) -> bool:
     return is_guard or isinstance(error, _READS_VALUES) or "SymFloat" in str(error) or "SymInt" in str(error)
 
 
-@contextmanager
-def _errors_told_once() -> Iterator[None]:
-    """Silence torch's log of a failing operator's traceback, because its error is raised as well."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def tokens_of(spec: StepSpec) -> int | None:
     return spec.tokens_of_all if knows_tokens(spec) else None
 
@@ -180,10 +170,10 @@ def _built(
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
     storages.call(step.module.buffers(), "parameters")
     for name, parameter in step.module.named_parameters():
-        piece, number = storages.piece(parameter), storages.number(parameter)
-        if piece is not None and number is not None:
-            piece.category, piece.what = "parameters", _within_its_block(name)
-            watcher.parameters[number] = piece.what
+        number, within = storages.number(parameter), _within_its_block(name)
+        if number is not None:
+            storages.call([parameter], "parameters", within)
+            watcher.parameters[number] = within
     storages.call_rest("inputs")
     watcher.follow(blocks_of(step.module))
     return step
@@ -218,9 +208,8 @@ def _make_state(step: ModelStep, storages: Storages) -> None:
 def _name_state(step: ModelStep, storages: Storages) -> None:
     for state in step.optimizer.state.values() if step.optimizer else ():
         for key, value in state.items():
-            piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
-            if piece is not None:
-                piece.category, piece.what = "optimizer_state", f"{key} of a weight"
+            if isinstance(value, torch.Tensor):
+                storages.call([value], "optimizer_state", f"{key} of a weight")
 
 
 def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
@@ -252,41 +241,29 @@ def _conversion_by_data() -> Iterator[None]:
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
 
-    before, init = torch.utils.swap_tensors, cast(Any, nn.init)
-    torch.utils.swap_tensors = convert
-    drawn, init._no_grad_trunc_normal_ = init._no_grad_trunc_normal_, lambda tensor, *_, **__: tensor
-    try:
+    undrawn = replaced(nn.init, _no_grad_trunc_normal_=lambda tensor, *_, **__: tensor)
+    with replaced(torch.utils, swap_tensors=convert), undrawn:
         yield
-    finally:
-        torch.utils.swap_tensors, init._no_grad_trunc_normal_ = before, drawn
 
 
-@contextmanager
-def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
+def _masks_as_they_are(*, traced: bool) -> AbstractContextManager[None]:
     """Let transformers assume that sequences are not packed.
 
-    It reads token positions to detect packing, and builds a mask if it cannot: on fake tensors and under a compiler
-    (`traced`). Eagerly, consecutive positions show that sequences are not packed, and attention is causal without a
-    mask.
+    It detects packing by reading token positions, and builds a mask where it cannot: on fake tensors and under a
+    compiler (`traced`). Eagerly it finds none, and attention is causal without a mask.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
     if packed is None:
-        yield
-        return
+        return nullcontext()
 
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    replaced: dict[str, Any] = {"find_packed_sequence_indices": none_packed}
+    others: dict[str, Any] = {"find_packed_sequence_indices": none_packed}
     if traced:  # dynamo before torch 2.14 also takes a compiled model for an exported one, which keeps every mask
-        replaced = {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
-    before = {name: each for name, each in vars(masks).items() if name in replaced}
-    vars(masks).update(replaced)
-    try:
-        yield
-    finally:
-        vars(masks).update(before)
+        others = {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
+    return replaced(masks, **{name: each for name, each in others.items() if hasattr(masks, name)})
 
 
 @contextmanager

@@ -3,22 +3,19 @@
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from steplab.plan.dry_run.events import Allocated, Freed, Listener
 from steplab.plan.dry_run.tensors import Piece
 
-FORMATS = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.bool: "bool",
-}
+_FORMATS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def format_of(tensor: Tensor) -> str:
+    """Number format in steplab's spelling: bf16; others in torch's: int64."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _FORMATS.get(name, name)
 
 
 def formula_of(tensor: Tensor) -> str:
@@ -58,10 +55,11 @@ class Storages:
     def free(self, number: int) -> None:
         self._listen(Freed(self._alive.pop(number)))
 
-    def call(self, tensors: Iterable[Tensor], category: str) -> None:
+    def call(self, tensors: Iterable[Tensor], category: str, what: str | None = None) -> None:
+        """Put the tensors' memory in a category, under another description unless it is None."""
         for tensor in tensors:
             if piece := self.piece(tensor):
-                piece.category = category
+                piece.category, piece.what = category, what or piece.what
 
     def call_rest(self, category: str) -> None:
         for piece in self._alive.values():

@@ -1,7 +1,7 @@
 """Splits a model by transformers' tensor-parallel plan: each parameter in the shape that one rank has.
 
-Sums over ranks happen in place here, and only their number is noted. transformers all-reduces whole tokens, unlike
-steplab's own sequence parallelism. A weight that embedding and head share stays whole.
+Sums over ranks are in place, so only their number is noted. transformers all-reduces whole tokens, without sequence
+parallelism. A weight that embedding and head share stays whole.
 """
 
 import re

@@ -23,7 +23,7 @@ from steplab.fake_step.kernels import (
     refuse_sparse,
     refuse_unknown,
 )
-from steplab.fake_step.storages import FORMATS, Storages
+from steplab.fake_step.storages import Storages, format_of
 from steplab.plan.dry_run.events import (
     CHOSEN_BY_TORCH,
     MADE_BY_HOST,
@@ -121,18 +121,11 @@ class Watcher(TorchDispatchMode):
             Operator(
                 name=MADE_BY_HOST,
                 kind="streaming",
-                dtype=FORMATS.get(made.dtype, str(made.dtype).removeprefix("torch.")),
-                flops=0.0,
-                read_bytes=0,
+                dtype=format_of(made),
                 written_bytes=_bytes_of(made),
-                reads=(),
-                writes=(),
-                strided=False,
-                product=None,
                 phase=self._phase,
                 where=self._where,
                 what=place,
-                recomputed=False,
             )
         )
 
@@ -209,14 +202,10 @@ class Watcher(TorchDispatchMode):
         return id(added) in self._asked and not there._is_view() and is_non_overlapping_and_dense_or_false(there)
 
     def _name_gradient(self, parameter: Tensor, args: tuple[Any, ...]) -> None:
-        name = self._parameter_name(parameter)
         for each in args[:1]:  # later additions are not its own
-            piece = self._storages.piece(each) if isinstance(each, Tensor) else None
-            if piece is not None:
-                piece.category, piece.what = "gradients", f"gradient of {name}"
-
-    def _parameter_name(self, tensor: Tensor) -> str:
-        return self.name_of_parameter(tensor) or "a weight"
+            if isinstance(each, Tensor):
+                name = self.name_of_parameter(parameter) or "a weight"
+                self._storages.call([each], "gradients", f"gradient of {name}")
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -254,10 +243,7 @@ class Watcher(TorchDispatchMode):
                 fresh.append(each)
         of_parameter = reads and self._storages.number(reads[0]) in self.parameters
         if name == "_to_copy" and of_parameter and self._phase != "build":
-            for each in fresh:
-                piece = self._storages.piece(each)
-                if piece is not None:
-                    piece.category, piece.what = "autocast_copies", self._parameter_name(reads[0])
+            self._storages.call(fresh, "autocast_copies", self.name_of_parameter(reads[0]) or "a weight")
         return fresh
 
     def start_products(self) -> None:
@@ -304,7 +290,7 @@ class Watcher(TorchDispatchMode):
             name = "copy"
         name = _PLAIN_NAMES.get(name, name if name.startswith("_f") else name.removesuffix("_"))
         first = next((each for each in (*reads, *writes) if each.is_floating_point()), writes[0])
-        dtype = FORMATS.get(first.dtype, str(first.dtype).removeprefix("torch."))
+        dtype, piece = format_of(first), self._storages.piece(writes[0])
         self._listen(
             Operator(
                 name=name,
@@ -319,7 +305,7 @@ class Watcher(TorchDispatchMode):
                 product=product,
                 phase=self._phase,
                 where=self._where,
-                what=place or _what(self._storages, writes[0]),
+                what=place or (piece.what if piece else ""),
                 recomputed=self._recomputing,
                 dropout=fused is not None and any(isinstance(each, float) and each > 0 for each in args),
                 rate=rate,
@@ -337,11 +323,6 @@ class Watcher(TorchDispatchMode):
 
     def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
         return tuple(Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)
-
-
-def _what(storages: Storages, tensor: Tensor) -> str:
-    piece = storages.piece(tensor)
-    return piece.what if piece else ""
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -384,9 +365,9 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
 def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
     """Access pattern of a kernel, which determines its share of the bandwidth; '': the operator's usual one.
 
-    torch's elementwise kernels read and write vectors if all tensors match. They convert one element at a time if
-    formats differ, and compute an index an element if one is strided or repeated. Sums over rows have few threads that
-    read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
+    torch's elementwise kernels move vectors if all tensors match, single elements if formats differ, and compute an
+    index an element if one is strided or repeated. Sums over rows have few threads that read neighbours
+    (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
     """
     if name in _COPIES or _is_first_power(name, args):
         return "copy strided" if name in _COPIES else "copy"

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -220,15 +220,15 @@ def _deep_model(spec: StepSpec) -> ForeignModel | None:
     return None
 
 
-def operators_of(spec: StepSpec) -> Sequence[Operator]:
+def operators_of(spec: StepSpec) -> Iterable[Operator]:
     """Operators of a traced model's second eager step, in order. Raises Unsupported for a model that cannot run on
     tensors without content.
     """
     deep = _deep_model(spec)
     if deep is None:
         return _operators_of(spec, None, None)
-    few, more = (_operators_of(spec, blocks, deep.spread.layers_in_config) for blocks in (2, 3))
-    return RepeatedBlocks(few, more, deep.num_layers)
+    of_two, of_three = (_operators_of(spec, blocks, deep.spread.layers_in_config) for blocks in (2, 3))
+    return RepeatedBlocks(of_two, of_three, deep.num_layers)
 
 
 def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[Operator, ...]:

@@ -1,8 +1,8 @@
 """Derives by formula the memory, the devices and the batch that hides communication, for training at scale.
 
-The formulas follow "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are counted in
-tokens, and the forward pass represents both passes. Communication costs bytes over bandwidth, without latency. Times
-leave out attention's scores, norms, embeddings and the head; memory counts all parameters.
+Source: "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are in tokens, and the forward
+pass represents both. Communication is bytes over bandwidth, without latency. Times leave out attention's scores, norms,
+embeddings and the head; memory counts all parameters.
 """
 
 import math
@@ -78,8 +78,8 @@ class Line:
 def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
     """Figures of a known card, replaced by those that are given.
 
-    `axis_bytes_per_s` is one direction of one link. On a torus each axis has its own links. A GPU's axes share one
-    link, because a switch limits it to the rate it can receive. Raises UserError for a card without a stated bf16 peak.
+    `axis_bytes_per_s` is one direction of one link. Each axis of a torus has its own; a GPU's axes share one, because a
+    switch limits what it receives. Raises UserError for a card without a stated bf16 peak.
     """
     for option, value, example in (("--flops", flops_per_s, "459e12"), ("--bandwidth", axis_bytes_per_s, "180e9")):
         if value is not None and value < LEAST_PER_S:
@@ -116,8 +116,8 @@ def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device
 def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
     """Mesh of a layout with axes fsdp and tp.
 
-    axes: number of network axes for fsdp and for tp; None: two and one on a torus. Raises UserError for other axes of a
-    layout, for fsdp=1, which gathers no weights, and for several network axes of a GPU.
+    axes: number of network axes for fsdp and for tp; None: two and one on a torus. Raises UserError for other axes, for
+    fsdp=1, which gathers no weights, and for several network axes of a GPU.
     """
     for layout in (sizes, axes or sizes):
         if layout.world_size != layout.fsdp * layout.tp:

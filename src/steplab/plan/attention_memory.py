@@ -1,15 +1,16 @@
 """Accounts for plain attention's peak memory, and finds the smallest attention that does not fit.
 
 It follows ops/attention/plain.py, eager, on CUDA. Local variables live until the function returns, so masked scores
-exist during their softmax. softmax's backward holds four tensors of the scores' size: its result, the incoming
-gradient, their product, and the outgoing gradient (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
-A CPU holds three.
+exist during their softmax. softmax's backward holds four tensors of the scores' size (a CPU three): its result, the
+incoming gradient, their product, and the outgoing gradient (aten/src/ATen/native/cuda/SoftMax.cu,
+softmax_backward_cuda_out).
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 from steplab.errors import UserError
 from steplab.records.attention import AttentionAccount, AttentionCell, TensorTerm
@@ -25,22 +26,15 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
     Library workspaces and CUDA's own memory are not counted.
     """
     element = 4 if spec.dtype in ("fp32", "tf32") else 2
-    batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
-    queries, keys, dim = spec.queries, spec.num_keys, spec.dim
+    sizes = {"B": spec.batch, "H": spec.heads, "G": spec.num_kv_heads}
+    sizes |= {"S": spec.queries, "K": spec.num_keys, "D": spec.dim}
 
-    def square(what: str, *, kept: bool = False) -> TensorTerm:
-        shape = (batch, heads, queries, keys)
-        return TensorTerm(what=what, formula="B H S K e", shape=shape, element_bytes=element, kept=kept)
+    def tensor(symbols: str, what: str, *, kept: bool = False) -> TensorTerm:
+        shape, is_mask = tuple(sizes[symbol] for symbol in symbols.split()), symbols == "S K"
+        formula, element_bytes = (symbols, 1) if is_mask else (f"{symbols} e", element)
+        return TensorTerm(what=what, formula=formula, shape=shape, element_bytes=element_bytes, kept=kept)
 
-    def rows(what: str) -> TensorTerm:
-        return TensorTerm(what=what, formula="B H S D e", shape=(batch, heads, queries, dim), element_bytes=element)
-
-    def columns(what: str) -> TensorTerm:
-        return TensorTerm(what=what, formula="B G K D e", shape=(batch, groups, keys, dim), element_bytes=element)
-
-    def mask(what: str, *, kept: bool = False) -> TensorTerm:
-        return TensorTerm(what=what, formula="S K", shape=(queries, keys), element_bytes=1, kept=kept)
-
+    square, rows, columns, mask = (partial(tensor, symbols) for symbols in ("B H S K", "B H S D", "B G K D", "S K"))
     inputs = (rows("queries"), columns("keys"), columns("values"), rows("gradient of the output"))
     masks = (mask("mask", kept=True),) if spec.causal else ()
     weights = square("softmax of the scores", kept=True)
@@ -74,18 +68,8 @@ def smallest_that_does_not_fit(
         fitting += [shape for shape in shapes if shape not in failing]
         if failing:
             spec = min(failing, key=lambda shape: _needed(shape, backward))
-            moment, terms = plain_account(spec, backward=backward)
-            previous = _next_smaller(spec, fitting)
-            return AttentionAccount(
-                spec=spec,
-                moment=moment,
-                terms=terms,
-                memory_bytes=memory_bytes,
-                memory_source=memory_source,
-                asked=asked[shapes.index(spec)] if shapes is not asked else None,
-                previous=previous,
-                previous_bytes=_needed(previous, backward) if previous else None,
-            )
+            account = _account(spec, _next_smaller(spec, fitting), memory_bytes, memory_source, backward=backward)
+            return dataclasses.replace(account, asked=asked[shapes.index(spec)] if shapes is not asked else None)
         shapes = [dataclasses.replace(s, queries=2 * s.queries, keys=2 * s.num_keys) for s in shapes]
     raise UserError(f"no attention of up to {_LONGEST} positions needs as much as {memory_source} has")
 
@@ -106,15 +90,22 @@ def account_of_failure(
     cell, failure = min(failed, key=lambda one: _needed(one[0].spec, backward=True))
     previous = _next_smaller(cell.spec, [other.spec for other in tried if not other.failure])
     moment, terms = plain_account(cell.spec, backward=failure.phase not in ("forward", "inputs"))
+    account = _account(cell.spec, previous, memory_bytes, memory_source, backward=True)
+    return dataclasses.replace(account, moment=moment, terms=terms, measured=failure)
+
+
+def _account(
+    spec: AttentionSpec, previous: AttentionSpec | None, memory_bytes: int, memory_source: str, *, backward: bool
+) -> AttentionAccount:
+    moment, terms = plain_account(spec, backward=backward)
     return AttentionAccount(
-        spec=cell.spec,
+        spec=spec,
         moment=moment,
         terms=terms,
         memory_bytes=memory_bytes,
         memory_source=memory_source,
         previous=previous,
-        previous_bytes=_needed(previous, True) if previous else None,
-        measured=failure,
+        previous_bytes=_needed(previous, backward) if previous else None,
     )
 
 

@@ -1,12 +1,13 @@
 """Judges whether a predicted step fits a GPU.
 
-A step needs more than its tensors' peak: CUDA's memory outside torch's allocator, and memory that the allocator caches.
-Both figures are from records of an H200 (docs/memory_formulas.md).
+Besides its tensors' peak, a step needs CUDA's memory outside torch's allocator and the allocator's cache, both taken
+from records of an H200 (docs/memory_formulas.md).
 """
 
 from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
 from steplab.specs.attention_kernels import why_attention_cannot
 from steplab.specs.hardware import HardwareSpec, catalogue
+from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
@@ -33,9 +34,11 @@ It is cautious: an H200 has 0.991, a GeForce about 0.98.
 """
 
 
-def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
+def outside_bytes(layout: Layout) -> int:
+    """Memory of one rank outside torch's allocator; NCCL has a communicator for each axis of the layout."""
+    num_communicators = sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp))
     of_nccl = NCCL_BYTES + num_communicators * COMMUNICATOR_BYTES if num_communicators else 0
-    return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if pipeline else 0)
+    return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if layout.pp > 1 else 0)
 
 
 def least_device_bytes(peak_bytes: int) -> int:
@@ -46,17 +49,17 @@ def least_device_bytes(peak_bytes: int) -> int:
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
     """Memory with which a GPU safely runs the step: reserved memory, a margin, and CUDA's own.
 
-    It is cautious, because the allocator frees its cache before it fails. by_compiled_block: `reserved_bytes` is a sum
-    over blocks compiled one by one, as in every compiled layout.
+    Less may do, because the allocator frees its cache before it fails. by_compiled_block: `reserved_bytes` sums blocks
+    compiled one by one, as in every compiled layout.
     """
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside
 
 
 def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """Verdicts on each known card that has a kernel for the step's attention, largest usable memory first.
+    """Verdicts on all known cards with a kernel for the step's attention, largest usable memory first.
 
-    safe_bytes: from `safe_device_bytes`; None: unknown, so no card gets the verdict 'fits'.
+    safe_bytes: from `safe_device_bytes`; None: unknown, so no card 'fits'.
     """
     able = (card for card in catalogue() if why_attention_cannot(spec, card.platform) is None)
     fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in able)

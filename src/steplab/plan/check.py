@@ -5,14 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from steplab.costs.rates import gpu_of
+from steplab.costs.rates import Gpu, gpu_of
 from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import runs_that_waited
 from steplab.plan.seen import was_fitted
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction, TimeCheck
 from steplab.records.timing import waits_for_host
-from steplab.specs.hardware import HardwareSpec, find_hardware
+from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import RECORD_THEIR_OWN
 
@@ -24,8 +24,8 @@ def check_runs(
 ) -> list[TimeCheck]:
     """Compare every timed run on a GPU with its prediction.
 
-    predict: takes a step and a GPU's name; if it raises UserError, the check records the reason. on_progress: gets the
-    number of checked runs and of all.
+    predict: takes a step and a GPU's name; the check records why it raises UserError. on_progress: gets the numbers of
+    checked runs and of all.
     """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()
@@ -40,17 +40,17 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
     for run in runs:
         if run.device_name and find_hardware(run.device_name) and run.spec and run.spec.model.kind == "transformer":
             by_gpu[run.device_name].append(run)
-    return {found for name, own in by_gpu.items() for found in runs_that_waited(own, gpu_of(_hardware_of(name)))}
+    return {found for name, own in by_gpu.items() for found in runs_that_waited(own, _gpu_named(name))}
 
 
 Predicted = tuple[StepTimePrediction, int | None]
 
 
-def _hardware_of(device_name: str) -> HardwareSpec:
+def _gpu_named(device_name: str) -> Gpu:
     hardware = find_hardware(device_name)
     if hardware is None:
         raise UserError(f"{device_name} is not a known GPU")
-    return hardware
+    return gpu_of(hardware)
 
 
 def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], Predicted]) -> TimeCheck:
@@ -68,11 +68,11 @@ def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], Predic
         device_waited=waited,
     )
     try:
-        predicted, peak_bytes = predict(spec.as_predicted, _hardware_of(blank.gpu).name)
+        gpu = _gpu_named(blank.gpu)
+        predicted, peak_bytes = predict(spec.as_predicted, gpu.name)
     except UserError as error:
         why = error.why if isinstance(error, Unsupported) else str(error)
         return dataclasses.replace(blank, unsupported=why)
-    gpu = gpu_of(_hardware_of(blank.gpu))
     host_bound = waits_for_host(run.timing.back_to_back) or any(phase.bound == "host" for phase in predicted.phases)
     return dataclasses.replace(
         blank,

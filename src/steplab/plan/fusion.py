@@ -1,13 +1,12 @@
 """Derives the kernels of a compiled step from the operators of the eager one.
 
-torch.compile keeps matmuls and fused attention. It fuses the bandwidth-bound operators between them in three cases: one
-feeds the other, both read the same tensor, or one is the other's only reader. `.item()` ends the compiled graph.
-Inductor pads half-precision matmuls with rows that are no multiple of 16 bytes; the kernels that make their operands
-write the padding. Backward reads tensors that exist anyway, and recomputes others from the inputs of the kernel that
-made them, as torch's min-cut partitioner does.
+torch.compile keeps matmuls and fused attention. It fuses bandwidth-bound operators between them if one feeds the other,
+both read the same tensor, or one is the other's only reader. `.item()` ends the compiled graph. Inductor pads
+half-precision matmuls to rows of whole 16 bytes, in the kernels that make their operands. Like torch's min-cut
+partitioner, backward reads tensors that exist anyway, and recomputes others from their kernel's inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,10 +45,18 @@ class Kernel:
     """True if it computes a softmax of logits: its time depends on fp32 elements, not on the bytes it reads."""
 
 
-def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
-    if compiled:
-        return fused_kernels(operators, blocks_alone=blocks_alone)
-    return [kernel for op in operators for kernel in lone_kernels(op)]
+def kernels_of(operators: Iterable[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
+    """Kernels of a step, in order.
+
+    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
+    """
+    if not compiled:
+        return [kernel for op in operators for kernel in lone_kernels(op)]
+    fuser = _Fuser(blocks_alone)
+    for op in operators:
+        fuser.take(op)
+    fuser.join_only_readers()
+    return list(fuser.kernels())
 
 
 def lone_kernels(op: Operator) -> Iterator[Kernel]:
@@ -62,18 +69,6 @@ def lone_kernels(op: Operator) -> Iterator[Kernel]:
         return
     yield Kernel(msgspec.structs.replace(op, name="fill", flops=0.0), op.written_bytes)
     yield Kernel(msgspec.structs.replace(op, rate=""), op.read_bytes)
-
-
-def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """Kernels of a compiled step, in order.
-
-    blocks_alone: each block is compiled alone, operators outside of blocks are eager, and no kernel spans two blocks.
-    """
-    fuser = _Fuser(blocks_alone)
-    for op in operators:
-        fuser.take(op)
-    fuser.join_only_readers()
-    return list(fuser.kernels())
 
 
 @dataclass(slots=True, eq=False)
@@ -169,10 +164,7 @@ class _Fuser:
             readers.append(group)
 
     def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
-        """Fused kernel that the operator joins: one that makes or reads its inputs, with no matmul between.
-
-        Several such kernels are merged.
-        """
+        """Kernel that the operator joins: all that make or read its inputs, with no matmul between, merged."""
         found: list[_Group] = []
         for version in read:
             made = self._made.get(version)
@@ -208,10 +200,7 @@ class _Fuser:
         other.operators = []  # marks it as merged
 
     def join_only_readers(self) -> None:
-        """Merge a kernel with its only reader.
-
-        It stays separate if another kernel or a matmul of the same pass reads its results.
-        """
+        """Merge each kernel with its reader, if no other kernel or matmul of the same pass reads its results."""
         for item in self._order:
             if not isinstance(item, _Group) or not item.operators:
                 continue
@@ -242,9 +231,9 @@ class _Fuser:
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
 
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
-        """Tensors in memory from which a fused kernel obtains this version.
+        """Tensors in memory that a fused kernel reads to obtain this version.
 
-        Results of an earlier pass that are not in memory are recomputed from the inputs of the kernel that made them.
+        Results of an earlier pass that are not in memory are recomputed from their kernel's inputs.
         """
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:

@@ -1,7 +1,6 @@
 """Takes a CPU's pace, Python's time per kernel, from a measured step in which the GPU waited for Python.
 
-CPUs differ by a factor of two and more, and a shared one is slower still. Such a step predicts other steps on the same
-machine best.
+It predicts other steps on that machine best: CPUs differ by a factor of two and more, and shared ones are slower still.
 """
 
 from statistics import median
@@ -21,10 +20,9 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """The GPU's rates with the CPU's pace in a measured step; unchanged if the GPU never waited for Python.
 
-    The pace is measured seconds over the predicted number of kernels, as the median over phases in which the GPU
-    waited. Launchers with more Python per kernel, such as torch.compile, are scaled by the same factor. Steps of
-    several processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that
-    cannot be predicted.
+    The pace is measured seconds over predicted kernels, the median over phases in which the GPU waited. Launchers with
+    more Python per kernel, such as torch.compile, are scaled alike. Steps of several processes are ignored, because
+    their phases include waits for each other. Raises Unsupported for an unpredictable step.
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu

@@ -1,7 +1,4 @@
-"""Finds Python's time per kernel in many measured steps, and the phases in which the GPU waited for Python.
-
-A phase much longer than its predicted kernels shows Python's time per kernel.
-"""
+"""Finds the phases of measured steps in which the GPU waited for Python, and Python's time per kernel in them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -78,10 +75,9 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[Machine, float]) -> bool:
-    """True if the GPU may have waited for Python in this phase.
+    """True if Python was hardly ahead at the end of this phase, or its kernels take little longer than Python there.
 
-    Either Python was hardly ahead at the end of the phase, or the kernels take little longer than Python on that
-    machine. A machine of unknown pace gets the median of the others.
+    A machine of unknown pace gets the median of the others.
     """
     if cell.replayed:
         return False

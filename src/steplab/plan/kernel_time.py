@@ -6,7 +6,7 @@ For an eager step it also predicts Python's time to call the operators, and the 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
@@ -17,7 +17,7 @@ from steplab.plan.fusion import Kernel
 from steplab.records.step_time import TimePart
 from steplab.specs.step import StepSpec
 
-_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
 """fp32 FLOPs to draw dropout's random numbers, forward and backward, per attention FLOP over the head dimension.
 
@@ -39,13 +39,28 @@ def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> flo
     return kernel_s(kernel, gpu) * factor + step.gap(replayed)
 
 
+class KernelTimes:
+    """Seconds of kernels as of `kernel_in_step_s`, computed once for all kernels of the same sizes."""
+
+    def __init__(self, gpu: Gpu, *, replayed: bool = False) -> None:
+        self._gpu, self._replayed = gpu, replayed
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def of(self, kernel: Kernel) -> float:
+        op, streaming = kernel.operator, streaming_name(kernel)
+        sizes = (streaming, op.name, op.rate, op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
+        if sizes not in self._known:
+            self._known[sizes] = kernel_in_step_s(kernel, self._gpu, replayed=self._replayed)
+        return self._known[sizes]
+
+
 def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
     op = kernel.operator
     if op.kind == "matmul" and op.product is not None:
         return product_s(op.product, op.dtype, gpu)
     if op.kind == "attention" and op.product is not None:
         name, backward = op.name.removesuffix("_backward"), op.name.endswith("_backward")
-        if op.rate == CHOSEN_BY_TORCH and _HOPPER.search(gpu.name):
+        if op.rate == CHOSEN_BY_TORCH and HOPPER.search(gpu.name):
             # sdp_utils.cpp: check_prefer_cudnn_attention; with a mask, the tracer could not choose flash attention
             name = "sdpa_cudnn masked" if name == "sdpa_efficient" else "sdpa_cudnn"
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # as if computed without a mask
@@ -88,11 +103,11 @@ class Host:
     idle_s: float
 
 
-def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
+def hosts_of(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None) -> tuple[dict[str, Host], ...]:
     """Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
 
-    Empty if the CPU's time per operator is unknown, and for a step that is compiled or not traced. Where the model
-    reads a value off a tensor, as transformers does to detect packed sequences, Python waits for the GPU.
+    Empty if the CPU's time per operator is unknown, or the step compiled or not traced. Python waits for the GPU where
+    the model reads a value off a tensor, as transformers does to detect packed sequences.
     """
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
@@ -110,16 +125,13 @@ class Launch:
     """True if Python waits for the result, as for `.item()`."""
 
 
-def launches_of(operators: Sequence[Operator], gpu: Gpu) -> list[Launch]:
-    known, found = dict[object, float](), list[Launch]()
-    for op in operators:
-        if op.name == MADE_BY_HOST:
-            continue
-        sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
-        if sizes not in known:
-            known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
-        found.append(Launch(op.phase, op.calls, known[sizes], op.name == READS_A_VALUE))
-    return found
+def launches_of(operators: Iterable[Operator], gpu: Gpu) -> list[Launch]:
+    times = KernelTimes(gpu)
+    return [
+        Launch(op.phase, op.calls, times.of(Kernel(op, op.moved_bytes)), op.name == READS_A_VALUE)
+        for op in operators
+        if op.name != MADE_BY_HOST
+    ]
 
 
 def waiting(launches: Sequence[Launch], rates: HostRates, factor: float = 1.0) -> dict[str, Host]:

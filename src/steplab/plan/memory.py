@@ -1,11 +1,10 @@
 """Predicts the peak GPU memory of a training step without allocating anything: `predict_memory`.
 
-A dry run of the plain Transformer (plan.dry_run) follows every tensor on a CUDA device. The prediction sums the tensors
-alive at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
+A dry run of the plain Transformer (plan.dry_run) follows every tensor on a CUDA device; the prediction sums those alive
+at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
 """
 
 import dataclasses
-import re
 from collections import Counter
 
 from steplab.costs.flops import num_parameters
@@ -18,6 +17,7 @@ from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
+from steplab.plan.kernel_time import HOPPER
 from steplab.plan.layout.model import TP_OF_TRANSFORMERS, SpreadModel, own_facts
 from steplab.plan.layout.prediction import predict_layout_memory
 from steplab.plan.terms import by_category, terms_of
@@ -37,7 +37,6 @@ WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
 
 _MOST_LAYERS = 200
 """Most blocks that are run dry, which takes a second or two."""
-_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def predict_memory(
@@ -56,37 +55,33 @@ def predict_memory(
         open_step: traces a step of any model (fake_step) instead of the dry run.
         model: the traced model, prepared for its layout.
 
-    With CUDA graphs or for a planning-only size the result is a lower bound, as `kind` states. A layout's prediction is
-    for the ranks that need most, with all others listed.
+    With CUDA graphs, and for a planning-only size, the result is a lower bound (`kind`). A layout's prediction is for
+    the ranks that need most; all are listed.
 
-    Raises Unsupported for a step off CUDA, and for any model but steplab's own without a trace.
+    Raises Unsupported for a step off CUDA, and for another model than steplab's own without a trace.
     """
-    asked, what = spec, f"predicting the memory of {spec.model.label}"
+    asked, what, workspace = spec, f"predicting the memory of {spec.model.label}", workspace_of(device)
     hardware = find_hardware(device) if device else None
     platform = hardware.platform if hardware else "cuda"
     if model is not None or open_step is not dry_step:
         refuse_untraced(spec, what)
         refuse_unserved_attention(spec, platform)
-    if model is not None:
-        workspace, notes = workspace_of(device), _notes(spec, workspace_of(device).value, device, traced=True)
+        notes = _notes(spec, workspace.value, device, traced=True)
+        if model is None:
+            return _prediction(spec, memory_of(spec, workspace=workspace, open_step=open_step), "traced", notes)
         notes += [TP_OF_TRANSFORMERS] if spec.layout.tp > 1 else []
         return predict_layout_memory(spec, workspace.value, variant, notes, model)
-    if open_step is not dry_step:
-        ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)
-        return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
     shape = _own_shape(spec, what)
     _refuse_what_is_not_known(spec, shape, what)
     spec, said = with_attention_chosen(spec, shape, [device] if device else [])
     refuse_unserved_attention(spec, platform)
     if shape.num_heads == 0:
         return _without_activations(spec)
-    workspace = workspace_of(device)
+    notes = [*said, *_notes(spec, workspace.value, device)]
     if spec.layout.world_size > 1 or spec.compile == "block":
-        notes = [*said, *_notes(spec, workspace.value, device)]
         found = predict_layout_memory(spec, workspace.value, variant, notes)
-        return dataclasses.replace(found, spec=dataclasses.replace(spec, attention=asked.attention))
-    ledger = memory_of(spec, workspace=workspace)
-    return _prediction(asked, ledger, _kind(spec), [*said, *_notes(spec, workspace.value, device)])
+        return dataclasses.replace(found, spec=asked)
+    return _prediction(asked, memory_of(spec, workspace=workspace), _kind(spec), notes)
 
 
 def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: list[str]) -> MemoryPrediction:
@@ -117,7 +112,7 @@ def _place(where: str, kind: PredictionKind) -> str:
 
 
 def workspace_of(device: str | None) -> Count:
-    return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
+    return HOPPER_WORKSPACE if device is None or HOPPER.search(device) else WORKSPACE
 
 
 def _own_shape(spec: StepSpec, what: str) -> TransformerShape:
@@ -204,23 +199,27 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     masters = spec.precision in WITH_MASTERS
     width = 2 if masters or spec.precision == "bf16_pure" else 4
     state_width = 4 if masters else width
-    kept = [("parameters", "parameters", width, 1)]
-    if spec.pass_name != "forward":
-        kept.append(("gradients", "gradients", width, 1))
-    if spec.pass_name == "train" and spec.optimizer != "sgd":
-        kept.append(("optimizer_state", "moments", state_width, 2))
-    if spec.pass_name == "train" and masters:
-        kept.append(("optimizer_state", "masters", state_width, 1))
+    trains = spec.pass_name == "train"
+    kept = (
+        ("parameters", "parameters", width, 1),
+        ("gradients", "gradients", width, spec.pass_name != "forward"),
+        ("optimizer_state", "moments", state_width, 2 * (trains and spec.optimizer != "sgd")),
+        ("optimizer_state", "masters", state_width, trains and masters),
+    )
     terms = tuple(
         Term(
             category=category,
             what=what,
-            formula=f"{num_bytes} (2 L d f)",
-            num_bytes=num_bytes * num_parameters(shape),
-            count=count,
+            formula=f"{each} (2 L d f)",
+            num_bytes=each * num_parameters(shape),
+            count=int(count),
         )
-        for category, what, num_bytes, count in kept
+        for category, what, each, count in kept
+        if count
     )
+    last_phase = "forward" if spec.pass_name == "forward" else "backward"
+    if spec.pass_name == "train" and not spec.updates_in_backward:
+        last_phase = "optimizer"
     why = f"at least this: '{spec.model.name}' is a size for planning only, whose activations are not defined"
     total = by_category(terms)
     peak_bytes = sum(total.values())
@@ -228,7 +227,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     return MemoryPrediction(
         peak_bytes=peak_bytes,
         at_peak=total,
-        peak_phase=_last_phase(spec),
+        peak_phase=last_phase,
         peak_where="weights and what training keeps for each",
         terms=terms,
         notes=(why,),
@@ -238,12 +237,6 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         model=own_facts(shape),
         spec=spec,
     )
-
-
-def _last_phase(spec: StepSpec) -> str:
-    if spec.pass_name == "train":
-        return "backward" if spec.updates_in_backward else "optimizer"
-    return "forward" if spec.pass_name == "forward" else "backward"
 
 
 def _kept_by_torch_2_11(spec: StepSpec) -> int:

@@ -13,7 +13,7 @@ class Sizes:
     num_layers: int
     num_parameters: int
     num_active: int
-    """Parameters that compute one token: all except those of experts that the token is not routed to."""
+    """Parameters that compute one token, without experts that it is not routed to."""
     matrices: int
     kinds: str
     key_width: int

@@ -1,9 +1,8 @@
 """Predicts the time of a training step on one GPU without running it: `predict_step_time`.
 
-A dry run lists the step's operators (plan.dry_run). plan.fusion merges them into kernels as torch.compile would, and
-plan.kernel_time gives each kernel's time. The times are summed, because kernels on one stream do not overlap. Where
-Python launches too slowly, the step takes Python's time. CPUs differ by a factor of two, so a quick and a slow one are
-both predicted.
+plan.dry_run lists the step's operators, plan.fusion merges them into kernels as torch.compile would, and
+plan.kernel_time gives each kernel's time. Times are summed, because kernels on one stream do not overlap. Where Python
+launches too slowly, the step takes Python's time, predicted for a quick and a slow CPU (a factor of two).
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator, RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
-from steplab.plan.kernel_time import Host, hosts_of, kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.kernel_time import Host, KernelTimes, hosts_of, on_tensor_cores
 from steplab.plan.layout.model import own_facts
 from steplab.plan.memory import refuse_unknown_formats
 from steplab.records.profile import CompiledShares
@@ -34,7 +33,7 @@ _PHASES = ("forward", "backward", "optimizer")
 
 
 def predict_step_time(
-    spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None, facts: ModelFacts | None = None
+    spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None, facts: ModelFacts | None = None
 ) -> StepTimePrediction:
     """Predict the time of one step in one process on `gpu`, by phase and kind of kernel, with a 90 % interval.
 
@@ -45,7 +44,6 @@ def predict_step_time(
     Raises Unsupported for unknown operators, several processes, other devices than CUDA, or a number format without a
     stated peak on this GPU.
     """
-    asked = spec
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     parts = throttled(_parts(spec, gpu, operators), gpu)
     if spec.updates_in_backward:
@@ -53,31 +51,23 @@ def predict_step_time(
         parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
     hosts = hosts_of(spec, gpu, operators)
-    phases = [
-        _phase(name, [part for part in parts if part.phase == name], spec, gpu, spread, hosts) for name in _PHASES
-    ]
+    by_phase = {name: [part for part in parts if part.phase == name] for name in _PHASES}
+    phases = [_phase(name, own, spec, gpu, spread, hosts) for name, own in by_phase.items()]
     phases = [phase for phase in phases if phase.device_s > 0]
-    step = PhaseTimes(
-        phase="step",
-        seconds=sum(phase.seconds for phase in phases),
-        low_s=sum(phase.low_s for phase in phases),
-        high_s=sum(phase.high_s for phase in phases),
-        device_s=sum(phase.device_s for phase in phases),
-        host_s=sum(phase.host_s for phase in phases),
-        slow_host_s=sum(phase.slow_host_s for phase in phases),
-        bound=max(phases, key=lambda phase: phase.seconds).bound,
-    )
+    times = ("seconds", "low_s", "high_s", "device_s", "host_s", "slow_host_s")
+    totals = {name: sum(getattr(phase, name) for phase in phases) for name in times}
+    step = PhaseTimes(phase="step", bound=max(phases, key=lambda phase: phase.seconds).bound, **totals)
     return StepTimePrediction(
         gpu=gpu.name,
         phases=(*phases, step),
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
-        tokens_per_step=None if asked.model.kind == "factory" else asked.tokens_of_all,
+        tokens_per_step=None if spec.model.kind == "factory" else spec.tokens_of_all,
         utilizations=_utilizations(spec, gpu, parts, step.seconds, facts),
         model=facts or (own_facts(spec.model.shape) if spec.model.shape else None),
         sources=gpu.sources,
-        notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
-        spec=asked,
+        notes=(*(_notes_of_trace(operators) if operators is not None else ()), *_notes(spec, gpu)),
+        spec=spec,
     )
 
 
@@ -94,13 +84,13 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
-def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
+def _parts(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None) -> list[TimePart]:
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     compiled = spec.compile != "off"
     if compiled and isinstance(operators, RepeatedBlocks):
-        few, more = (_of_operators(each, spec, gpu) for each in (operators.few, operators.more))
-        return _listed(_extrapolated(few, more, operators.times))
+        of_two, of_three = (_of_operators(each, spec, gpu) for each in (operators.of_two, operators.of_three))
+        return _listed(_extrapolated(of_two, of_three, operators.times))
     return _listed(_of_operators(operators, spec, gpu))
 
 
@@ -109,9 +99,8 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
     return _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
 
 
-def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
-    """Fractions of the eager step's kernels and times that torch.compile leaves. Arguments and errors: as
-    `predict_step_time`."""
+def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None) -> CompiledShares:
+    """Fractions of the eager step's kernels and times that torch.compile leaves; errors as of `predict_step_time`."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
@@ -132,7 +121,7 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
     )
 
 
-def _places(name: str, operators: Sequence[Operator]) -> tuple[str, ...]:
+def _places(name: str, operators: Iterable[Operator]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op.what for op in operators if op.name == name and op.what))
 
 
@@ -156,8 +145,10 @@ def _utilizations(
 def model_utilizations(
     spec: StepSpec, gpu: Gpu, step_s: float, facts: ModelFacts | None = None
 ) -> tuple[Utilization, ...]:
-    """MFU of a step of `step_s` seconds, by every convention of counting FLOPs, over all GPUs of the layout. Empty if
-    the model's sizes are unknown. facts: sizes of a traced model; None: steplab's own."""
+    """MFU of a step of `step_s` seconds over all GPUs of the layout, by each convention of counting FLOPs.
+
+    Empty if the model's sizes are unknown. facts: of a traced model; None: steplab's own.
+    """
     if facts is None and spec.model.shape is not None:
         facts = own_facts(spec.model.shape)
     flops = dict[str, float]()
@@ -194,8 +185,8 @@ def _utilization(
 
 
 def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
-    """Lengthen tensor-core kernels to the clock that the GPU's power limit leaves. Power grows with the step's share of
-    the tensor cores' peak; beyond a threshold, the clock falls."""
+    """Lengthen tensor-core kernels to the power limit's clock, which falls once the step's share of the tensor cores'
+    peak passes a threshold."""
     slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
@@ -214,16 +205,18 @@ def throttling(reached: float, rates: StepRates) -> float:
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """GPU time by phase, kind and operator, at the full clock, longest first within a phase. A few blocks and
-    micro-steps are run dry; the others are extrapolated, because each adds the same."""
+    """GPU time by phase, kind and operator, at the full clock, longest first within a phase.
+
+    Few blocks and micro-steps are run dry; the others are extrapolated, because each adds the same.
+    """
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
-    few, more = (
+    fewest, one_more = (
         _of_blocks(dataclasses.replace(spec, accumulation=number), gpu)
         for number in (_FEWEST_MICRO_STEPS, _FEWEST_MICRO_STEPS + 1)
     )
-    return _listed(_extrapolated(few, more, spec.micro_steps - _FEWEST_MICRO_STEPS))
+    return _listed(_extrapolated(fewest, one_more, spec.micro_steps - _FEWEST_MICRO_STEPS))
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
@@ -245,35 +238,34 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     fewest = shape.num_layers % period + period
     if shape.num_layers <= fewest + period:
         return _summed(spec, gpu, shape.num_layers)
-    few, more = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
-    return _extrapolated(few, more, (shape.num_layers - fewest) // period)
+    smaller, larger = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
+    return _extrapolated(smaller, larger, (shape.num_layers - fewest) // period)
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """Sum the kernels of a step with its first `num_first` blocks checkpointed. Each further block of either sort adds
-    the same."""
+    """Kernels of a step with its first `num_first` blocks checkpointed; each further block of a sort adds the same."""
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
         return _summed(dataclasses.replace(spec, checkpointing=f"first_{first}"), gpu, first + others)
 
     others = spec.model.shape.num_layers - num_first
-    found = few = summed(1, min(others, 1))
+    found = smaller = summed(1, min(others, 1))
     if num_first > 1:
-        found = _extrapolated(few, summed(2, min(others, 1)), num_first - 1, found)
+        found = _extrapolated(smaller, summed(2, min(others, 1)), num_first - 1, found)
     if others > 1:
-        found = _extrapolated(few, summed(1, 2), others - 1, found)
+        found = _extrapolated(smaller, summed(1, 2), others - 1, found)
     return found
 
 
 def _extrapolated(
-    few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
+    smaller: "dict[_Key, _Sum]", larger: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
 ) -> "dict[_Key, _Sum]":
-    """`start` (by default `few`) plus `times` the difference between `more` and `few`."""
-    start = few if start is None else start
-    beyond = {key: found.minus(few.get(key, _NOTHING)) for key, found in more.items()}
-    keys = dict.fromkeys([*start, *beyond])
-    return {key: start.get(key, _NOTHING).plus(beyond.get(key, _NOTHING), times) for key in keys}
+    """`start` (by default `smaller`) plus `times` the difference between `larger` and `smaller`."""
+    start = smaller if start is None else start
+    added = {key: found.plus(smaller.get(key, _NOTHING), -1) for key, found in larger.items()}
+    keys = dict.fromkeys([*start, *added])
+    return {key: start.get(key, _NOTHING).plus(added.get(key, _NOTHING), times) for key in keys}
 
 
 _Key = tuple[str, str, str, str]
@@ -294,9 +286,6 @@ class _Sum:
             self.flops + times * other.flops,
             self.moved_bytes + times * other.moved_bytes,
         )
-
-    def minus(self, other: "_Sum") -> "_Sum":
-        return self.plus(other, -1)
 
 
 _NOTHING = _Sum()
@@ -319,7 +308,7 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """True if it casts a weight's gradient to fp32. Blocks of Triton operators compute that gradient in fp32
+    """True if it casts a weight's gradient to fp32, which blocks of Triton operators compute in fp32 already
     (model/gradient_products). read: numbers of all allocations that forward and backward read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
@@ -327,15 +316,11 @@ def _casts_gradient(op: Operator, read: set[int]) -> bool:
 
 def _sums(kernels: Sequence[Kernel], gpu: Gpu, spec: StepSpec) -> dict[_Key, _Sum]:
     found: dict[_Key, _Sum] = defaultdict(_Sum)
-    known: dict[tuple[object, ...], float] = {}
+    times = KernelTimes(gpu, replayed=spec.replays_model)
     for kernel in kernels:
         op = kernel.operator
-        what = "fused" if kernel.fused else op.name
-        sizes = (what, streaming_name(kernel), op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
-        if sizes not in known:
-            known[sizes] = kernel_in_step_s(kernel, gpu, replayed=spec.replays_model)
-        key = (op.phase, op.kind, what, op.dtype)
-        found[key] = found[key].plus(_Sum(1, known[sizes], op.flops, kernel.moved_bytes))
+        key = (op.phase, op.kind, "fused" if kernel.fused else op.name, op.dtype)
+        found[key] = found[key].plus(_Sum(1, times.of(kernel), op.flops, kernel.moved_bytes))
     return found
 
 
@@ -359,38 +344,29 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
 def _phase(
     name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, Host], ...]
 ) -> PhaseTimes:
+    device_s, low, high = sum(part.seconds for part in parts), 1 - spread, 1 + spread
     if hosts and name in hosts[0]:
         quick, measured = (host[name] for host in hosts)
-        device_s = sum(part.seconds for part in parts)
-        return PhaseTimes(
-            phase=name,
-            seconds=device_s + measured.idle_s,
-            low_s=device_s * (1 - spread) + quick.idle_s,
-            high_s=device_s * (1 + spread) + measured.idle_s,
-            device_s=device_s,
-            host_s=quick.host_s,
-            slow_host_s=measured.host_s,
-            bound="host" if measured.idle_s > device_s / 2 else _bound(parts),
-        )
-    return _phase_of_kernels(name, parts, spec, gpu, spread)
-
-
-def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
-    device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
-    quick, slow = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
-    if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
-        quick, slow = 0.0, 0.0  # a CUDA graph launches them at once
-    host_s, slow_host_s = quick * kernels, slow * kernels
-    seconds = max(device_s, host_s)
+        host_s, slow_host_s = quick.host_s, measured.host_s
+        seconds = device_s + measured.idle_s
+        low_s, high_s = device_s * low + quick.idle_s, device_s * high + measured.idle_s
+        host_bound = measured.idle_s > device_s / 2
+    else:
+        is_replayed = spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer")
+        paces = gpu.rates.host.paces("eager" if name == "optimizer" else spec.launcher)
+        host_s, slow_host_s = (0.0 if is_replayed else pace * _num_kernels(parts) for pace in paces)
+        seconds = max(device_s, host_s)
+        low_s, high_s = seconds * low, max(device_s, slow_host_s) * high
+        host_bound = host_s > device_s
     return PhaseTimes(
         phase=name,
         seconds=seconds,
-        low_s=max(device_s, host_s) * (1 - spread),
-        high_s=max(device_s, slow_host_s) * (1 + spread),
+        low_s=low_s,
+        high_s=high_s,
         device_s=device_s,
         host_s=host_s,
         slow_host_s=slow_host_s,
-        bound="host" if host_s > device_s else _bound(parts),
+        bound="host" if host_bound else _bound(parts),
     )
 
 
@@ -434,27 +410,25 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
     refuse_unserved_attention(spec, gpu.platform)
 
 
-def _at(name: str, operators: Sequence[Operator]) -> str:
+def _at(name: str, operators: Iterable[Operator]) -> str:
     """Source lines of operators of this name, as in ', at model.py:12'; '' if unknown."""
     places = _places(name, operators)
     return f", at {listed(places)}" if places else ""
 
 
-def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
-    if operators is not None:
-        notes = ["traced: the operators are those that torch ran on tensors without content"]
-        if reads := sum(op.name == READS_A_VALUE for op in operators):
-            notes.append(
-                f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
-                f"{_at(READS_A_VALUE, operators)}: Python waits for the GPU, which is not predicted"
-            )
-        if made := sum(op.name == MADE_BY_HOST for op in operators):
-            notes.append(
-                f"the model makes {counted(made, 'tensor')} in a step without naming a device"
-                f"{_at(MADE_BY_HOST, operators)}, which the CPU makes and copies to the GPU; that is not predicted"
-            )
-        return notes
-    return []
+def _notes_of_trace(operators: Iterable[Operator]) -> list[str]:
+    notes = ["traced: the operators are those that torch ran on tensors without content"]
+    if reads := sum(op.name == READS_A_VALUE for op in operators):
+        notes.append(
+            f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
+            f"{_at(READS_A_VALUE, operators)}: Python waits for the GPU, which is not predicted"
+        )
+    if made := sum(op.name == MADE_BY_HOST for op in operators):
+        notes.append(
+            f"the model makes {counted(made, 'tensor')} in a step without naming a device"
+            f"{_at(MADE_BY_HOST, operators)}, which the CPU makes and copies to the GPU; that is not predicted"
+        )
+    return notes
 
 
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:

@@ -1,10 +1,9 @@
 """Simulates torch's caching allocator of CUDA memory, in its default settings and on one stream.
 
-Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, requests below 10 MiB from
-segments of 20 MiB; a larger one gets its own segment, rounded up to 2 MiB. A request takes the free block that fits it
-best. The rest of the block is split off, unless it is at most 1 MiB of a large block: then the whole block counts as
-allocated. (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
-kRoundLarge.)
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments
+of 20 MiB; a larger one gets its own segment, rounded up to 2 MiB. A request takes the free block that fits best, and
+the rest is split off, except up to 1 MiB of a large block, which then counts as allocated.
+(c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.)
 
 `Ledger` follows the tensors alive in a dry run.
 """

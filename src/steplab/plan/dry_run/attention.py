@@ -1,8 +1,8 @@
 """Describes attention's operators: splitting and merging heads, the rotary embedding, and each implementation.
 
-The scores are [B, h, T, T]; every other tensor is at most as large as the residual stream. A fused kernel saves its
-inputs, its output and the log-sum-exp of each row of scores. The table of ops.attention.implementations lists its
-backward workspace and the layout of its tensors.
+The scores are [B, h, T, T]; other tensors are at most as large as the residual stream. A fused kernel saves inputs,
+output and the log-sum-exp of each row of scores; ops.attention.implementations lists its backward workspace and its
+tensors' layout.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from steplab.costs.kernel_time import Product
 from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.ops.attention.implementations import Implementation, Workspace, implementation
 from steplab.plan.dry_run.machine import Machine
-from steplab.plan.dry_run.operators import elementwise
+from steplab.plan.dry_run.operators import add, columns, elementwise
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, Count, Dtype, Sizes, half, rounded_up
 from steplab.plan.dry_run.tape import Backward
 from steplab.plan.dry_run.tensors import Tensor
@@ -33,8 +33,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
             return (gradient,)
         return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together", strided=True),)
 
-    m.node((x.slot,), (), backward).gives(view)
-    return view
+    return m.node((x.slot,), (), backward).gives(view)
 
 
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
         merged = Tensor(x.count, x.dtype, x.storage, x.start)
     else:
         merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together", strided=True)
-    m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
-    return merged
+    return m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
 
 
 def product_of_heads(m: Machine, x: Tensor) -> Tensor:
@@ -54,8 +52,9 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     view = Tensor(x.count, x.dtype, x.storage, x.start)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
 
-    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(view)
-    return view
+    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(
+        view
+    )
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
@@ -65,27 +64,15 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
     """
     if m.sizes.shape.learned_positions:
         return x
-    first, second = _halves(m, x)
+    first, second = columns(m, x, half(x.count), half(x.count))
     together = _join(
         m,
         x.count,
-        _add(m, _times_table(m, first), _times_table(m, second), negated=True),
-        _add(m, _times_table(m, second), _times_table(m, first), negated=False),
+        _subtract(m, _times_table(m, first), _times_table(m, second)),
+        add(m, _times_table(m, second), _times_table(m, first), "half a rotation"),
         f"rotated {name}",
     )
     return m.cast(together, x.dtype)
-
-
-def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.parts(half(x.count), half(x.count))
-    like, named = (x.count, x.dtype), x.what
-
-    m.node(
-        (x.slot,),
-        (),
-        lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}", strided=True),),
-    ).gives(first, second)
-    return first, second
 
 
 def _times_table(m: Machine, part: Tensor) -> Tensor:
@@ -97,22 +84,19 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
         return m.run("mul", (x,), part_count, FP32, what, also_read_bytes=table_bytes, strided=True)
 
     product = times(part, "half a rotation")
-    m.node((part.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
-    return product
+    return m.node((part.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(
+        product
+    )
 
 
-def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
-    """Add, or subtract if `negated`; only a subtraction makes a new gradient for y."""
+def _subtract(m: Machine, x: Tensor, y: Tensor) -> Tensor:
     like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
-        if not negated:
-            return gradient, gradient
         return gradient, m.run("neg", (gradient,), *like, "gradient of half a rotation, negated")
 
-    total = m.run("sub" if negated else "add", (x, y), *like, "half a rotation")
-    m.node((x.slot, y.slot), (), backward).gives(total)
-    return total
+    total = m.run("sub", (x, y), *like, "half a rotation")
+    return m.node((x.slot, y.slot), (), backward).gives(total)
 
 
 def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) -> Tensor:
@@ -123,15 +107,14 @@ def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) ->
         return first, second
 
     joined = m.run("cat", (first, second), whole, first.dtype, what, strided=True)
-    m.node((first.slot, second.slot), (), backward).gives(joined)
-    return joined
+    return m.node((first.slot, second.slot), (), backward).gives(joined)
 
 
 def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     scores = elementwise(m, "mul", _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
-    hidden = triangle(m, ones(m))
+    hidden = causal_mask(m)
     scores = elementwise(m, "masked_fill", scores, "attention scores, masked", kept=(hidden,))
     weights = softmax(m, scores)
     return product_of_heads(m, _product(m, weights, v, m.sizes.residual, "attention output"))
@@ -142,15 +125,11 @@ def repeated(m: Machine, x: Tensor) -> Tensor:
     like = (x.count, x.dtype, f"gradient of {x.what}")
 
     output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
-    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
-    return output
+    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
 
 
-def ones(m: Machine) -> Tensor:
-    return m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
-
-
-def triangle(m: Machine, ones: Tensor) -> Tensor:
+def causal_mask(m: Machine) -> Tensor:
+    ones = m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
     return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
@@ -174,16 +153,14 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
 
     node = m.node((x.slot, y.slot), (x, y), backward)
     output = m.product("bmm", (x, y), Product(batch=heads, m=rows, n=n, k=k), out, what)
-    node.gives(output)
-    return output
+    return node.gives(output)
 
 
 def _heads_apart(m: Machine, x: Tensor) -> Tensor:
     if not x.heads_together or m.sizes.one_order(x.count):
         return x
     output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart", strided=True)
-    m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
-    return output
+    return m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
 
 
 def softmax(m: Machine, scores: Tensor) -> Tensor:
@@ -193,8 +170,7 @@ def softmax(m: Machine, scores: Tensor) -> Tensor:
     """
     x = m.cast(scores, FP32 if m.autocast and scores.dtype is not FP16 else None)
     output = m.run("_softmax", (x,), x.count, FP32 if m.autocast else x.dtype, "attention weights")
-    m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
-    return output
+    return m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
 
 
 def softmax_gradient(x: Tensor) -> Backward:
@@ -246,9 +222,10 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
         for made, together in zip(gradients, orders, strict=True):
             made.heads_together = together
         _copies = _padded(m, dtype, row, _OF_BACKWARD)
-        _of_each_head = _expanded(m, dtype) if row.expands_groups else []
         shape = m.sizes.shape
         shared = shape.num_kv_heads is not None
+        expanded = _GRADIENTS_OF_KEYS if row.expands_groups and shared else ()
+        _of_each_head = [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in expanded]
         own = [each for each in row.workspaces if each.taken(dtype.num_bytes, shape.head_dim, shared=shared)]
         _within = [m.new(_of_workspace(m.sizes, each), FP32, each.what) for each in own]
         m.ran(f"{row.name}_backward", (gradient, *kept), gradients, product=scores, fused_flops=BACKWARD_FLOPS * flops)
@@ -256,8 +233,7 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
 
     row_sums = m.dear(run)
 
-    m.node((q.slot, k.slot, v.slot), (q, k, v, output, row_sums), backward).gives(output)
-    return output
+    return m.node((q.slot, k.slot, v.slot), (q, k, v, output, row_sums), backward).gives(output)
 
 
 def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
@@ -280,18 +256,12 @@ def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, .
     return [m.new(of_keys if what in keys else of_queries, dtype, f"{what}, padded") for what in tensors]
 
 
-def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
-    if m.sizes.shape.num_kv_heads is None:
-        return []
-    return [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in _GRADIENTS_OF_KEYS]
-
-
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's math attention, in fp32, with an additive mask and a softmax that allows fully masked rows."""
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
-    mask = _mask_of_numbers(m)
+    mask = _additive_mask(m)
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     k = elementwise(m, "mul", k, f"{k.what}, scaled")
@@ -304,11 +274,8 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _mask_of_numbers(m: Machine) -> Tensor:
-    hidden = triangle(m, ones(m))
-    numbers = m.run("where", (hidden,), m.sizes.square, FP32, "causal mask, in fp32")
-    del hidden
-    return numbers
+def _additive_mask(m: Machine) -> Tensor:
+    return m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
 
 
 def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Estimates the model's memory under torch.compile; the rest of the dry run is exact.
 
-The lists below are the choice of torch 2.13's min-cut partitioner for the plain Transformer's backward pass. It saves
-the results and the inputs of matmuls, each once, and recomputes elementwise operators. It saves only the input of a
-checkpointed block. The fused kernels between need little memory and are not followed.
+The lists below are what torch 2.13's min-cut partitioner saves of the plain Transformer: results and inputs of matmuls,
+each once, and only the input of a checkpointed block. Elementwise operators are recomputed. The fused kernels between
+need little memory and are not followed.
 """
 
 from dataclasses import dataclass
@@ -62,8 +62,7 @@ class CompiledTransformer:
     def backward(self, loss: Tensor) -> None:
         """Allocate the gradients of all parameters, and free saved tensors block by block.
 
-        Saved tensors are overwritten where possible. They are freed before the gradients of a block's weights exist in
-        their own format.
+        They are overwritten where possible, and freed before a block's weight gradients exist in their own format.
         """
         m = self._machine
         m.start_products()
@@ -151,31 +150,24 @@ class CompiledTransformer:
             *self._attended(keys, "query, key, value", num_others=1),
             *self._around_values(in_memory),
             _Kind(sizes.residual, compute, "attention output"),
-            *self._of_inner(len(inner), operand),
+            _Kind(sizes.inner, compute, self._inner_words, len(inner) + (not m.takes_fp8)),
             *(self._in_fp8() if m.takes_fp8 else []),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
         ]
-        if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
-            kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
-        return kept
-
-    def _of_inner(self, number: int, operand: Dtype) -> list[_Kind]:
-        inner, compute = self._machine.sizes.inner, self._machine.product_dtype
-        if operand is compute:
-            return [_Kind(inner, compute, self._inner_words, number + 1)]
-        return [_Kind(inner, compute, self._inner_words, number), _Kind(inner, operand, f"{self._inner_words}, in fp8")]
+        projections, feed_forward = self._cast_weights()
+        return [*kept, *projections, *feed_forward]
 
     def _in_fp8(self) -> list[_Kind]:
-        """Tensors saved for fp8 matmuls: attention's output and all weights, by columns."""
+        """Tensors saved for fp8 matmuls: the product of gate and up, and by columns attention's output and all
+        weights.
+        """
         sizes = self._machine.sizes
-        weights = [_Kind(each.count, FP8, f"{each.what}, in fp8 by columns") for each in self._weights()]
-        return [_Kind(sizes.residual, FP8, "attention output, in fp8 by columns"), *weights]
-
-    def _weights(self) -> list[Tensor]:
+        of_block = self.parameters.of_blocks[0].items()
+        weights = [each.tensor for name, each in of_block if name.endswith(".weight") and "norm" not in name]
         return [
-            each.tensor
-            for name, each in self.parameters.of_blocks[0].items()
-            if name.endswith(".weight") and "norm" not in name
+            _Kind(sizes.inner, FP8, f"{self._inner_words}, in fp8"),
+            _Kind(sizes.residual, FP8, "attention output, in fp8 by columns"),
+            *(_Kind(each.count, FP8, f"{each.what}, in fp8 by columns") for each in weights),
         ]
 
     def _of_streams(self) -> list[_Kind]:
@@ -209,15 +201,18 @@ class CompiledTransformer:
     def _is_cast(self, parameter: Parameter) -> bool:
         return parameter.tensor.dtype is not self._machine.autocast
 
-    def _cast_projections(self, dtype: Dtype) -> list[_Kind]:
-        sizes, what = self._machine.sizes, f"weights, in {dtype.name}"
-        if sizes.key_projection is sizes.projection:
-            return [_Kind(sizes.projection, dtype, what, 4, "autocast_copies")]
-        return [_Kind(count, dtype, what, 2, "autocast_copies") for count in (sizes.projection, sizes.key_projection)]
-
-    def _cast_feed_forward(self, dtype: Dtype) -> list[_Kind]:
-        sizes, number = self._machine.sizes, len(self._machine.sizes.shape.feed_forward_layers)
-        return [_Kind(sizes.feed_forward, dtype, f"weights, in {dtype.name}", number, "autocast_copies")]
+    def _cast_weights(self) -> tuple[list[_Kind], list[_Kind]]:
+        """Autocast's copies of a block's weights: of attention, and of the feed-forward part."""
+        sizes, dtype = self._machine.sizes, self._machine.autocast
+        if dtype is None or not self._is_cast(self.parameters.linear[0]):
+            return [], []
+        alike = sizes.key_projection is sizes.projection
+        numbers = [(sizes.projection, 4)] if alike else [(sizes.projection, 2), (sizes.key_projection, 2)]
+        counted = [*numbers, (sizes.feed_forward, len(sizes.shape.feed_forward_layers))]
+        made = [
+            _Kind(count, dtype, f"weights, in {dtype.name}", number, "autocast_copies") for count, number in counted
+        ]
+        return made[:-1], made[-1:]
 
     def _of_inference(self) -> list[_Kind]:
         """A block's peak memory without gradients: in its feed-forward half, or around the scores."""
@@ -229,10 +224,8 @@ class CompiledTransformer:
         if in_memory:
             attention.append(_Kind(sizes.scores, compute, "attention scores and weights", 2))
         feed_forward = [_Kind(sizes.inner, compute, self._inner_words, len(sizes.shape.feed_forward_layers))]
-        if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
-            attention += self._cast_projections(m.autocast)
-            feed_forward += self._cast_feed_forward(m.autocast)
-        return stream + max(attention, feed_forward, key=_num_bytes)
+        cast_projections, cast_feed_forward = self._cast_weights()
+        return stream + max(attention + cast_projections, feed_forward + cast_feed_forward, key=_num_bytes)
 
     def _of_scores(self) -> list[_Kind]:
         m, sizes = self._machine, self._machine.sizes

@@ -1,12 +1,11 @@
 """Events of a dry run, from which memory, FLOPs and bytes are counted.
 
-They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are several times
-slower.
+They are structs, because a large model's step has several hundred thousand, and frozen dataclasses are slower.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
 import msgspec
 
@@ -18,10 +17,7 @@ READS_A_VALUE = "_local_scalar_dense"
 """Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""Name of an event that is no operator: the model makes a tensor without naming a device.
-
-Its copy to the GPU takes unpredicted time.
-"""
+"""Name of an event that is no operator: a tensor made without a device, whose copy takes unpredicted time."""
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
@@ -54,16 +50,16 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     kind: Kind
     dtype: str
     """Number format of the computation: fp32, tf32, bf16, fp16."""
-    flops: float
+    flops: float = 0.0
     """A multiply-add counts as two; fused attention counts only scores that are not masked."""
-    read_bytes: int
+    read_bytes: int = 0
     written_bytes: int
-    reads: tuple[Operand, ...]
+    reads: tuple[Operand, ...] = ()
     """Inputs that are read whole; an embedding's rows count in `read_bytes` only."""
-    writes: tuple[Operand, ...]
-    strided: bool
+    writes: tuple[Operand, ...] = ()
+    strided: bool = False
     """True if neighbouring elements of one of its tensors are apart in another, as when heads are transposed."""
-    product: Product | None
+    product: Product | None = None
     """Sizes of a matmul, or of queries times keys in fused attention, whose other matmuls are alike; None: no matmul.
     """
     phase: str
@@ -71,11 +67,11 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Part of the model: 'block 3'."""
     what: str
     """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
-    recomputed: bool
+    recomputed: bool = False
     dropout: bool = False
     """True for fused attention with dropout."""
     rate: str = ""
-    """Access pattern by which the kernel's measured bandwidth is looked up; '': by the operator's name."""
+    """Access pattern, the key of the kernel's measured bandwidth; '': the operator's name."""
     calls: int = 1
     """Number of operators that Python and torch called for it, including preceding views."""
 
@@ -92,25 +88,25 @@ _REPEATED = "block 1"
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatedBlocks(Sequence[Operator]):
+class RepeatedBlocks:
     """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
 
-    The allocations that a repeated block reads are unknown, so fusion reads `few` and `more`.
+    The allocations that a repeated block reads are unknown, so fusion reads `of_two` and `of_three`.
     """
 
-    few: tuple[Operator, ...]
-    more: tuple[Operator, ...]
+    of_two: tuple[Operator, ...]
+    of_three: tuple[Operator, ...]
     num_layers: int
 
     @property
     def times(self) -> int:
-        """Number of blocks beyond two: each adds the difference between `more` and `few`."""
+        """Number of blocks beyond two: each adds the difference between `of_three` and `of_two`."""
         return self.num_layers - 2
 
     def __iter__(self) -> Iterator[Operator]:
         block: list[Operator] = []
-        updates = iter([op for op in self.few if op.phase == "optimizer"])
-        for op in self.more:
+        updates = iter([op for op in self.of_two if op.phase == "optimizer"])
+        for op in self.of_three:
             if block and (op.where != _REPEATED or op.phase != block[0].phase):
                 for _ in range(self.times):
                     yield from block
@@ -122,21 +118,11 @@ class RepeatedBlocks(Sequence[Operator]):
             else:
                 yield op
 
-    def _of_all(self, few: Operator, more: Operator) -> Operator:
-        if few.name != more.name:
-            return more
+    def _of_all(self, of_two: Operator, of_three: Operator) -> Operator:
+        if of_two.name != of_three.name:
+            return of_three
         grown = {
-            name: getattr(few, name) + self.times * (getattr(more, name) - getattr(few, name))
+            name: getattr(of_two, name) + self.times * (getattr(of_three, name) - getattr(of_two, name))
             for name in ("read_bytes", "written_bytes", "flops", "calls")
         }
-        return msgspec.structs.replace(more, **grown)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> Operator: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Operator]: ...
-    def __getitem__(self, index: int | slice) -> Operator | Sequence[Operator]:
-        return tuple(self)[index]
+        return msgspec.structs.replace(of_three, **grown)

@@ -1,7 +1,7 @@
 """Describes the output head with the loss in chunks: ops/cross_entropy, line by line.
 
-The forward pass computes and saves the gradients of the last hidden state and of the head's weight. Each function ends
-where torch's ends, so that its tensors are freed at the same moment.
+Forward computes and saves the gradients of the last hidden state and the head's weight. Each function ends where
+torch's does, to free its tensors at the same moment.
 """
 
 from functools import partial
@@ -16,8 +16,7 @@ from steplab.plan.dry_run.tensors import Tensor
 def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, scaled: bool) -> Tensor:
     """Mean loss, computed with the output head in chunks of tokens.
 
-    scaled: True if backward receives a gradient other than 1 and multiplies all gradients by it. Otherwise the fused
-    loss leaves them unchanged.
+    scaled: True if backward receives a gradient other than 1, by which it multiplies all gradients.
     """
     if m.tape is None:
         return _mean(m, _in_chunks(m, x, weight, row)[0])
@@ -28,8 +27,7 @@ def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, 
     node = m.node((x.slot, weight.slot), kept, backward)
     loss = _mean(m, losses)
     del scale, losses
-    node.gives(loss)
-    return loss
+    return node.gives(loss)
 
 
 def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled: bool) -> tuple[Tensor, ...]:

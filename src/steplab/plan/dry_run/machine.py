@@ -54,10 +54,9 @@ class Gathering:
     """True if FSDP2 gathers all weights but the embedding's in the matmuls' format, so that autocast makes no copies.
     """
     fused_norms: bool = True
-    """True if norms of an fp32 stream with low-precision weights run as one kernel: from torch 2.12 on, autocast casts
-    them.
+    """True if norms of an fp32 stream with low-precision weights run as one kernel, from torch 2.12 on.
 
-    Earlier torch composes norms of operators, which also save the normalised stream in fp32.
+    Earlier torch composes them of operators, which also save the normalised stream in fp32.
     """
 
 

@@ -3,9 +3,11 @@
 A function holds its arguments until it returns, as torch's do; a backward function so holds its gradient.
 
 Under tensor parallelism, tokens are gathered before the first matmuls, and sums scattered after the last. DTensor
-copies an all-gather, ordered by rank, into the order of the tokens (torch/distributed/tensor/_collective_utils.py). It
-copies a reduce-scatter into the order of the ranks before it is sent.
+copies what it gathered into the order of tokens, and what it scatters into the order of ranks
+(torch/distributed/tensor/_collective_utils.py).
 """
+
+from collections.abc import Callable
 
 from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -39,8 +41,7 @@ def _rows(
 
     rows_bytes = out.value * dtype.num_bytes
     x = m.run("embedding", numbers, out, dtype, what, also_read_bytes=numbers_bytes + rows_bytes)
-    m.node((weight.slot,), numbers, backward).gives(x)
-    return x
+    return m.node((weight.slot,), numbers, backward).gives(x)
 
 
 def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
@@ -51,8 +52,7 @@ def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
         return gradient, m.run("sum", (gradient,), *like)
 
     output = m.run("add", (x, positions), x.count, x.dtype, "residual stream")
-    m.node((x.slot, positions.slot), (), backward).gives(output)
-    return output
+    return m.node((x.slot, positions.slot), (), backward).gives(output)
 
 
 def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
@@ -64,8 +64,7 @@ def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor,
 
     output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), *like, what)
     output.heads_together = x.heads_together
-    m.node((x.slot,), kept, backward).gives(output)
-    return output
+    return m.node((x.slot,), kept, backward).gives(output)
 
 
 def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None = None) -> Tensor:
@@ -88,8 +87,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 
     node = m.node((x.slot, w.slot), (x, w), backward)
     output = m.product("mm", (x, w), Product(m=tokens, n=n, k=k), out, what)
-    node.gives(output)
-    return output
+    return node.gives(output)
 
 
 def fp8_linear(
@@ -140,8 +138,7 @@ def _plus_bias(m: Machine, x: Tensor, bias: Parameter) -> Tensor:
 
     node = m.node((x.slot, b.slot), (), backward)
     output = m.run("add", (x, b), x.count, x.dtype, x.what)
-    node.gives(output)
-    return output
+    return node.gives(output)
 
 
 def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
@@ -174,15 +171,13 @@ def _linear_with_bias(
 
     node = m.node((b.slot, x.slot, w.slot), (x, w), backward)
     output = m.product("addmm", (x, w), Product(m=tokens, n=n, k=k), out, what, added=(b,))
-    node.gives(output)
-    return output
+    return node.gives(output)
 
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     """torch's fused RMSNorm: saves its input and one number a token.
 
-    From torch 2.12 on, autocast runs it in fp32. The residual stream and the weight are fp32 under autocast, so it
-    needs no casts.
+    From torch 2.12 on, autocast runs it in fp32, the format of the residual stream and the weight, without casts.
     """
     if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
         return _composed_rms_norm(m, x, weight, what)
@@ -196,8 +191,7 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
         return gradient_x, gradient_w
 
     m.ran("_fused_rms_norm", (x, weight.tensor), (output, reciprocal))
-    m.node((x.slot, weight.slot), (x, reciprocal), backward).gives(output)
-    return output
+    return m.node((x.slot, weight.slot), (x, reciprocal), backward).gives(output)
 
 
 def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
@@ -222,8 +216,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
         return gradient_x, gradient_w
 
     output = m.run("mul", (normalised, weight.tensor), *like, what)
-    m.node((x.slot, weight.slot), (x, reciprocal, normalised), backward).gives(output)
-    return output
+    return m.node((x.slot, weight.slot), (x, reciprocal, normalised), backward).gives(output)
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
@@ -241,25 +234,18 @@ def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None,
         return gradients
 
     m.ran("native_layer_norm", (x, *tensors), (output, mean, reciprocal))
-    m.node((x.slot, *(p.slot for p in parameters)), (x, mean, reciprocal), backward).gives(output)
-    return output
+    return m.node((x.slot, *(p.slot for p in parameters)), (x, mean, reciprocal), backward).gives(output)
 
 
-def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
-    """Add a branch to the residual stream, in the wider format. Saves nothing; both share the output's gradient."""
-    output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
-    m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
-    return output
+def add(m: Machine, x: Tensor, y: Tensor, what: str = "residual stream") -> Tensor:
+    """Add two tensors, in the wider format. Saves nothing; both share the output's gradient."""
+    output = m.run("add", (x, y), x.count, x.dtype, what)
+    return m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
 
 
-def silu(m: Machine, x: Tensor) -> Tensor:
-    """x sigmoid(x). Saves x."""
-    return elementwise(m, "silu", x, "silu of the gate", kept=(x,))
-
-
-def gelu(m: Machine, x: Tensor) -> Tensor:
-    """x Phi(x). Saves x."""
-    return elementwise(m, "gelu", x, "gelu of up", kept=(x,))
+def activation(m: Machine, name: str, x: Tensor, what: str) -> Tensor:
+    """x sigmoid(x) for silu, x Phi(x) for gelu. Saves x."""
+    return elementwise(m, name, x, what, kept=(x,))
 
 
 def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
@@ -272,8 +258,7 @@ def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
         return tuple(m.run("mul", (gradient, other), *like, f"gradient of {name}") for name, other in factors)
 
     output = m.run("mul", (x, y), *like, what)
-    m.node((x.slot, y.slot), (x, y), backward).gives(output)
-    return output
+    return m.node((x.slot, y.slot), (x, y), backward).gives(output)
 
 
 def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
@@ -296,20 +281,7 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
         name = f"gradient of {named}"
         return (m.run("nll_loss_backward", (gradient,), *like, name, also_read_bytes=picked_bytes),)
 
-    m.node((log_probabilities.slot,), kept, backward).gives(loss)
-    return loss
-
-
-def divided(m: Machine, loss: Tensor) -> Tensor:
-    """Loss divided by the number of micro-steps. Saves nothing."""
-    like = (loss.count, loss.dtype)
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.run("div", (gradient,), *like, "gradient of the loss"),)
-
-    output = m.run("div", (loss,), *like, "loss, divided by the micro-steps")
-    m.node((loss.slot,), (), backward).gives(output)
-    return output
+    return m.node((log_probabilities.slot,), kept, backward).gives(loss)
 
 
 def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
@@ -320,8 +292,7 @@ def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         return (m.run("_log_softmax_backward_data", (gradient, *kept), *like, "gradient of the logits"),)
 
-    m.node((logits.slot,), (output,), backward).gives(output)
-    return output
+    return m.node((logits.slot,), (output,), backward).gives(output)
 
 
 def _gradient_of(m: Machine, weight: Parameter) -> Tensor:
@@ -333,11 +304,7 @@ def gather(m: Machine, x: Tensor) -> Tensor:
 
     Without it each rank has all tokens, and backward's sum is in place.
     """
-    if not m.sizes.split_tokens:
-        return x
-    whole = _gathered(m, x)
-    m.node((x.slot,), (), lambda m, kept, gradient: (_scattered(m, gradient),)).gives(whole)
-    return whole
+    return _exchanged(m, x, _gathered, _scattered)
 
 
 def scatter(m: Machine, x: Tensor) -> Tensor:
@@ -345,11 +312,17 @@ def scatter(m: Machine, x: Tensor) -> Tensor:
 
     Without it the sum is in place.
     """
+    return _exchanged(m, x, _scattered, _gathered)
+
+
+Exchange = Callable[[Machine, Tensor], Tensor]
+
+
+def _exchanged(m: Machine, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     if not m.sizes.split_tokens:
         return x
-    part = _scattered(m, x)
-    m.node((x.slot,), (), lambda m, kept, gradient: (_gathered(m, gradient),)).gives(part)
-    return part
+    made = forward(m, x)
+    return m.node((x.slot,), (), lambda m, kept, gradient: (backward(m, gradient),)).gives(made)
 
 
 def _gathered(m: Machine, x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Finds the memory of a step's parts (embedding, one block, head), from a dry run of a model of two blocks.
 
-plan.layout.memory composes a rank of n blocks from these parts, without running them all. Each part's peak lists every
-tensor that is alive. Weights, gradients of finished parts and optimizer state are left out, because a layout shards
-them.
+plan.layout.memory composes a rank of n blocks from these parts. Each part's peak lists every tensor alive, without
+weights, gradients of finished parts and optimizer state, which a layout shards.
 """
 
 import dataclasses
@@ -21,7 +20,6 @@ from steplab.plan.dry_run.step import run_dry
 from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import BlockOps, Precision
 
 PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
@@ -86,67 +84,55 @@ class Parts:
         return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
 
 
+@functools.lru_cache(maxsize=2048)
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
     """Memory and operators of each part of a micro-step of `batch` sequences.
 
     recomputed: checkpointing of each block: none, full or selective. split, gathering: as in `run_dry`. The spec's
-    layout, batch, checkpointing and micro-steps are ignored. (With several micro-steps, a loss in chunks multiplies its
-    gradients once more.) Blocks are compiled one by one; the rest is eager.
+    layout, batch, checkpointing and micro-steps are ignored (a loss in chunks multiplies its gradients once more in
+    several micro-steps). Blocks are compiled one by one; the rest is eager.
     """
     assert spec.model.shape is not None
-    gradients = spec.pass_name != "forward"
-    compiled = spec.compile != "off"
-    sizes = spec.model.shape, batch, spec.context, gradients
-    choices = spec.precision, spec.attention, spec.block_ops, spec.loss
-    return _parts_of(*sizes, *choices, recomputed, compiled, split, gathering)
+    two_blocks = StepSpec(
+        model=_two_blocks(spec.model.shape),
+        batch=batch,
+        context=spec.context,
+        pass_name="forward_backward" if spec.pass_name != "forward" else "forward",
+        precision=spec.precision,
+        compile="block" if spec.compile != "off" else "off",
+        attention=spec.attention,
+        block_ops=spec.block_ops,
+        loss=spec.loss,
+        checkpointing=recomputed,
+    )
+    return _parts_of(two_blocks, split, gathering)
+
+
+@functools.lru_cache(maxsize=256)
+def _two_blocks(shape: TransformerShape) -> ModelSpec:
+    return ModelSpec(name="two blocks", kind="transformer", shape=dataclasses.replace(shape, num_layers=2))
 
 
 @functools.lru_cache(maxsize=2048)
-def _parts_of(
-    shape: TransformerShape,
-    batch: int,
-    context: int,
-    gradients: bool,
-    precision: Precision,
-    attention: str,
-    block_ops: BlockOps,
-    loss: str,
-    recomputed: str,
-    compiled: bool,
-    split: Split,
-    gathering: Gathering | None,
-) -> Parts:
-    spec = StepSpec(
-        model=ModelSpec(name="two blocks", kind="transformer", shape=dataclasses.replace(shape, num_layers=2)),
-        batch=batch,
-        context=context,
-        pass_name="forward_backward" if gradients else "forward",
-        precision=precision,
-        compile="block" if compiled else "off",
-        attention=attention,
-        block_ops=block_ops,
-        loss=loss,
-        checkpointing=recomputed,
-    )
-    found = _reading(partial(run_dry, spec, split=split, gathering=gathering))
-    if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
-        facts = (shape, batch, context, gradients, precision, attention, block_ops, loss, recomputed)
-        eager = _parts_of(*facts, False, split, gathering)
-        of_blocks = [moment for moment in found.moments() if moment.part == "block"]
-        others = [moment for moment in eager.moments if moment.part != "block"]
-        kept = found.kept(_FIRST)
-        return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
-    return _parts(found)
+def _parts_of(spec: StepSpec, split: Split, gathering: Gathering | None) -> Parts:
+    found = _Reading(partial(run_dry, spec, split=split, gathering=gathering))
+    if spec.compile == "off":
+        return _parts(found)
+    # The memory of a compiled block is an estimate without operators; head and loss are eager.
+    eager = _parts_of(dataclasses.replace(spec, compile="off"), split, gathering)
+    of_blocks = [moment for moment in found.moments() if moment.part == "block"]
+    others = [moment for moment in eager.moments if moment.part != "block"]
+    kept = found.kept(_FIRST)
+    return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
 
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
     """Memory and operators of each part of a micro-step with two blocks, `block 0` and `block 1`.
 
-    run: reports the micro-step's events to a listener. Behind a frozen embedding the first block saves less, so the
-    larger block represents all. Otherwise the first does, and the head's moments count what the last saves more or
-    less.
+    run: reports the micro-step's events. The first block represents all, and the head's moments count what the last
+    saves more or less. Behind a frozen embedding the first saves less, so the larger block represents all.
     """
-    found = _reading(run)
+    found = _Reading(run)
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
     if parts.moment("backward", "embedding") is None:
         return dataclasses.replace(parts, kept_by_block=max(first, last, key=lambda kept: kept.num_bytes))
@@ -183,12 +169,6 @@ def _parts(found: "_Reading") -> Parts:
     )
 
 
-def _reading(run: Callable[[Listener], None]) -> "_Reading":
-    log = _Log()
-    run(log.listen)
-    return _Reading(log)
-
-
 class _Log:
     def __init__(self) -> None:
         self.memory: list[tuple[Piece, int, bool, str]] = []
@@ -214,9 +194,11 @@ class _Log:
 
 
 class _Reading:
-    """Reads the log after the run, when the category of each allocation is settled."""
+    """A run's peaks and saved tensors, read after it, when the category of each allocation is settled."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, run: Callable[[Listener], None]) -> None:
+        log = _Log()
+        run(log.listen)
         self.operators = log.operators
         self._peaks: dict[tuple[str, str], tuple[int, str, list[tuple[Piece, int]]]] = {}
         self._after_forward: list[tuple[Piece, int]] = []
@@ -239,7 +221,8 @@ class _Reading:
             ]
             level = sum(of_other for _, of_other in now)
             if level > self._peaks.get((phase, piece.where), (0,))[0]:
-                self._peaks[phase, piece.where] = level, f"{_part_word(piece.where)}: {piece.what}", now
+                part = "a block" if piece.where in (_FIRST, _LAST) else piece.where
+                self._peaks[phase, piece.where] = level, f"{part}: {piece.what}", now
         if not self._after_forward:
             self._after_forward = list(alive.values())
 
@@ -275,10 +258,6 @@ def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
 def _waits_for_embedding(piece: Piece) -> bool:
     """True for the embedding's gradient from a tied head, which lives until the embedding's own gradient."""
     return piece.category == "gradients" and piece.where == BEHIND and "embedding.weight" in piece.what
-
-
-def _part_word(where: str) -> str:
-    return "a block" if where in (_FIRST, _LAST) else where
 
 
 def _by_part(operators: Iterable[Operator]) -> dict[tuple[str, PartName], tuple[Operator, ...]]:

@@ -2,7 +2,7 @@
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block, h
 heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
-1/n of each matrix, of the heads and of the vocabulary. Between the matmuls it has 1/n of the tokens (model/layout.py).
+1/n of each matrix, the heads and the vocabulary, and between matmuls of the tokens (model/layout.py).
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def half(count: Count) -> Count:
 class Split(NamedTuple):
     ranks: int = 1
     tokens: bool = True
-    """True if a rank has only 1/n of the tokens between the matmuls (sequence parallelism), as in steplab."""
+    """True if a rank has 1/n of the tokens between matmuls (sequence parallelism), as in steplab."""
 
 
 WHOLE = Split()
@@ -78,7 +78,7 @@ class Sizes:
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
         self.split_tokens = split.tokens and tp > 1
-        """True under sequence parallelism: each of several ranks has 1/n of the tokens between the matmuls."""
+        """True under sequence parallelism of several ranks."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
         self.stream = self.residual if self.split_tokens else self.gathered

@@ -12,7 +12,7 @@ from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Gathering, Machine
-from steplab.plan.dry_run.operators import divided
+from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, WHOLE, Count, Sizes, Split
 from steplab.plan.dry_run.transformer import FusedBlock, HeadLoss, Transformer
@@ -118,20 +118,16 @@ class _Step:
             low = gathering is not None and gathering.low_precision and parameter not in self._model.parameters.tables
             parameter.convert(m, m.product_dtype if low else m.weight_dtype)
         if spec.precision in WITH_MASTERS:
-            self._keep_masters()
+            in_chunks = implementation(spec.loss).in_chunks  # then the head's weight stays in fp32
+            for parameter in self._model.parameters.linear:
+                if not in_chunks or parameter is not self._model.parameters.head:
+                    parameter.keep_master(m, m.product_dtype)
         self._batches = [m.new(m.sizes.tokens, INT64, "tokens and targets", "inputs") for _ in range(2 * _BATCHES)]
         self._optimizer = Optimizer(m, self._parameters, spec.optimizer)
 
         if spec.pass_name != "train":
             for parameter in self._parameters:
                 parameter.master = None
-
-    def _keep_masters(self) -> None:
-        """Allocate master weights of the linear layers; with a loss in chunks the head's weight stays in fp32."""
-        parameters = self._model.parameters
-        for parameter in parameters.linear:
-            if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:
-                parameter.keep_master(self._machine, self._machine.product_dtype)
 
     def run(self) -> None:
         m, pass_name = self._machine, self._spec.pass_name
@@ -151,4 +147,5 @@ class _Step:
             loss = self._model.forward()
         if gradients:
             m.begin("backward")
-            self._model.backward(loss if self._spec.micro_steps == 1 else divided(m, loss))
+            is_whole = self._spec.micro_steps == 1
+            self._model.backward(loss if is_whole else elementwise(m, "div", loss, "loss, divided by the micro-steps"))

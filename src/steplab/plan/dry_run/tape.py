@@ -1,37 +1,26 @@
 """Imitates autograd's memory: saved tensors, and the lifetime of each gradient.
 
-Nodes run in reverse order. A node makes the gradients of its inputs, then frees the gradients it took, then its saved
-tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
-(torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
-added to the gradient of an earlier pass.
+Nodes run in reverse order. A node makes its inputs' gradients, then frees the gradients it took, then its saved
+tensors. A gradient is added to an existing one in place, unless that is a view (torch/csrc/autograd/engine.cpp,
+input_buffer.cpp). One parameter's gradients from several nodes are summed before an earlier pass's is added.
 
-Activation checkpointing works as torch.utils.checkpoint does without reentrant autograd. In the forward pass a block's
-nodes save nothing, and its frame keeps its input. The first backward of a node recomputes the block up to the last
-tensor that a node needs (early stop). Nodes take their tensors from the frame in order. Selective checkpointing saves
-the outputs of matmuls and of fused attention in the frame; selective_2 leaves out every second linear layer.
+Activation checkpointing is torch.utils.checkpoint without reentrant autograd. Forward, a block's nodes save nothing,
+and its frame keeps the input. The first node to run backward recomputes the block up to the last tensor that a node
+needs (early stop); nodes take their tensors from the frame in order. Selective checkpointing keeps the outputs of
+matmuls and fused attention in the frame; selective_2 leaves out every second linear layer.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from steplab.plan.dry_run.sizes import Dtype
 from steplab.plan.dry_run.tensors import Slot, Tensor
 from steplab.specs.checkpointing import SELECTIVE
 
+if TYPE_CHECKING:
+    from steplab.plan.dry_run.machine import Machine
 
-class Engine(Protocol):
-    """The part of a machine that a backward pass needs."""
-
-    where: str
-
-    def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """added_to: return the sum with this tensor."""
-
-    def ran(self, name: str, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> None:
-        """Report an operator."""
-
-
+Kept = tuple[Tensor, ...]
 Backward = Callable[..., Sequence[Tensor | None]]
 """(machine, saved, *gradients of the outputs) -> gradients of the inputs, in the order of `Node.inputs`"""
 
@@ -39,17 +28,17 @@ Backward = Callable[..., Sequence[Tensor | None]]
 class Node:
     __slots__ = ("backward", "inputs", "kept", "outputs", "recomputed", "where")
 
-    def __init__(
-        self, inputs: tuple[Slot | None, ...], kept: tuple[Tensor, ...], backward: Backward, where: str
-    ) -> None:
+    def __init__(self, inputs: tuple[Slot | None, ...], kept: Kept, backward: Backward, where: str) -> None:
         self.inputs, self.kept, self.backward, self.where = inputs, kept, backward, where
         self.outputs: list[Slot] = []
-        self.recomputed: Callable[[], tuple[Tensor, ...]] | None = None
+        self.recomputed: Callable[[], Kept] | None = None
 
-    def gives(self, *outputs: Tensor) -> None:
-        for output in outputs:
-            output.slot = Slot(output.dtype)
-            self.outputs.append(output.slot)
+    def gives(self, output: Tensor, *others: Tensor) -> Tensor:
+        """Register the node's outputs, and return the first."""
+        for each in (output, *others):
+            each.slot = Slot(each.dtype)
+            self.outputs.append(each.slot)
+        return output
 
 
 class Tape:
@@ -59,13 +48,13 @@ class Tape:
     def add(self, node: Node) -> None:
         self._nodes.append(node)
 
-    def run_backward(self, machine: Engine) -> None:
+    def run_backward(self, machine: "Machine") -> None:
         """Run all nodes, last first; the gradient of the last one's output must be in its slot."""
         while self._nodes:
             _run(self._nodes.pop(), machine)
 
 
-def _run(node: Node, machine: Engine) -> None:
+def _run(node: Node, machine: "Machine") -> None:
     machine.where = node.where
     if node.recomputed is not None:
         node.kept = node.recomputed()
@@ -81,12 +70,12 @@ def _run(node: Node, machine: Engine) -> None:
             _gather(slot, gradient, machine)
 
 
-def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: Engine) -> Tensor:
+def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: "Machine") -> Tensor:
     assert gradient is not None
     return gradient if gradient.dtype is slot.dtype else machine.copy(gradient, slot.dtype)
 
 
-def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
+def _gather(slot: Slot, gradient: Tensor, machine: "Machine") -> None:
     if slot.of_pass is not None:
         _gather(slot.of_pass, gradient, machine)
         slot.num_to_come -= 1
@@ -101,9 +90,6 @@ def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
         machine.ran("add", (slot.gradient, gradient), (slot.gradient,))
     if slot.is_leaf and slot.gradient is gradient:
         gradient.storage.piece.category = "gradients"
-
-
-Kept = tuple[Tensor, ...]
 
 
 class Enough(Exception):

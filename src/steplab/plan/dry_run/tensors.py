@@ -1,7 +1,7 @@
 """Tensors of a dry run: a size, a number format and an allocation.
 
-CPython counts references, so a storage frees its memory with its last tensor, as torch does. The dry run mirrors the
-model's code, so that local variables, arguments and saved tensors live as long as in torch.
+CPython counts references, so a storage frees its memory with its last tensor, as in torch. The dry run mirrors the
+model's code, so local variables, arguments and saved tensors live as long.
 """
 
 from collections.abc import Callable

@@ -10,6 +10,7 @@ from steplab.ops.triton_places import NUM_PROGRAMS
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.operators import (
+    activation,
     add,
     add_positions,
     columns,
@@ -17,14 +18,12 @@ from steplab.plan.dry_run.operators import (
     embedding,
     fp8_linear,
     gather,
-    gelu,
     layer_norm,
     learned_positions,
     linear,
     multiply,
     rms_norm,
     scatter,
-    silu,
 )
 from steplab.plan.dry_run.sizes import FP32, Count, Sizes, together
 from steplab.plan.dry_run.tensors import Tensor
@@ -190,14 +189,17 @@ class Block:
 
         # Nested as in the model, where no variable holds the factors.
         if m.sizes.shape.feed_forward == "gelu":
-            raised = gelu(m, self._linear("up", x, inner, "up"))
+            raised = activation(m, "gelu", self._linear("up", x, inner, "up"), "gelu of up")
             return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))
         if m.sizes.shape.projections == "merged":
             gate, up = columns(m, self._linear("gate_up", x, together(inner, inner), "gate and up"), inner, inner)
-            product = multiply(m, silu(m, gate), up, "gated product")
+            product = multiply(m, activation(m, "silu", gate, "silu of the gate"), up, "gated product")
             return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
         product = multiply(
-            m, silu(m, self._linear("gate", x, inner, "gate")), self._linear("up", x, inner, "up"), "gated product"
+            m,
+            activation(m, "silu", self._linear("gate", x, inner, "gate"), "silu of the gate"),
+            self._linear("up", x, inner, "up"),
+            "gated product",
         )
         return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
 
@@ -298,5 +300,4 @@ def swiglu(m: Machine, gate_up: Tensor) -> Tensor:
         return (m.run("swiglu_backward", (gradient, *kept), *like),)
 
     product = m.run("swiglu", (gate_up,), m.sizes.inner, gate_up.dtype, "gated product")
-    m.node((gate_up.slot,), (gate_up,), backward).gives(product)
-    return product
+    return m.node((gate_up.slot,), (gate_up,), backward).gives(product)

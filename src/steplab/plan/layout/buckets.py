@@ -1,8 +1,8 @@
 """Groups the gradients of data-parallel ranks into buckets, and counts their memory.
 
-steplab's buckets follow parallel.sizes: a gradient alone in its bucket is sent from its own memory; others are copied
-into a buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) copies all into buffers. It closes the first bucket
-at 1 MiB and each other at the bucket size.
+steplab's buckets follow parallel.sizes: a gradient alone in its bucket is sent from its own memory, others from a
+buffer. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) copies all into buffers, and closes the first at 1 MiB,
+others at the bucket size.
 """
 
 import functools

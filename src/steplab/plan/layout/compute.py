@@ -9,19 +9,18 @@ from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.parts import PartName, Parts
 from steplab.plan.fusion import Kernel, kernels_of
-from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.kernel_time import KernelTimes, on_tensor_cores
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Python's time per kernel if DTensor splits the tensors, compiled or not, on a quick and on a slow CPU.
 
-All layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds
-per kernel.
+It binds all layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz: 100 to 150 microseconds per kernel.
 """
 
 HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
 """Python's time for FSDP2's hooks around one unit in one pass, on a quick and on a slow CPU.
 
-It is the range of time beyond the kernels' in pipelines with FSDP2, from the same records.
+It is the range beyond the kernels' time in pipelines with FSDP2, from the same records.
 """
 
 
@@ -54,7 +53,7 @@ class PartTimes:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._known: dict[tuple[int, str, str, bool], Work] = {}
-        self._kernels: dict[tuple[object, ...], float] = {}
+        self._kernels = KernelTimes(gpu)
         self._parts: list[Parts] = []
         """Kept alive, because `_known` is keyed by their ids."""
 
@@ -83,11 +82,7 @@ class PartTimes:
     def _work(self, kernels: Iterable[Kernel]) -> Work:
         total = Work()
         for kernel in kernels:
-            op = kernel.operator
-            sizes = (streaming_name(kernel), op.name, op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
-            if sizes not in self._kernels:
-                self._kernels[sizes] = kernel_in_step_s(kernel, self._gpu)
-            seconds = self._kernels[sizes]
+            op, seconds = kernel.operator, self._kernels.of(kernel)
             launched = int(not kernel.sums_rows)  # a compiler's code launches both kernels of a norm at once
             if on_tensor_cores(op):
                 total += Work(launched, seconds, 0.0, op.flops / self._gpu.peaks[op.dtype])

@@ -1,9 +1,8 @@
 """Predicts the time of a collective between ranks: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node, w is the share of the GPU's stated link bandwidth that NCCL reaches. Between nodes, it is NCCL's share of
-the stated network adapters (specs/networks.toml). There a ring enters and leaves each node once, through one adapter
-per rank of the group. alpha grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency
-of a hop, protocol Simple).
+w is NCCL's share of the stated bandwidth: within a node of the GPU's link, between nodes of the network adapters
+(specs/networks.toml), where a ring enters and leaves each node once, through one adapter per rank of the group. alpha
+grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 
 import dataclasses
@@ -53,9 +52,9 @@ class Group:
     size: int
     stride: int
     in_line: int = 0
-    """Length of the pipeline in which these ranks are neighbours; 0: not a pipeline.
+    """Length of the pipeline in which these ranks are neighbours, some in different nodes if it is longer than a node.
 
-    If a pipeline is longer than a node, some of its neighbours are in different nodes.
+    0: not a pipeline.
     """
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
@@ -111,9 +110,9 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """Cluster with the bandwidths and latencies of a stored communication profile within a node.
+    """Cluster with a stored communication profile's bandwidths and latencies within a node.
 
-    Each collective uses its fit over all world sizes, or else over most ranks.
+    Each collective takes its fit over all world sizes, else over most ranks.
     """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):

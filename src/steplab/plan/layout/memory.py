@@ -1,8 +1,7 @@
 """Predicts the peak memory of each rank of a layout, as a sum over the parts of its step.
 
-A rank that runs one block holds that block's tensors, and for each microbatch in flight the activations of earlier
-blocks. It also holds its share of weights, gradients and optimizer state, weights gathered from other ranks, and
-communication buffers.
+A rank holds the tensors of the block that runs, for each microbatch in flight the activations of earlier blocks, its
+share of weights, gradients and optimizer state, weights gathered from other ranks, and communication buffers.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
 forward holds the current unit's weights and the all-gather that brought them, 2 G. Backward holds its weights, the next
@@ -17,18 +16,15 @@ from typing import NamedTuple
 
 from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
-from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel
 from steplab.plan.dry_run.parts import Bundle, Held, PartName, Parts, bundle_of
 from steplab.plan.dry_run.sizes import Split
-from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
-from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of, weight_bytes
+from steplab.plan.layout.sharing import Sharing, weight_bytes
 from steplab.plan.layout.weights import Weight, elements, trained
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import SELECTIVE, differs_by_block, is_recomputed
-from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
@@ -57,17 +53,8 @@ class RankPeak(NamedTuple):
     holdings: Holdings
 
 
-def memory_by_rank(
-    spec: StepSpec,
-    workspace_bytes: int,
-    variant: Variant | None = None,
-    gathering: Gathering = GATHERING,
-    *,
-    sequence_parallel: bool = True,
-    model: SpreadModel | None = None,
-) -> tuple[RankMemory, ...]:
-    """Peak memory of each group of ranks, in pipeline order; model: None: steplab's own Transformer."""
-    sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel, model=model)
+def memory_by_rank(spec: StepSpec, workspace_bytes: int, sharing: Sharing) -> tuple[RankMemory, ...]:
+    """Peak memory of each group of ranks, in pipeline order."""
     groups = rank_groups(spec, sharing.model.num_layers)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in groups)
 
@@ -97,6 +84,7 @@ def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple
 
 
 def _differ(spec: StepSpec) -> bool:
+    """True if blocks differ in their checkpointing."""
     return spec.checkpoints_apply and differs_by_block(spec.checkpointing)
 
 
@@ -107,9 +95,8 @@ class _Rank:
         self._spec, self._group, self._sharing = spec, group, sharing
         model, tp = sharing.model, spec.layout.tp
         self._microbatches = spec.num_microbatches
-        self._batch = spec.batch // self._microbatches
         self._gradients = spec.pass_name != "forward"
-        self._adds_up, self._less = False, 0
+        self._adds_up, self._num_ended = False, 0
         self._embedding = model.weights("embedding", tp) if group.stages[0].first else ()
         self._head = model.weights("head", tp) if group.stages[-1].last else ()
         self._block = model.weights("block", tp)
@@ -153,10 +140,7 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """Memory reserved for FSDP2's own streams, which the compute stream cannot use.
-
-        It is two all-gathers of weights, and the shards of all gradients.
-        """
+        """Memory of FSDP2's own streams, closed to the compute stream: two all-gathers and all gradients' shards."""
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
@@ -166,18 +150,19 @@ class _Rank:
     # --- moments ------------------------------------------------------------------------------------------
 
     def _moments(self) -> Iterator[tuple[str, str, Holdings]]:
-        for adds_up, less in self._scenes():
-            yield from self._passes(adds_up, less)
+        for adds_up, num_ended in self._fullest():
+            self._adds_up, self._num_ended = adds_up, num_ended
+            yield from self._passes()
         if self._spec.pass_name == "train":
             in_allocator = not (self._sharing.buckets and self._sharing.buckets.shared_bytes)
             gradients = self._share("gradients", self._gradient_bytes()) if in_allocator else []
             yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
 
-    def _scenes(self) -> list[tuple[bool, int]]:
-        """Cases for `_passes`: (True if an earlier microbatch's gradients exist, number of microbatches no longer in
-        flight).
+    def _fullest(self) -> list[tuple[bool, int]]:
+        """Points of a step that may need most memory: (True if an earlier microbatch's gradients exist, number of
+        microbatches that have ended).
 
-        Where all microbatches may be in flight at once, no gradients exist yet; once they do, one microbatch has ended.
+        While all microbatches are in flight, no gradients exist yet; once they do, one microbatch has ended.
         """
         if not self._gradients or (self._spec.micro_steps == 1 and self._microbatches == 1):
             return [(False, 0)]
@@ -185,8 +170,7 @@ class _Rank:
             return [(True, 0)]
         return [(False, 0), (True, 1)]
 
-    def _passes(self, adds_up: bool, less: int) -> Iterator[tuple[str, str, Holdings]]:
-        self._adds_up, self._less = adds_up, less
+    def _passes(self) -> Iterator[tuple[str, str, Holdings]]:
         for stage in self._group.stages:
             first, last = stage.blocks[0], stage.blocks[-1]
             parts: list[tuple[PartName, int]] = [("block", last)]
@@ -209,11 +193,11 @@ class _Rank:
             held += self._kept_by(before, embedding=stage.first, forward=phase == "forward")
         for other in self._group.stages:
             held += [
-                (bundle, count * max(other.in_flight - (other is stage) - self._less, 0))
+                (bundle, count * max(other.in_flight - (other is stage) - self._num_ended, 0))
                 for bundle, count in self._kept_by(other.blocks, embedding=other.first, head=other.last)
             ]
         held += self._gathered(stage, phase, part, block)
-        held += self._gradients_there(stage, phase, part, block)
+        held += self._gradients_held(stage, phase, part, block)
         yield phase, moment.where, held
 
     def _parts(self, block: int) -> Parts:
@@ -239,9 +223,6 @@ class _Rank:
 
     def _weights(self) -> tuple[Weight, ...]:
         return (*self._embedding, *self._block * self._num_blocks, *self._head)
-
-    def _num_weights(self) -> int:
-        return self._of_all(lambda weights: sum(weight.trained for weight in weights))
 
     def _local(self, weight: Weight) -> int:
         return weight.shard(self._sharing.fsdp)
@@ -271,10 +252,6 @@ class _Rank:
         return self._of_all(self._gradient_bytes_of)
 
     @functools.cached_property
-    def _trained(self) -> int:
-        return self._of_all(trained)
-
-    @functools.cached_property
     def _padded(self) -> dict[PartName, int]:
         """Elements of each part's weights when gathered over all fsdp ranks, with padding."""
         parts: dict[PartName, Sequence[Weight]]
@@ -287,7 +264,8 @@ class _Rank:
     def _optimizer_bytes(self) -> int:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
             return 0
-        moments, number = 2 * self._trained_bytes, self._num_weights()
+        moments = 2 * self._trained_bytes
+        number = self._of_all(lambda weights: sum(weight.trained for weight in weights))
         if self._sharing.owned:
             moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
         if self._has_masters:
@@ -306,16 +284,12 @@ class _Rank:
         return sum(table.size.value * table.dtype.num_bytes for table in tables)
 
     def _state(self) -> Holdings:
+        is_shared = self._sharing.owned is not None and self._sharing.by_peer_copies  # outside torch's allocator
         return [
-            *self._share(
-                "parameters", self._parameter_bytes() if self._in_allocator() else 0, formula=self._formula(1)
-            ),
+            *self._share("parameters", 0 if is_shared else self._parameter_bytes(), formula=self._formula(1)),
             *self._share("optimizer_state", self._optimizer_bytes(), formula=self._formula(2)),
             *self._share("rounding", self._rounding(with_state=self._optimizer_bytes() > 0)),
         ]
-
-    def _in_allocator(self) -> bool:
-        return not (self._sharing.owned and self._sharing.owned.by_peer_copies)
 
     def _share(self, category: str, num_bytes: int, what: str = "", formula: str = "") -> Holdings:
         if not num_bytes:
@@ -329,10 +303,7 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """Bytes that the allocator's rounding adds to the weights, or to their gradients.
-
-        with_state: also to the optimizer's tensors.
-        """
+        """Bytes that the allocator's rounding adds to weights or gradients; with_state: and optimizer state."""
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])
@@ -355,7 +326,7 @@ class _Rank:
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
         if num_messages:
             element = weight_bytes(spec)
-            size = element * self._batch * spec.context * model.width
+            size = element * (spec.batch // self._microbatches) * spec.context * model.width
             size //= spec.layout.tp if self._sharing.splits_tokens else 1
             what = "residual stream and its gradient, from neighbours"
             held[Held("communication", what, f"{element} B T d / n", size, -size % 512)] = num_messages
@@ -371,11 +342,11 @@ class _Rank:
 
     # --- gradients and messages ---------------------------------------------------------------------------
 
-    def _gradients_there(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
+    def _gradients_held(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
-        whole = self._trained
+        whole = self._of_all(trained)
         if not whole:
             return []
         later = self._after(stage, part, block, trained) if phase == "backward" else 0
@@ -393,13 +364,13 @@ class _Rank:
         if buckets is None:
             all_bytes = self._trained_bytes
             later_bytes = self._after(stage, part, block, self._gradient_bytes_of) if phase == "backward" else 0
-            there_bytes = all_bytes if self._adds_up else later_bytes
-            rounding = round(self._rounding(with_state=False) * there_bytes / all_bytes)
-            return [*self._share("gradients", there_bytes), *self._share("rounding", rounding)]
+            held_bytes = all_bytes if self._adds_up else later_bytes
+            rounding = round(self._rounding(with_state=False) * held_bytes / all_bytes)
+            return [*self._share("gradients", held_bytes), *self._share("rounding", rounding)]
         alone = 0 if buckets.shared_bytes or sharing.owned else width * whole - buckets.buffered_bytes
         if self._adds_up:
-            born = width * whole  # in autograd's own memory, until the last micro-step
-            return self._share("gradients", buckets.buffered_bytes + born)
+            unbucketed = width * whole  # in autograd's own memory, until the last micro-step
+            return self._share("gradients", buckets.buffered_bytes + unbucketed)
         share = later / whole
         waiting = min(width * later, buckets.waiting_bytes)
         return [
@@ -455,9 +426,8 @@ _WORDS = {"optimizer_state": "moments, step numbers, masters and tables"}
 
 @functools.lru_cache(maxsize=4096)
 def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
-    if category == "rounding":
-        return bundle_of({Held(category, what, formula, 0, num_bytes): 1})
-    return bundle_of({Held(category, what, formula, num_bytes, 0): 1})
+    sizes = (0, num_bytes) if category == "rounding" else (num_bytes, 0)
+    return bundle_of({Held(category, what, formula, *sizes): 1})
 
 
 @functools.lru_cache(maxsize=4096)

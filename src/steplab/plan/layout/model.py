@@ -1,8 +1,7 @@
 """The model that a layout distributes: its weights, and the memory and operators of its parts.
 
-Steplab's own Transformer is derived from its sizes (plan.dry_run), any other from a trace (fake_step). FSDP2 has a unit
-for each block. A third-party model's other parameters belong to the root unit, which stays gathered throughout the
-step.
+They come from the sizes of steplab's Transformer (plan.dry_run), or from a trace of another model (fake_step). FSDP2
+has a unit for each block; a third-party model's other parameters are in the root unit, which stays gathered throughout.
 """
 
 from collections.abc import Callable

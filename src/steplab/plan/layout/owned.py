@@ -1,9 +1,9 @@
-"""Counts the memory of `sharded` data parallelism: each weight's owner alone has its averaged gradient and its
-optimizer state.
+"""Counts the memory of `sharded` data parallelism: only a weight's owner has its averaged gradient and its optimizer
+state.
 
-Owners are assigned by gradient bucket (parallel.sizes). With collectives, a bucket of gradients or of parameters is a
-buffer with a slot for each owner. With peer copies, a rank has memory for its averages, for the gradients that others
-copy there, and for all parameters. All of it is outside torch's allocator (parallel.flat_parameters).
+Owners are assigned by gradient bucket (parallel.sizes). With collectives, a bucket of gradients or parameters is a
+buffer with a slot for each owner. With peer copies, a rank has memory outside torch's allocator for its averages, the
+gradients that others copy there, and all parameters (parallel.flat_parameters).
 """
 
 import functools
@@ -20,7 +20,6 @@ class Owned:
     weights_bytes: int
     num_weights: int
     parameters_bytes: int
-    by_peer_copies: bool
     buckets: Buckets
 
 
@@ -69,6 +68,5 @@ def owned_of(
         weights_bytes=sum(sizes[index] for index in mine),
         num_weights=len(mine),
         parameters_bytes=parameters_bytes,
-        by_peer_copies=by_peer_copies,
         buckets=buckets,
     )

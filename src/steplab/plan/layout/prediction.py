@@ -5,9 +5,8 @@ from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.sharing import Sharing, sharing_of
 from steplab.plan.terms import by_category
-from steplab.records.prediction import MemoryPrediction, RankMemory
+from steplab.records.prediction import MemoryPrediction
 from steplab.specs.ddp import Variant
-from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.units import format_bytes
 
@@ -23,11 +22,10 @@ def predict_layout_memory(
 
     A single process compiled block by block gets the same prediction, without NCCL.
     """
-    ranks = memory_by_rank(spec, workspace_bytes, variant, model=model)
-    worst = worst_of(ranks)
-    outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     sharing = sharing_of(spec, variant, model=model)
-    shared, alone = _shared_bytes(sharing), spec.layout.world_size == 1
+    ranks = memory_by_rank(spec, workspace_bytes, sharing)
+    worst = max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
+    outside, shared, alone = outside_bytes(spec.layout), _shared_bytes(sharing), spec.layout.world_size == 1
     of_ranks = [] if alone else _notes(spec, sharing, outside, shared)
     least = worst.peak_bytes + outside + shared
     safe = safe_device_bytes(worst.reserved_bytes, outside + shared, by_compiled_block=spec.compile != "off")
@@ -51,18 +49,8 @@ def predict_layout_memory(
     )
 
 
-def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
-    return max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
-
-
-def num_communicators(layout: Layout) -> int:
-    if layout.world_size == 1:
-        return 0
-    return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)
-
-
 def _shared_bytes(sharing: Sharing) -> int:
-    parameters = sharing.owned.parameters_bytes if sharing.owned and sharing.owned.by_peer_copies else 0
+    parameters = sharing.owned.parameters_bytes if sharing.owned and sharing.by_peer_copies else 0
     return parameters + (sharing.buckets.shared_bytes if sharing.buckets else 0)
 
 

@@ -17,7 +17,7 @@ class Stage:
     first: bool
     last: bool
     in_flight: int
-    """Peak number of microbatches whose forward pass has begun and whose backward pass has not ended."""
+    """Peak number of microbatches between the begin of forward and the end of backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -
 def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:
     """Peak number of microbatches in flight in each stage of one rank, in torch's schedules.
 
-    gpipe: all. 1f1b: one for each stage from this one to the last; then each backward pass precedes a forward pass.
-    interleaved: those of ScheduleInterleaved1F1B's warm-up, counted by stage at the rank's total peak.
+    gpipe: all. 1f1b: one for each stage from this one to the last. interleaved: those of ScheduleInterleaved1F1B's
+    warm-up, counted by stage at the rank's peak.
     """
     if schedule == "gpipe":
         return (microbatches,)

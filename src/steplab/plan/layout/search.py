@@ -1,8 +1,8 @@
 """Predicts the step time of every layout of a job on a number of GPUs, or why it does not fit.
 
-A job is a step and a global batch in sequences. Each layout uses the largest micro-batch that fits, and further
-micro-steps for the rest. A pipeline uses the fastest micro-batch and schedule that fit. Checkpointing `auto` is each
-layout's fastest choice; if that is `full`, only as many blocks are recomputed as needed to fit.
+A job is a step and a global batch in sequences. Each layout takes the largest micro-batch that fits, and micro-steps
+for the rest; a pipeline the fastest micro-batch and schedule that fit. Checkpointing `auto` is each layout's fastest
+choice; `full` is reduced to the blocks that must be recomputed to fit.
 """
 
 import bisect
@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from steplab.costs.rates import Gpu
 from steplab.errors import SteplabError, UserError
@@ -17,7 +18,6 @@ from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
 from steplab.plan.layout.model import TP_OF_TRANSFORMERS, ForeignModel, own_model
-from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import sharing_of
 from steplab.plan.layout.time import LayoutClock
@@ -76,12 +76,12 @@ def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
     return _plan(job, said, search, [search.judged(chosen, timed=True)])
 
 
-def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
+def _plan(job: LayoutJob, remarks: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
-    notes, facts = [*said, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
+    notes, facts = [*remarks, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
     if job.model is not None and any(each.spec and each.spec.layout.pp > 1 for each in found):
         notes.append("pipelines of this model are planned, not run: steplab cuts only its own Transformer into stages")
     if job.model is not None and any(each.spec and each.spec.layout.tp > 1 for each in found):
@@ -155,10 +155,7 @@ def layouts_of(gpus: int) -> Iterator[Layout]:
 
 
 def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
-    """True if `one` is slower than `fastest` by more than the error of the predictions.
-
-    Errors that both predictions share do not count.
-    """
+    """True if `one` is slower than `fastest` by more than the predictions' errors, without those that both share."""
     unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
     unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
     return one.seconds - fastest.seconds > unsure
@@ -232,12 +229,12 @@ class _Search:
         """
         layout = spec.layout
         model = self._job.model
-        groups = _telling(rank_groups(spec, model.num_layers if model else None))
         sharing = sharing_of(spec, model=model)
+        groups = _candidates_for_peak(rank_groups(spec, sharing.model.num_layers))
         peaks = peaks_by_rank(spec, groups, self._workspace_bytes, sharing)
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
         worst = peaks[place]
-        outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
+        outside = outside_bytes(layout)
         least = worst.num_bytes + outside
         safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
         verdict = fit_of(self._hardware, "estimate", least, safe).verdict
@@ -256,17 +253,11 @@ class _Search:
         )
 
     def _spec(self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule) -> StepSpec:
-        spec, update = self._job.spec, self._job.update
+        changed = partial(dataclasses.replace, self._job.spec, layout=layout, update=self._job.update)
+        number = per_rank // batch
         if layout.pp == 1:
-            return dataclasses.replace(spec, layout=layout, update=update, batch=batch, accumulation=per_rank // batch)
-        return dataclasses.replace(
-            spec,
-            layout=layout,
-            update=update,
-            batch=per_rank,
-            microbatches=per_rank // batch,
-            pipeline_schedule=schedule,
-        )
+            return changed(batch=batch, accumulation=number)
+        return changed(batch=per_rank, microbatches=number, pipeline_schedule=schedule)
 
 
 def _micro_batches(per_rank: int) -> list[int]:
@@ -286,19 +277,13 @@ def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
     return one.peak_bytes < other.peak_bytes
 
 
-def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
-    """Groups that may need most memory: the first, the last, and the first with each number of blocks.
+def _candidates_for_peak(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
+    """The first group, the last, and the first of the others with each number of blocks.
 
     Among groups of equal blocks, the first has most microbatches in flight.
     """
-    chosen = {0: groups[0], len(groups) - 1: groups[-1]}
-    seen: set[tuple[int, ...]] = set()
-    for place, group in enumerate(groups[1:-1], start=1):
-        blocks = tuple(len(stage.blocks) for stage in group.stages)
-        if blocks not in seen:
-            seen.add(blocks)
-            chosen[place] = group
-    return tuple(chosen[place] for place in sorted(chosen))
+    first_of = {tuple(len(stage.blocks) for stage in group.stages): group for group in reversed(groups[1:-1])}
+    return tuple(group for group in groups if group in (groups[0], groups[-1], *first_of.values()))
 
 
 def _options(spec: StepSpec, *, chosen: bool) -> str:

@@ -31,6 +31,8 @@ class Sharing:
     buckets: Buckets | None
     owned: Owned | None
     """Rank 0's memory if each weight has an owner (`sharded`); None: another kind."""
+    by_peer_copies: bool
+    """True if ranks copy gradients into each other's memory, without collectives."""
 
     @property
     def gathers(self) -> bool:
@@ -83,6 +85,7 @@ def sharing_of(
         gathering=gathering if kind == "fsdp2" else None,
         buckets=buckets,
         owned=owned,
+        by_peer_copies=peers,
     )
 
 

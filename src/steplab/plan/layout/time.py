@@ -1,12 +1,13 @@
 """Predicts the time of a step on a layout: each rank's computation and communication, and the pipeline's bubble.
 
-Computation follows plan.time. Transfers without concurrent computation take their own time. Others are hidden as long
-as the computation lasts, but slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth. A
-pipeline of m microbatches takes (m - 1) times its slowest rank's time per microbatch, plus once every rank's.
-Interleaved stages shorten the bubble (Narayanan et al. 2021, section 2.2).
+Computation follows plan.time. Transfers beside computation are hidden while it lasts, but slow it: NCCL takes
+multiprocessors and memory bandwidth, peer copies only bandwidth. A pipeline of m microbatches takes (m - 1) times its
+slowest rank's time per microbatch, plus once every rank's. Interleaved stages shorten the bubble (Narayanan et al.
+2021, section 2.2).
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,6 @@ from steplab.plan.layout.traffic import Traffic, traffic_of, updated_elements
 from steplab.plan.time import as_chosen, refuse_unknown_step, step_spread, throttling
 from steplab.records.layout_plan import AxisTraffic, LayoutTime
 from steplab.specs.checkpointing import differs_by_block
-from steplab.specs.ddp import Variant
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import STAGES_A_RANK, StepSpec
@@ -67,19 +67,18 @@ class LayoutClock:
         self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor
         self._times = PartTimes(gpu)
 
-    def time(self, spec: StepSpec, variant: Variant | None = None, sharing: Sharing | None = None) -> LayoutTime | None:
+    def time(self, spec: StepSpec, sharing: Sharing | None = None) -> LayoutTime | None:
         """Predict the step's time; None: its transfers cross an unknown network.
 
-        The interval's upper end is for a slow CPU.
+        sharing: None: as in `spec`. The interval's upper end is for a slow CPU.
         """
-        shared = sharing or sharing_of(spec, variant)
-        peer_copy = variant is not None and variant.transport == "peer_copy"
+        shared = sharing or sharing_of(spec)
         alike: dict[tuple[object, ...], list[RankGroup]] = {}
         for group in rank_groups(spec, shared.model.num_layers):
             alike.setdefault(_kind(spec, group), []).append(group)
         found: tuple[list[_Share], list[_Share]] = ([], [])  # for a quick CPU, and for a slow one
         for groups in alike.values():
-            turns = self._turns(spec, groups[0], shared, peer_copy)
+            turns = self._turns(spec, groups[0], shared)
             if turns is None:
                 return None
             for turn, those in zip(turns, found, strict=True):
@@ -106,9 +105,7 @@ class LayoutClock:
             traffic=turn.traffic,
         )
 
-    def _turns(
-        self, spec: StepSpec, group: RankGroup, sharing: Sharing, peer_copy: bool
-    ) -> "tuple[_Turn, _Turn] | None":
+    def _turns(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> "tuple[_Turn, _Turn] | None":
         """Times of a rank's step, with a quick and with a slow CPU; None: the network between nodes is unknown."""
         messages = traffic_of(spec, group, sharing)
         alone = [self._alone(each) for each in messages]
@@ -125,20 +122,18 @@ class LayoutClock:
             host = {phase: self._host_s(spec, group, sharing, work, slow) for phase, work in works.items()}
             times = {phase: max(device[phase], host[phase]) for phase in works} | {"optimizer": update.seconds}
             waiting = {phase: times[phase] - device[phase] for phase in works}
-            exposed = self._exposed(known, times, waiting, sharing, peer_copy)
-            found.append(
-                _Turn(
-                    group=group,
-                    compute_s=device["forward"] + device["backward"],
-                    waiting_s=waiting["forward"] + waiting["backward"],
-                    optimizer_s=update.seconds,
-                    copies_s=copies_s,
-                    traffic=tuple(
-                        self._told(each, one, more) for (each, one), more in zip(known, exposed, strict=True)
-                    ),
-                    crosses=any(self._crosses(each) for each in messages),
-                )
+            exposed = self._exposed(known, times, waiting, sharing)
+            traffic = (self._axis_traffic(each, one, more) for (each, one), more in zip(known, exposed, strict=True))
+            turn = _Turn(
+                group=group,
+                compute_s=device["forward"] + device["backward"],
+                waiting_s=waiting["forward"] + waiting["backward"],
+                optimizer_s=update.seconds,
+                copies_s=copies_s,
+                traffic=tuple(traffic),
+                crosses=any(self._crosses(each) for each in messages),
             )
+            found.append(turn)
         return found[0], found[1]
 
     def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
@@ -198,12 +193,10 @@ class LayoutClock:
         times: dict[str, float],
         waiting: dict[str, float],
         sharing: Sharing,
-        peer_copy: bool,
     ) -> list[float]:
-        alone = {
-            phase: sum(one for each, one in messages if not each.beside and each.phase == phase) for phase in times
-        }
-        hidden = {phase: sum(one for each, one in messages if each.beside and each.phase == phase) for phase in times}
+        alone, hidden = defaultdict[str, float](float), defaultdict[str, float](float)
+        for each, one in messages:
+            (hidden if each.beside else alone)[each.phase] += one
         found = []
         for each, one in messages:
             if not each.beside:
@@ -213,18 +206,18 @@ class LayoutClock:
             late = max(0.0, hidden[each.phase] - times[each.phase]) * one / hidden[each.phase]
             last = one / each.count if each.phase == "backward" and each.collective != "all_gather" else 0.0
             last /= max(sum(other.phase == "backward" and other.beside for other, _ in messages), 1)
-            slowed = self._slowed_s(each, sharing, peer_copy)
+            slowed = self._slowed_s(each, sharing)
             found.append(min(max(late, last) + slowed * (1 - late / one), one))
         return found
 
-    def _slowed_s(self, each: Traffic, sharing: Sharing, peer_copy: bool) -> float:
-        if peer_copy and sharing.owned is None:
+    def _slowed_s(self, each: Traffic, sharing: Sharing) -> float:
+        if sharing.by_peer_copies and sharing.owned is None:
             moved_bytes = peer_copy_memory_bytes(each.total_bytes, each.group.size)
             return PEER_COPY_CONTENTION * moved_bytes / self.gpu.bandwidth_bytes_per_s
-        share = CONTENTION["peer_copy_to_owners" if peer_copy else "fsdp2" if sharing.gathers else "buckets"]
-        return share * each.wire_bytes / self.machine.node_bytes_per_s[each.collective]
+        kind = "peer_copy_to_owners" if sharing.by_peer_copies else "fsdp2" if sharing.gathers else "buckets"
+        return CONTENTION[kind] * each.wire_bytes / self.machine.node_bytes_per_s[each.collective]
 
-    def _told(self, each: Traffic, alone_s: float, exposed_s: float) -> AxisTraffic:
+    def _axis_traffic(self, each: Traffic, alone_s: float, exposed_s: float) -> AxisTraffic:
         return AxisTraffic(
             axis=each.axis,
             collective=each.collective,

@@ -6,6 +6,7 @@ Sizes follow nccl-tests: an all-gather's output, a reduce-scatter's input.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from steplab.costs.communication import bus_factor
 from steplab.plan.layout.links import Group
@@ -128,29 +129,23 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
     product = 2 if spec.precision in ("bf16", "bf16_pure") else 4
     whole = tokens * sharing.model.width // calls
     blocks, ends = len(rank.blocks), (rank.stages[0].first, rank.stages[-1].last)
-    again = 0
-    if spec.checkpoints_apply and spec.checkpointing != "none":
-        again = (
-            blocks
-            if spec.checkpointing in SELECTIVE
-            else sum(is_recomputed(spec.checkpointing, b) for b in rank.blocks)
-        )
+    recomputes_all = spec.checkpointing in SELECTIVE
+    again = sum(recomputes_all or is_recomputed(spec.checkpointing, block) for block in rank.blocks)
+    again = again if spec.checkpoints_apply else 0
     gradients = spec.pass_name != "forward"
+
+    messages = partial(Traffic, axis="tp", group=group, beside=False)
 
     def sent(collective: str, phase: str, of_one: int, number: int) -> Iterator[Traffic]:
         carries = "activations" if phase == "forward" else "activations and their gradients"
         if number:
-            yield Traffic(
-                axis="tp", collective=collective, carries=carries, phase=phase, message_bytes=whole * of_one,
-                count=number * calls, group=group, beside=False,
-            )  # fmt: skip
+            size, count = whole * of_one, number * calls
+            yield messages(collective=collective, carries=carries, phase=phase, message_bytes=size, count=count)
 
     def gathered(carries: str, phase: str, widths: Sequence[int], number: int) -> Iterator[Traffic]:
         for width in widths if number else ():
-            yield Traffic(
-                axis="tp", collective="all_gather", carries=carries, phase=phase,
-                message_bytes=tokens // calls * width * product, count=number * calls, group=group, beside=False,
-            )  # fmt: skip
+            size, count = tokens // calls * width * product, number * calls
+            yield messages(collective="all_gather", carries=carries, phase=phase, message_bytes=size, count=count)
 
     if isinstance(sharing.model, ForeignModel):
         spread = sharing.model.spread_over(spec.layout.tp)
@@ -175,11 +170,8 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
         yield from sent("all_gather", "backward", stream, 2 * again)
         yield from sent("reduce_scatter", "backward", product, again)  # torch stops before the last product
     if spec.pass_name == "train":
-        size = _FP32_BYTES * sharing.model.width
-        yield Traffic(
-            axis="tp", collective="all_reduce", carries="gradients of norms", phase="optimizer", message_bytes=size,
-            count=2 * blocks + ends[1], group=group, beside=False,
-        )  # fmt: skip
+        carries, size, count = "gradients of norms", _FP32_BYTES * sharing.model.width, 2 * blocks + ends[1]
+        yield messages(collective="all_reduce", carries=carries, phase="optimizer", message_bytes=size, count=count)
 
 
 def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
@@ -191,17 +183,12 @@ def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traff
     pair = Group(size=2, stride=group.stride, in_line=group.size)
     for phase, ends in (("forward", "last"), ("backward", "first")):
         count = sum(not getattr(stage, ends) for stage in rank.stages) * spec.num_microbatches
+        carries = "activations" if phase == "forward" else "gradients of activations"
         if count:
             yield Traffic(
-                axis="pp",
-                collective="send_recv",
-                carries="activations" if phase == "forward" else "gradients of activations",
-                phase=phase,
-                message_bytes=size,
-                count=count,
-                group=pair,
-                beside=False,
-            )
+                axis="pp", collective="send_recv", carries=carries, phase=phase, message_bytes=size, count=count,
+                group=pair, beside=False,
+            )  # fmt: skip
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
