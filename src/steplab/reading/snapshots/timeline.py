@@ -30,11 +30,6 @@ class Positions:
             since_us = np.maximum.accumulate(events.time_us) - events.time_us[0]
             self._seconds = since_us / 1e6
 
-    def first_moment(self, position: int) -> int:
-        if position <= 0 or not self.num_allocations:
-            return 0
-        return int(self._allocations[min(position, self.num_allocations) - 1]) + 1
-
     def last_moment(self, position: int) -> int:
         if position >= self.num_allocations:
             return self.num_events
@@ -109,7 +104,8 @@ def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Int
 
     def border(position: int) -> int:
         last = positions.last_moment(position)
-        released = given_up[np.searchsorted(given_up, positions.first_moment(position)) :]
+        (first,) = positions.first_moments([position])
+        released = given_up[np.searchsorted(given_up, first) :]
         return min(int(released[0]), last) if len(released) else last
 
     ends = [*(border(phase.end) for phase in phases[:-1]), *(positions.last_moment(p.end) for p in phases[-1:])]
