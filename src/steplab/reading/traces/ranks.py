@@ -15,7 +15,7 @@ import numpy as np
 
 from steplab.costs.communication import bus_factor
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import cpu_activity, device_activity
+from steplab.reading.traces.activity import activity_of
 from steplab.reading.traces.communication import Sent, sent_in, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
@@ -77,7 +77,7 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     host = Host(trace)
     on_host = not len(trace.work)
     steps = traced_steps(trace, host)
-    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity_of(trace, host)
     activity = activity.where(activity.step != NONE)
     sent = sent_in(activity, trace, host)
     every = np.concatenate((activity.start_ns, sent.start_ns)), np.concatenate((activity.end_ns, sent.end_ns))
