@@ -364,7 +364,7 @@ def _ratio(
         return of_starts(found)
     if figure.unit == "bytes":
         before, after = _middle(a, figure), _middle(b, figure)
-        return compare_values(before, after, threshold=threshold) if before > 0 and after > 0 else None
+        return compare_values(before, after, threshold) if before > 0 and after > 0 else None
     count = min(sum(map(len, blocks)) for blocks in (a, b))
     single = max(map(len, (*a, *b))) == 1
     if (single and count < FEWEST) or not all(all(block) for block in (*a, *b)):
