@@ -92,7 +92,7 @@ def say_stored(what: str, record_id: str) -> None:
     say(f"{what} {record_id}; `steplab report {record_id} --output page.html` draws it")
 
 
-def stdout_color(out: FileOptions | None = None) -> bool:
+def stdout_color(out: FileOptions | None) -> bool:
     """True if colors are allowed: the output is a terminal, TERM is not dumb, and NO_COLOR is unset."""
     if out is not None and out.output is not None:
         return False

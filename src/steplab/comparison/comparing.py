@@ -86,7 +86,7 @@ _Part = tuple[str, str, str]
 """Phase, range and category of kernels; either range or category is empty."""
 
 
-def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
+def _kernel_changes(a: Profile, b: Profile, cell: str) -> tuple[KernelChange, ...]:
     """Differences of GPU time by phase and range, largest first; by kernel category if a profile lacks ranges."""
     by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
@@ -122,7 +122,7 @@ def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount
     }
 
 
-def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
+def _memory_changes(a: MemoryProfile, b: MemoryProfile, cell: str) -> tuple[MemoryChange, ...]:
     """Differences of bytes at the memory peak by category, module and shape of tensors, largest first.
 
     Records hold only the largest allocations, so small ones may be missing.
@@ -364,7 +364,7 @@ def _ratio(
         return of_starts(found)
     if figure.unit == "bytes":
         before, after = _middle(a, figure), _middle(b, figure)
-        return compare_values(before, after, threshold=threshold) if before > 0 and after > 0 else None
+        return compare_values(before, after, threshold) if before > 0 and after > 0 else None
     count = min(sum(map(len, blocks)) for blocks in (a, b))
     single = max(map(len, (*a, *b))) == 1
     if (single and count < FEWEST) or not all(all(block) for block in (*a, *b)):
@@ -387,12 +387,12 @@ def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
 
 def _kernels(pair: _Pair) -> tuple[KernelChange, ...]:
     a, b = (cell.newest(lambda run: run.profile) for _, cell in pair.sides)
-    return kernel_changes(a, b, cell=pair.label) if a and b else ()
+    return _kernel_changes(a, b, pair.label) if a and b else ()
 
 
 def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
     a, b = (cell.newest(lambda run: run.memory_profile) for _, cell in pair.sides)
-    return memory_changes(a, b, cell=pair.label) if a and b else ()
+    return _memory_changes(a, b, pair.label) if a and b else ()
 
 
 def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator[str]:

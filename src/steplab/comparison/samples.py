@@ -105,7 +105,7 @@ def compare_samples(
     )
 
 
-def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
+def compare_values(a: float, b: float, threshold: float | None) -> Ratio:
     """Ratio of exact values, such as bytes; its interval has no width. Raises ValueError unless both are positive."""
     if a <= 0 or b <= 0:
         raise ValueError("both values must be above zero")

@@ -30,7 +30,7 @@ def took_turns(a: Run, b: Run) -> bool:
 
 
 def ratio_in_turns(
-    a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, num_decided: int = 1
+    a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, num_decided: int
 ) -> Ratio | None:
     """Ratio of samples of two alternating runs, one per step; None without neighbouring turns.
 

@@ -119,13 +119,9 @@ def _believable(case: Case, finding: Finding) -> Finding:
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
     """One line per kind of data that the record lacks, with the command that records it."""
-    return tuple(_gaps(case_of(run, ceilings)))
-
-
-def _gaps(case: Case) -> list[str]:
-    run, profile, gaps = case.run, case.profile, list[str]()
+    case, profile, gaps = case_of(run, ceilings), run.profile, list[str]()
     if run.failure is not None:
-        return [f"the run failed ({run.status.replace('_', ' ')}): there is no step to explain"]
+        return (f"the run failed ({run.status.replace('_', ' ')}): there is no step to explain",)
     if profile is None:
         silent = ", ".join(d.__name__ for d in DIAGNOSES if d not in WITHOUT_PROFILE)
         how = command(run.spec, {}).replace("steplab run", "steplab profile", 1) if run.spec else "import-trace"
@@ -144,4 +140,4 @@ def _gaps(case: Case) -> list[str]:
         known = run.device_name is not None
         remedy = "; `steplab doctor` measures it" if known else ""
         gaps.append(f"peaks and bandwidth of {device} are not known: gains that need them are not predicted{remedy}")
-    return gaps
+    return tuple(gaps)

@@ -45,14 +45,13 @@ def _is_cast(op: OpStats) -> bool:
 CONSIDERABLE = 0.03
 """Least share of device time; the change alters numerics, so little time is not worth it."""
 
-_WITH_COPIES = ("bf16", "fp16")
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 
 
 def weight_casts(case: Case) -> Finding | None:
     """Finding if casts of weights and their gradients take a considerable share of device time."""
     spec, profile = case.spec, case.profile
-    if profile is None or (spec is not None and spec.precision not in _WITH_COPIES):
+    if profile is None or (spec is not None and spec.precision not in _LOW):
         return None
     ops = weight_cast_ops(profile)
     now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)

@@ -74,9 +74,9 @@ def report_of(
 def answers_of(
     questions: str,
     records: Sequence[Record],
-    title: str | None = None,
-    chapter: str | None = None,
-    store: Path | str | None = None,
+    title: str | None,
+    chapter: str | None,
+    store: Path | str | None,
 ) -> View:
     from steplab.report.questions.answers import questions_document
 

@@ -122,7 +122,12 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
         shown = load(shown, store=store)
     if isinstance(shown, Record):
         return View(partial(_record_text, shown, store), store)
-    return View(_writer(_document(shown, store), msgspec.json.format(msgspec.json.encode(shown)).decode()), store)
+    document, json = _document(shown, store), msgspec.json.format(msgspec.json.encode(shown)).decode()
+
+    def write(format: str, color: bool) -> str:
+        return json if format == "json" else render(document, format, color=color)
+
+    return View(write, store)
 
 
 def in_short(record: Record) -> str:
@@ -145,13 +150,6 @@ def _record_text(record: Record, store: Path | str | None, format: str, color: b
     (document,) = report_of(kind_of(record).name).documents([record], context)
     document = replace(document, subtitle="\n".join((document.subtitle, *annotations(record))))
     return render(document, format, color=color)
-
-
-def _writer(document: Document, json: str) -> Callable[[str, bool], str]:
-    def write(format: str, color: bool) -> str:
-        return json if format == "json" else render(document, format, color=color)
-
-    return write
 
 
 def _document(shown: Any, store: Path | str | None) -> Document:

@@ -189,7 +189,7 @@ class Awaited:
 def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     events, blocks = device.events, device.blocks
     rows = _by_address(events)
-    action, address = events.action[rows], events.address[rows]
+    action, address, size_bytes = events.action[rows], events.address[rows], events.size_bytes[rows]
     first = np.append(True, address[1:] != address[:-1])[: len(rows)]
     # Where requests are recorded, no completion directly follows an allocation.
     straight = ~first[1:] & (action[:-1] == ALLOC) & (action[1:] == FREE_COMPLETED)
@@ -202,7 +202,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
     pieces = Paired(
         address=np.concatenate((blocks.address[kept], address[lost], address[made])),
-        requested_bytes=np.concatenate((blocks.requested_bytes[kept], *_sizes(events, rows[lost], rows[made]))),
+        requested_bytes=np.concatenate((blocks.requested_bytes[kept], size_bytes[lost], size_bytes[made])),
         start=np.concatenate((np.full(len(kept) + len(lost), NONE), rows[made])),
         end=np.concatenate((np.full(len(kept), len(events)), rows[lost], ends[made])),
         # A release has the releasing code's stack, unless the history was recorded otherwise.
@@ -214,7 +214,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
     return pieces, Awaited(
         address=np.concatenate((address[completed], blocks.address[waiting])),
-        requested_bytes=np.concatenate((events.size_bytes[rows[completed]], blocks.requested_bytes[waiting])),
+        requested_bytes=np.concatenate((size_bytes[completed], blocks.requested_bytes[waiting])),
     )
 
 
@@ -222,10 +222,6 @@ def _by_address(events: Events) -> Integers:
     relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
     order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
     return order
-
-
-def _sizes(events: Events, *rows: Integers) -> list[Integers]:
-    return [events.size_bytes[chosen] for chosen in rows]
 
 
 def _numbers(blocks: Blocks, addresses: Integers) -> Integers:

@@ -25,15 +25,10 @@ class Positions:
         self.by_event = not len(events) or bool((events.time_us == NONE).any())
         """True if `seconds` are event numbers, because times are missing."""
         if self.by_event:
-            self._seconds: Seconds = np.arange(self.num_events, dtype=np.float64) + 1
+            self.all_seconds: Seconds = np.arange(self.num_events + 1, dtype=np.float64)
         else:
             since_us = np.maximum.accumulate(events.time_us) - events.time_us[0]
-            self._seconds = since_us / 1e6
-
-    def first_moment(self, position: int) -> int:
-        if position <= 0 or not self.num_allocations:
-            return 0
-        return int(self._allocations[min(position, self.num_allocations) - 1]) + 1
+            self.all_seconds = np.append(0.0, since_us / 1e6)
 
     def last_moment(self, position: int) -> int:
         if position >= self.num_allocations:
@@ -52,10 +47,7 @@ class Positions:
 
     def seconds(self, moment: int) -> float:
         """Seconds from the first event to the event before a moment."""
-        return float(self._seconds[moment - 1]) if moment else 0.0
-
-    def all_seconds(self) -> Seconds:
-        return np.append(0.0, self._seconds)
+        return float(self.all_seconds[moment])
 
     def innermost(self, stretches: Sequence[Stretch]) -> Numbers:
         """Index of the innermost stretch around each allocation; NONE if none. Outer stretches come first, so the last
@@ -109,7 +101,8 @@ def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Int
 
     def border(position: int) -> int:
         last = positions.last_moment(position)
-        released = given_up[np.searchsorted(given_up, positions.first_moment(position)) :]
+        (first,) = positions.first_moments([position])
+        released = given_up[np.searchsorted(given_up, first) :]
         return min(int(released[0]), last) if len(released) else last
 
     ends = [*(border(phase.end) for phase in phases[:-1]), *(positions.last_moment(p.end) for p in phases[-1:])]
@@ -164,7 +157,7 @@ def _chosen(positions: Positions, allocated_bytes: Integers, phases: Iterable[tu
     chosen = {0, count - 1}
     for first, last in list(phases)[: _KEPT_BESIDE // 2 - 2]:
         chosen |= {first, first + int(allocated_bytes[first : last + 1].argmax())}
-    seconds = positions.all_seconds()
+    seconds = positions.all_seconds
     edges = np.linspace(seconds[0], seconds[-1], (MOST_POINTS - _KEPT_BESIDE) // 2 + 1)[1:-1]
     borders = [0, *np.searchsorted(seconds, edges).tolist(), count]
     for first, stop in pairwise(borders):

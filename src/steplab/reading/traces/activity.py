@@ -42,6 +42,10 @@ class Activity(Rows):
     """1 if a CUDA graph launched since the previous row left no work in the trace; else 0."""
 
 
+def activity_of(trace: Trace, host: Host) -> Activity:
+    return device_activity(trace, host) if len(trace.work) else cpu_activity(trace, host)
+
+
 def device_activity(trace: Trace, host: Host) -> Activity:
     """Table of all kernels, copies and fills, attributed by their launches. Work without a launch belongs to the step
     in which it ran, within its stream's order, and to the preceding row's phase.

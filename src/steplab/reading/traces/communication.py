@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import Activity, cpu_activity, device_activity
+from steplab.reading.traces.activity import Activity, activity_of
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import length, overlap
 from steplab.reading.traces.trace import NONE, Column, Trace
@@ -46,7 +46,7 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
     """Communication and its overlap in a trace of whole steps. Raises SteplabError without steps or work."""
     host = host or Host(trace)
     on_host = not len(trace.work)
-    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity_of(trace, host)
     activity = activity.where(activity.step != NONE)
     num_steps = len(host.steps[0])
     if not num_steps or not len(activity):

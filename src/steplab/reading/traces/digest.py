@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import Activity, cpu_activity, device_activity, unseen_launches
+from steplab.reading.traces.activity import Activity, activity_of, unseen_launches
 from steplab.reading.traces.communication import Sent, sent_in
 from steplab.reading.traces.devices import launching_calls, one_device
 from steplab.reading.traces.host import Host
@@ -36,7 +36,7 @@ def digest(trace: Trace, *, source: str | None = None, step_range: str | None = 
     trace = last_steps(possible(one_device(with_steps(trace, step_range))))
     host = Host(trace)
     on_host = not len(trace.work)
-    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity_of(trace, host)
     doubts = [*trace.damage, *_unknown(trace)]
     if on_host:
         doubts += _without_kernels(trace, is_own=source is not None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from steplab.costs.communication import bus_factor
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import cpu_activity, device_activity
+from steplab.reading.traces.activity import activity_of
 from steplab.reading.traces.communication import Sent, sent_in, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
@@ -77,7 +77,7 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     host = Host(trace)
     on_host = not len(trace.work)
     steps = traced_steps(trace, host)
-    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity_of(trace, host)
     activity = activity.where(activity.step != NONE)
     sent = sent_in(activity, trace, host)
     every = np.concatenate((activity.start_ns, sent.start_ns)), np.concatenate((activity.end_ns, sent.end_ns))
@@ -261,12 +261,8 @@ def _path(
     by_rank: dict[int, RankTrace], met: dict[_Key, dict[int, Call]], ahead_ns: dict[int, float]
 ) -> Iterator[PathPart]:
     """The critical path of the last common step: between collectives, through the rank that arrives last."""
-    steps = [key[0] for key in met]
-    last_step = max(
-        steps,
-        key=lambda step: max(c.end_ns for k, calls in met.items() if k[0] == step for c in calls.values()),
-        default="",
-    )
+    ends_ns = [(call.end_ns, step) for (step, *_), calls in met.items() for call in calls.values()]
+    _, last_step = max(ends_ns, default=(0, ""))
     begin_ns = max(trace.begins_ns - ahead_ns[rank] for rank, trace in by_rank.items())
     meetings = [calls for key, calls in met.items() if key[0] == last_step]
     for calls in sorted(meetings, key=lambda calls: min(call.end_ns - ahead_ns[rank] for rank, call in calls.items())):
