@@ -438,9 +438,11 @@ class _Facts:
         answer = "Nothing listed here makes this mesh compute-bound."
         if least is not None:
             came = f" from {_tokens(here)}" if math.isfinite(here) else ""
+            others = [each for each in possible if each is not least and each.tokens_per_device < here]
+            told = ", ".join(f"{each.what} to {_tokens(each.tokens_per_device)}" for each in others)
             answer = (
                 f"The largest gain is from {least.what} ({least.how.partition(':')[0]}): it lowers "
-                f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens; the others lower it as well."
+                f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens{told and f'; {told}'}."
             )
         return Question(
             title="What else lowers the batch a device without losing throughput?",
