@@ -233,7 +233,9 @@ class PageOptions(FileOptions):
     format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
     def __post_init__(self) -> None:
-        """Replace a folder by a file in it. A new folder has no suffix, and --format names no format of one file."""
+        """Replace a folder by a file in it. A path that does not exist is a folder if it has no suffix and --format is
+        not a single file's.
+        """
         named = self.output
         if named and (named.is_dir() or not (named.suffix or named.exists() or self.format in _ONE_FILE)):
             suffix = {"latex": "tex", "table": "txt"}.get(self.format or "md", self.format or "md")

@@ -148,7 +148,7 @@ def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """Compute out = a b, or out += a b with `add`, summed in the dtype of `out`: the factors' or a wider one."""
+    """Compute out = a b, or out += a b with `add`; sums are in out.dtype, the factors' dtype or a wider one."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif out.is_cuda:

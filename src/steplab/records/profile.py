@@ -1,7 +1,7 @@
 """Profile of a few steps, by phase, kernel and operator; and a comparison of the ranks of one run.
 
 A profiler slows Python: use these times for shares, kernels and gaps, never as step times. A Profile sums its steps.
-Times of ranks are per step; collectives end on all ranks at once, which aligns clocks.
+Times of ranks are per step. Their clocks are aligned by the ends of collectives, taken to be the same on all ranks.
 """
 
 from collections.abc import Iterator

@@ -232,10 +232,10 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """As resolve_step, with the recipe that the fields name.
+    """Like resolve_step, with the recipe that the fields name.
 
-    `device_kind` returns the kind of a device name such as `auto`; only a recipe calls it. A Remark reports the fields
-    that it set or could not set. Raises UserError too for an unknown recipe.
+    `device_kind` maps a device's name, such as `auto`, to cpu, mps or cuda; it is called only with a recipe. A Remark
+    lists the fields that the recipe set, and those that it could not. Raises UserError also for an unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)

@@ -162,7 +162,7 @@ class Gauge:
         self._before = allocated_bytes(device)
 
     def now(self) -> int | None:
-        """Bytes allocated since creation; None if the allocator does not count."""
+        """Allocated bytes, less those at this object's creation; None if the allocator does not count."""
         after = allocated_bytes(self._device)
         return after - self._before if after is not None and self._before is not None else None
 

@@ -93,7 +93,7 @@ class Nesting:
 
     @property
     def segments(self) -> tuple[Column, Column, Column]:
-        """Start, end and innermost interval of each stretch of time, over all threads."""
+        """Start, end and index of each stretch of time with the same innermost interval, one thread after another."""
         parts: list[tuple[Column, Column, Column]] = []
         for borders_ns, owners in self._borders.values():
             owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])

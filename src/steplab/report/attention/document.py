@@ -158,7 +158,7 @@ def _over(comparisons: Sequence[_Comparison]) -> str:
     counts = {len(one.speeds) for one in comparisons}
     if max(counts) == 1:
         return "at 1 shape, 95 % interval"
-    shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
+    shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both kernels ran"
     return f"geometric mean{'s' if len(comparisons) > 1 else ''} of {shapes}"
 
 

@@ -214,7 +214,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
             ),
         ),
         rows=tuple(rows),
-        caption=f"Speed relative to {peer} over the shapes that both ran: geometric means, and minima (min).",
+        caption=f"Speed relative to {peer} over the shapes that both kernels ran: geometric mean, and least (min).",
     )
 
 

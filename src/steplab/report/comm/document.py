@@ -244,8 +244,8 @@ def _profile(profile: Sequence[CommFit]) -> Table:
     caption = "Time of a call = α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
     if any(fit.rms_relative is not None for fit in profile):
         caption += (
-            " Residual is the root mean square of the relative differences, and worst the largest of them, above zero "
-            "where the fit is too long."
+            " Residual is the root mean square of the relative differences, and worst the largest of them, positive "
+            "where the fit overestimates the time."
         )
     return Table.of(
         "profile",

@@ -246,8 +246,7 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     key="host_lead_s",
     header="host ahead",
     rank=3,
-    note="Host ahead is the least time by which Python was ahead of the device at the end of a phase, with any hold of "
-    "the device before the step.",
+    note="Host ahead is Python's least lead over the device at the end of a phase, including the hold before the step.",
     find=host_lead_s,
 )
 _OTHERS: tuple[Figure[DdpCell], ...] = (
@@ -256,8 +255,8 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
         header="vs one process",
         unit="error",
         rank=2,
-        note="Vs one process compares parameters after two steps with those of one process on all ranks' batches: the "
-        "largest distance of a tensor, over its change in these steps.",
+        note="Vs one process is the largest distance between a parameter tensor and one process's, after two steps on "
+        "all ranks' batches, over its change in them.",
         find=lambda cell: cell.deviation,
     ),
     Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),

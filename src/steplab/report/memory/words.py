@@ -112,7 +112,7 @@ def saved_sentences(profile: MemoryProfile) -> Iterator[str]:
     total = figures.all_saved_bytes(profile)
     if total and profile.saved:
         compiled = all(map(is_compiled, profile.saved))
-        whose = " A compiled graph saved it, so that shapes are known and modules are not." if compiled else ""
+        whose = " A compiled graph saved it: its shape is known, its module is not." if compiled else ""
         yield f"Autograd saved {units.format_bytes(total)} for the backward pass.{whose}"
     yield from _block_sentences(profile)
 

@@ -102,7 +102,7 @@ def phase_table(run: Run, profile: Profile) -> Table:
             ),
             Column(
                 key="agreement",
-                header="busy against unprofiled",
+                header="busy / unprofiled time",
                 wraps_from=24,
                 value=lambda span: words.agreement(span, profile),
             ),

@@ -32,7 +32,7 @@ def heading(run: Run, profile: Profile) -> str:
 
 def caution(run: Run) -> str:
     if run.timing is None:
-        return "The profiler slows the host, so only shares, kernels and gaps count here. No step was timed without it."
+        return "The profiler slows the host, so only shares, kernels and gaps count here. No other steps were timed."
     return PROFILED
 
 

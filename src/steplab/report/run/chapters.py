@@ -187,8 +187,8 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean step time if the first 0, 1, 2 or 5 steps are warm-up, over the run's number of measured "
-        "steps. ×: relative to the run's median. Compile time is left out.",
+        caption="Mean time of the N steps after the first 0, 1, 2 or 5, where N is the run's number of measured steps. "
+        "×: relative to the run's median. Compile time is left out.",
     )
 
 

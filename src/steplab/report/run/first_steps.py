@@ -20,7 +20,7 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
         (
             Column(key="run", wraps_from=16, value=lambda cell: label(cell, fields)),
             Column(key="first_s", header="first step", value=lambda cell: _samples_s(cell)[0]),
-            Column(key="settled_s", header="settled", value=lambda cell: _settled_s(_samples_s(cell))),
+            Column(key="settled_s", header="second half", value=lambda cell: _settled_s(_samples_s(cell))),
             *(
                 Column(key=name, header=f"+ {name}", quantity=TIME, rank=1, value=partial(_excess_s, name))
                 for name in parts
@@ -48,7 +48,7 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             ),
             Column(key="id", header="record", rank=3),
         ),
-        caption="settled: median over the second half of all steps. + forward: its extra time in the first step, which "
+        caption="second half: median over that half of all steps. + forward: its extra time in the first step, which "
         "loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
     )
 

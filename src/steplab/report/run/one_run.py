@@ -202,7 +202,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))
     if timing.first_step_s is not None:
         compiling = timing.first_step_s - summary.median
-        told = "time of the first step beyond the median, before warm-up; not in the step time"
+        told = "extra time of the very first step, which is in no other figure"
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count

@@ -19,7 +19,7 @@ from steplab.specs.resolve import options
 
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3
-_NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention")
+_NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention", "layout")
 _UNTIMED = "step time: "
 _BY_INTEREST = ("precision", "compile")
 
