@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from steplab import units
 from steplab.records.codec import decode
 from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Audit, Fp8Losses, Numerics
@@ -23,7 +24,7 @@ from steplab.report.kit.charts import (
     MUTED,
     TOP,
     drawing,
-    percent_scale,
+    linear_scale,
     put_mark,
     series_color,
     series_legend,
@@ -99,7 +100,7 @@ def products() -> Chart:
             values = [
                 getattr(each, name) for of_passes in found.values() for some in of_passes.values() for each in some
             ]
-            percent_scale(values).put_on(axes)
+            linear_scale(max(values), units.format_share).put_on(axes)
             for place, of_passes in enumerate(found.values()):
                 for index, some in enumerate(of_passes.values()):
                     for each in some:

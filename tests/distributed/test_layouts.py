@@ -78,7 +78,7 @@ def test_another_number_of_ranks() -> None:
     ("sizes", "message"),
     [
         ({"dp": 2, "ep": 2}, "axis 'ep' is not known; choose among pp, dp, fsdp, tp"),
-        ({"tp": 0}, "tp must be from 1 to 1048576, not 0"),
+        ({"tp": 0}, "tp must be at least 1, not 0"),
         ({"tp": 2}, "there are no other processes"),
     ],
 )

@@ -62,12 +62,14 @@ def test_a_rank_that_nccl_ended_is_a_timeout_with_its_cause() -> None:
 
 def test_time_in_suspension_is_the_difference_of_two_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"running": 100.0, "all": 100.0}
-    monkeypatch.setattr(load, "_suspension_clocks", lambda: (0, 1))
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks["all" if clock == 0 else "running"])
+    monkeypatch.setattr(time, "CLOCK_BOOTTIME", "all", raising=False)
+    monkeypatch.setattr(time, "CLOCK_MONOTONIC", "running")
+    monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
     watch = load.Suspension()
     clocks.update(running=101.0, all=131.0)
     assert watch.seconds() == pytest.approx(30.0)
-    monkeypatch.setattr(load, "_suspension_clocks", lambda: None)
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    monkeypatch.delattr(time, "CLOCK_UPTIME_RAW", raising=False)
     assert load.Suspension().seconds() is None
 
 
