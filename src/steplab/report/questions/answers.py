@@ -257,7 +257,7 @@ class _View:
                 for number, each in enumerate(question.columns):
                     key, quantity = f"column {number}", _quantity(each)
                     columns[key] = Column(key=key, header=each.header or _words(each.value), quantity=quantity)
-                    line[key] = self.value(row, each)
+                    line.setdefault(key, self.value(row, each))  # rows of one name: the first in order
                     if each.interval:
                         columns[f"{key} ends"] = Column(key=f"{key} ends", header="95 % interval", quantity=LABEL)
                         ends = [row.get(f"{each.value.removesuffix('_s')}_{end}_s") for end in ("low", "high")]

@@ -32,7 +32,7 @@ def _field_column(field: StepField) -> Column:
 
 COLUMNS: tuple[Column, ...] = (
     Column(key="id"),
-    Column(key="name", shared="{}", rank=1, folds=True),
+    Column(key="name", shared="'{}'", rank=1, folds=True),
     *{column.key: column for kind in KINDS.values() for column in Column.of(kind.listed)}.values(),
     Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),

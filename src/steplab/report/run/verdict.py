@@ -205,7 +205,8 @@ def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
     doubtful = [(cell, found) for cell in cells if (found := disturbances(cell.run))]
     if doubtful:
         words = Counter(disturbance.word for _, found in doubtful for disturbance in found)
-        kinds = ", ".join(f"{word} {count}" for word, count in words.items()) if len(words) > 1 else next(iter(words))
+        counted = len(doubtful) > 1 and len(words) > 1
+        kinds = ", ".join(f"{word} {count}" if counted else word for word, count in words.items())
         few = len(doubtful) <= _MOST_NAMED
         where = f": {_named([cell for cell, _ in doubtful], fields)}" if few else "; their rows are marked"
         yield (
