@@ -23,14 +23,15 @@ def timelines(run: DdpRun) -> Chart | None:
     pictured = []
     for cell, steps in traced:
         rows = {COMPUTE_ROW: _ROWS[COMPUTE_ROW]} if cell.contender.kind == "none" else _ROWS
-        step_s = figures.step_s(cell)
-        told = f"{units.format_time(step_s)} without the profiler" if step_s else ""
+        told = []
+        if step_s := figures.step_s(cell):
+            told.append(f"{units.format_time(step_s)} without the profiler")
         if steps.communication_s:
-            told += (
-                f"; messages take {units.format_time(steps.communication_s)} per step, "
+            told.append(
+                f"messages take {units.format_time(steps.communication_s)} per step, "
                 f"{units.format_time(steps.exposed_s)} of it exposed"
             )
-        pictured.append((cell.contender.label, steps.timeline, rows, told))
+        pictured.append((cell.contender.label, steps.timeline, rows, "; ".join(told)))
     note = (
         "One traced step of rank 0 of each strategy, at its bucket size with the shortest step, on one axis of time. "
         "Each column is filled with its work, as high as its share of the time; empty is idle. A message under "
