@@ -105,7 +105,7 @@ def test_each_question_is_answered_with_its_figure() -> None:
     expected = (
         "take 3.52 TB, the memory of 44 GPUs of 80 GB (H100 SXM).",
         "take 17.5 MB a token in bf16, so 8.98 GB for a batch of 512 tokens.",
-        "M(N) = (S + A / 2) / N + A / 2, which is below the 95 GB of TPU v5p from N = 39 on.",
+        "M(N) = (S + A / 2) / N + A / 2: less than the 95 GB of TPU v5p from N = 39 on.",
         "from 319 tokens a device on, an overall batch of 20,444 tokens; if FSDP and TP did not overlap, 395 and ",
         "the best split of 64 devices is X = 7.01, Y = 9.13 (in whole numbers 8 × 8), and N may grow to 333 before",
         "The largest gain is from another split (X = 4, Y = 16): it lowers the batch a device from 319 to 79.9 tokens",

@@ -208,7 +208,7 @@ class _Facts:
         moments = _line("S_o", 8 * P, "bytes", "both moments of AdamW, fp32")
         total = weights.symbol + gradients.symbol + moments.symbol
         whole = _line("S", total, "bytes", "all three")
-        capacity = symbol("G", self.counted.memory_bytes)
+        capacity = symbol("H", self.counted.memory_bytes)
         count = _line("n", whole.symbol / capacity, "devices", f"in memories of {format_message(capacity.value)}")
         number, size = math.ceil(count.symbol.value), format_message(capacity.value)
         return Question(
@@ -271,8 +271,9 @@ class _Facts:
         return Question(
             title=title,
             answer=f"With weights, gradients and optimizer state (S = {format_message(state.value)}) and half of the "
-            f"activations (A = {format_message(activations.value)}) sharded, a device holds {expression}, which is "
-            f"below the {format_message(capacity.value)} of {self.device.name} from N = {least:,} on.",
+            f"activations (A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens) sharded, a device "
+            f"holds {expression}: less than the {format_message(capacity.value)} of {self.device.name} from "
+            f"N = {least:,} on.",
             figures=_figures(bound, memory),
             source=_ZERO,
             remarks=(f"Without activations N = {without:,} is enough.",),
