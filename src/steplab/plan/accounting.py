@@ -271,8 +271,8 @@ class _Facts:
         return Question(
             title=title,
             answer=f"With weights, gradients and optimizer state (S = {format_message(state.value)}) and half of the "
-            f"activations (A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens) sharded, a device "
-            f"holds {expression}: less than the {format_message(capacity.value)} of {self.device.name} from "
+            f"activations (A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens) sharded, "
+            f"a device holds {expression}: less than the {format_message(capacity.value)} of {self.device.name} from "
             f"N = {least:,} on.",
             figures=_figures(bound, memory),
             source=_ZERO,
