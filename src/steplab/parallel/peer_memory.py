@@ -4,8 +4,8 @@ A *line* is a separate CUDA stream. A *counter* is a growing number in every ran
 and waits on the device until one has reached a value.
 
 The driver is called directly for copies and stream waits, because torch's copy takes Python several times as long. On
-H200s, waits on some streams delayed each kernel of a forward pass by 1.1 to 1.3 microseconds (docs/ddp.md), so pairs of
-streams are tested.
+H200s, waits on some streams delayed each kernel of a forward pass by 1.1 to 1.3 microseconds, so pairs of streams are
+tested.
 """
 
 import ctypes
