@@ -22,7 +22,6 @@ MOST = 0.75
 """Least share of a time for its bound."""
 CLOCKS_HZ = (1.755e9, 1.98e9)
 """Clocks of an H200, under its power limit and at most."""
-_OF_PASSES = "forward / backward / both, milliseconds"
 GRID = "attention_dims"
 NARROW, WIDE = 64, 128
 """Head dimensions that are powers of two, around the others."""
@@ -33,7 +32,7 @@ def attention() -> Iterator[Table]:
     """Times of the newest comparison with peers."""
     newest = _newest(read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun))
     told = f"record {newest.id} of {newest.created_utc[:10]} {newest.created_utc[11:16]} UTC"
-    yield by_shape(newest.cells, _three_times, LABEL, f"{_OF_PASSES}; {told}.")
+    yield by_shape(newest.cells, _time_of_both, LABEL, f"Forward and backward, milliseconds; {told}.")
 
 
 def attention_bounds() -> Iterator[str | Table]:
@@ -49,9 +48,9 @@ def _newest(runs: Sequence[AttentionRun]) -> AttentionRun:
     return next(run for run in reversed(runs) if run.study.name == "peers")
 
 
-def _three_times(cell: AttentionCell) -> str | None:
-    times = [cell.median_s(name) for name in PASSES]
-    return " / ".join(milliseconds(seconds) for seconds in times if seconds) or None
+def _time_of_both(cell: AttentionCell) -> str | None:
+    seconds = cell.median_s("both")
+    return milliseconds(seconds) if seconds else None
 
 
 def dims_table(runs: Sequence[AttentionRun]) -> Table:

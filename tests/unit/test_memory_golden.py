@@ -1,5 +1,4 @@
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -45,21 +44,6 @@ def errors(runs: dict[str, Run], predictions: dict[str, MemoryPrediction], *, co
     }
 
 
-KINDS: dict[str, Callable[[StepSpec], bool]] = {
-    "plain attention, no checkpointing, fp32 and bf16": lambda spec: spec.checkpointing == "none",
-    "xl with checkpointing, fp32 and bf16": lambda spec: spec.checkpointing != "none",
-    "`sdpa_flash`, `sdpa_efficient`, `sdpa_cudnn`, `sdpa_math`": lambda spec: spec.attention != "plain",
-    "small in fp16 (each optimizer) and bf16_pure": lambda spec: spec.precision in ("fp16", "bf16_pure"),
-}
-
-
-def rows_by_kind(runs: dict[str, Run], off: dict[str, float]) -> Iterator[str]:
-    kind_of = {name: [kind for kind, is_one in KINDS.items() if is_one(spec_of(runs[name]))][-1] for name in off}
-    for kind in KINDS:
-        of_kind = [error for name, error in off.items() if kind_of[name] == kind]
-        yield f"| {kind} | {len(of_kind)} | {100 * median(of_kind):.4f} % | {100 * max(of_kind):.3f} % |"
-
-
 def test_the_eager_peak_is_predicted(runs: dict[str, Run], predictions: dict[str, MemoryPrediction]) -> None:
     off = errors(runs, predictions, compiled=False)
     assert median(off.values()) <= 0.01
@@ -88,16 +72,10 @@ def test_the_table_tells_the_errors_of_today(runs: dict[str, Run], predictions: 
     eager, compiled_ones = (list(errors(runs, predictions, compiled=each).values()) for each in (False, True))
     short = f"{100 * median(compiled_ones):.2f} %", f"{100 * max(compiled_ones):.1f} %"
     chapter_says(
-        "memory",
+        "memory_formulas",
         f"Over {len(eager)} eager steps on an H200 its median is {100 * median(eager):.4f} % and the worst "
         f"{100 * max(eager):.3f} %; over {len(compiled_ones)} compiled ones, which are estimated, "
         f"{' and '.join(short)}.",
-    )
-    chapter_says(
-        "memory_formulas",
-        f"Against the {len(eager)} eager cells of",
-        f"For the {len(compiled_ones)} compiled cells: median {short[0]}, worst {short[1]}",
-        *rows_by_kind(runs, errors(runs, predictions, compiled=False)),
     )
     rows = [line for line in text.splitlines() if re.match(r"\| (2\.7b|xl|large|small) ", line)]
     peaks = sorted(f"{memory_of(run).peak_bytes:,}" for run in runs.values())
