@@ -219,7 +219,7 @@ class _Pair:
 
     @property
     def in_turns(self) -> list[tuple[Run, Run]]:
-        """Pairs of runs that alternated, one pair per start; empty unless every run is in a pair."""
+        """Pairs of runs that alternated, one per fresh start; empty unless every run is in a pair."""
         starts = [(a, b) for a in self.a.runs for b in self.b.runs if took_turns(a, b)]
         return starts if len(starts) == len(self.a.runs) == len(self.b.runs) else []
 

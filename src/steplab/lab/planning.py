@@ -84,7 +84,7 @@ def _fit_on(card: HardwareSpec, found: MemoryPrediction) -> CardFit:
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
-    """The data-parallel variant of this name. Raises UserError unless the layout is only dp."""
+    """The data-parallel variant of this name. Raises UserError unless the layout is dp of two or more."""
     if name is None:
         return None
     if spec.layout.world_size == 1 or spec.layout.world_size != spec.layout.dp:

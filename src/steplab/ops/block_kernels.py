@@ -228,7 +228,7 @@ def rotary_heads_backward_kernel(
 
 @triton.jit
 def swiglu_kernel(joined_ptr, out_ptr, amax_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """joined [rows, 2 width] -> out [rows, width], contiguous; amax [1]: out's largest magnitude, or None."""
+    """joined [rows, gate|up] -> out [rows, width], contiguous; amax [1], zeroed: out's largest magnitude, or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -65,7 +65,7 @@ HERE = Surroundings()
 
 
 class Listener:
-    """Keep the latest message of each kind."""
+    """Keep a job's messages, or pass them on to callbacks."""
 
     def __init__(
         self,

@@ -50,10 +50,9 @@ def fp8_linear(
     Args:
         x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
         gradients: fp8 dtype to which the output's gradient is cast.
-        weight_gradient: bf16 takes x and the gradient uncast, so neither is needed by columns.
+        weight_gradient: bf16 takes x and the gradient uncast, so neither is transposed.
 
-    Saved are the weight by columns, and x by columns in fp8 or unchanged. Raises Unsupported unless T, K and N are
-    multiples of 16.
+    Saves wᵀ in fp8, and xᵀ in fp8 or x itself. Raises Unsupported unless tokens, K and N are multiples of 16.
     """
     refuse_sizes(x, weight_NK)
     y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), x_amax, weight_NK, gradients, weight_gradient)  # type: ignore[no-untyped-call]
