@@ -86,33 +86,21 @@ def tile_form(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return _form(TensorDescriptor, shape, strides_of(shape, strides), block)
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     size = dtype.itemsize
-    swizzle = min(128, columns * size)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
-    return _form(TensorDescriptor, shape, strides_of(shape, strides), block, layout=layout)
+    return _hopper_form(shape, strides_of(shape, strides), block, min(128, columns * size), 8 * size)
 
 
-def number_form(count: int, rows: int) -> Form:
-    """The Form of `count` consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
+def numbers_form(shape: Sequence[int], block: list[int]) -> Form:
+    """The Form of contiguous float32 numbers, which the Hopper kernels read, or add to, by blocks."""
+    return _hopper_form(shape, list(torch.empty(tuple(shape), device="meta").stride()), block, 0, 32)
+
+
+def _hopper_form(shape: Sequence[int], strides: list[int], block: list[int], swizzle_bytes: int, bits: int) -> Form:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return _form(TensorDescriptor, [count], [1], [rows], layout=layout)
-
-
-def sums_form(count: int) -> Form:
-    """The Form of float32 sums [count, SUMS_WIDTH]; the Hopper backward kernel adds to 64 rows at a time."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return _form(
-        TensorDescriptor, [count, SUMS_WIDTH], [SUMS_WIDTH, 1], [ROWS_OF_A_CONSUMER, SUMS_WIDTH], layout=layout
-    )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle_bytes, element_bitwidth=bits, rank=len(block))
+    return _form(TensorDescriptor, shape, strides, block, layout=layout)
 
 
 def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape: list[int], **layout: Any) -> Form:
