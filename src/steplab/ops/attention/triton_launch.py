@@ -1,9 +1,9 @@
 """Launches flash_triton's kernels, for both passes."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from .triton_repeats import Address, Launch, Launcher, launcher_of, refuse_while
 from .triton_tensors import Columns, Shape, strides_of
 from .triton_tuning import Tiles
 
-Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
@@ -133,26 +132,25 @@ class Start:
             self._compile(tensors)
             return None
         if stream is None or self._launcher is None:
-            described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
-            self._compiled(*described, *self._numbers, *self._constants)
+            self._compiled(*self._described(tensors), *self._numbers, *self._constants)
             return None
-        addresses = [x.data_ptr() for x in tensors]
-        given = [at if form is None else form.of(Address(at)) for form, at in self._pairs(addresses)]
+        addresses = zip(self._forms, (x.data_ptr() for x in tensors), strict=True)
+        given = [at if form is None else form.of(Address(at)) for form, at in addresses]
         launch = self._launcher.ready(stream, [*given, *self._numbers, *self._constants])
         launch()
         return launch
 
     def _compile(self, tensors: Sequence[Tensor]) -> None:
         refuse_while_capturing(tensors[0].device)
-        described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
+        described = self._described(tensors)
         compiled = self._kernel[self._grid](*described, *self._numbers, enable_fp_fusion=True, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
             names = self._kernel.arg_names[len(described) + len(self._numbers) :]
             self._constants = [self._options[name] for name in names]
             self._compiled, self._launcher = compiled[self._grid], launcher_of(compiled, self._grid)
 
-    def _pairs(self, given: Sequence[Given]) -> Iterator[tuple[Form | None, Given]]:
-        return zip(self._forms, given, strict=True)
+    def _described(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [x if form is None else form.of(x) for form, x in zip(self._forms, tensors, strict=True)]
 
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:
