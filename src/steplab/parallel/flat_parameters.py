@@ -117,10 +117,6 @@ class FlatParameters:
             self._buffer = copies.buffer(place).view(first.dtype)
         self._move_in(range(len(self.params)))
 
-    @property
-    def padding_bytes(self) -> int:
-        return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
-
     def in_use(self) -> bool:
         """True if a step may have changed a parameter; False if all have always been frozen."""
         used = any(param.requires_grad or param.grad is not None for param in self.params)

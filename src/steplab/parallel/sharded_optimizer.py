@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .collectives import Collectives, collectives_of
+from .collectives import Collectives, check_alike, collectives_of
 from .errors import Unsupported, UserError
 from .flat_parameters import Exchange, FlatParameters, ParameterCopies, check_movable
 from .peer_memory import PeerMemory, open_peer_memory
@@ -198,10 +198,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return tuple(self._loads)
 
     @property
-    def padding_bytes(self) -> int:
-        return sum(flat.padding_bytes for flat in self._flats)
-
-    @property
     def shared_bytes(self) -> int:
         """Bytes of this rank's parameters that `peer_copy` holds outside torch's allocator."""
         return self._copies.shared_bytes if self._copies else 0
@@ -256,7 +252,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_in(self, params: list[nn.Parameter]) -> None:
         check_movable([*self._flat_of, *params])
-        self._check_ranks_agree(params)
+        numbered = [(f"parameter {number} of the optimizer", param) for number, param in enumerate(params)]
+        check_alike(self._ranks, {}, numbered, "model")
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in params:
             # A frozen parameter may be trained later: balanced separately, it is balanced before and after.
@@ -289,18 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others = [param for param in params if param not in found]
         found.update(zip(others, owners_of([param.numel() for param in others], loads), strict=True))
         return [found[param] for param in params]
-
-    def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Raise UserError if ranks differ: they would wait for each other, or overwrite weights."""
-        mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
-        for rank, theirs in enumerate(self._ranks.host_gather(mine)):
-            if theirs != mine:
-                both = zip(mine, theirs, strict=False)
-                at = next((index for index, (a, b) in enumerate(both) if a != b), min(len(mine), len(theirs)))
-                raise UserError(
-                    f"ranks {self._ranks.rank} and {rank} give different parameters to the sharded optimizer, from "
-                    f"number {at} on ({len(mine)} and {len(theirs)} in all); build the same model on every rank"
-                )
 
     # --- stepping -----------------------------------------------------------------------------------------
 

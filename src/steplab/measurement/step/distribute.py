@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
@@ -27,7 +28,6 @@ from steplab.model.layout import (
     blocks_of,
     cut,
     loss_over_ranks,
-    ready_for_loss,
     tensor_plan,
 )
 from steplab.model.transformer import LossFn, Transformer, call_plainly
@@ -87,7 +87,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
     mesh = open_mesh(_sizes(spec.layout), device.type)
     split = spec.layout.tp > 1
     loss = loss_over_ranks(model.loss, mesh["tp"]) if split else model.loss
-    around = ready_for_loss if split else nullcontext
+    around = loss_parallel if split else nullcontext
     data_index, _ = data_share(mesh)
     if spec.layout.pp > 1:
         pipeline, module = _in_stages(model, spec, mesh, device, autocast, loss)
