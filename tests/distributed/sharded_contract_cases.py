@@ -95,8 +95,8 @@ def case_state_memory(sizes: list[int]) -> None:
     sharded.step()
     state = sum(t.numel() for values in sharded.state.values() for key, t in values.items() if key != "step")
     size, rank = dist.get_world_size(), dist.get_rank()
-    assert state == 2 * sharded.shares[rank]
-    assert sum(sharded.shares) == sum(sizes)
+    assert state == 2 * sharded._loads[rank]
+    assert sum(sharded._loads) == sum(sizes)
     assert state <= 2 * (sum(sizes) + (size - 1) * max(sizes)) / size
 
 
@@ -156,9 +156,9 @@ def case_a_group_that_is_refused_leaves_no_trace() -> None:
     for refused, options in ((with_gaps, {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0}), (half, {})):
         model, reference = tiny(), tiny()
         sharded = ShardedOptimizer(model.parameters(), Picky, lr=0.1)
-        shares, flats = sharded.shares, len(sharded._flats)
+        shares, flats = list(sharded._loads), len(sharded._flats)
         assert raised(lambda: sharded.add_param_group({"params": [refused], **options}))  # noqa: B023
-        assert (sharded.shares, len(sharded._flats), len(sharded.param_groups)) == (shares, flats, 1)
+        assert (sharded._loads, len(sharded._flats), len(sharded.param_groups)) == (shares, flats, 1)
         train(model, sharded, range(2))
         train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2))
         assert_same(model, reference)
@@ -283,7 +283,7 @@ def case_a_group_of_some_ranks() -> None:
         assert "not in the group" in raised(lambda: ShardedOptimizer(params, torch.optim.SGD, group, lr=0.1))
         return
     sharded = ShardedOptimizer(params, torch.optim.SGD, group, lr=1.0, momentum=0.5)
-    assert len(sharded.shares) == size // 2
+    assert len(sharded._loads) == size // 2
     give_gradients(params, 0)
     sharded.step()
     assert all(torch.equal(param, -param.grad) for param in params if param.grad is not None)

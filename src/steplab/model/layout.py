@@ -47,15 +47,13 @@ def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
         ("feed_forward", tuple(wide), last),
     ):
         plan[f"blocks.*.{part}_norm"] = SequenceParallel()
-        plan[f"blocks.*.{part}"] = _gathered_once(num_inputs=2 if part == "attention" else 1)
+        others = (None,) if part == "attention" else ()  # the table of angles
+        plan[f"blocks.*.{part}"] = PrepareModuleInput(
+            input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others)
+        )
         plan |= {f"blocks.*.{part}.{name}": ColwiseParallel() for name in by_outputs}
         plan[f"blocks.*.{part}.{by_inputs}"] = RowwiseParallel(output_layouts=_TOKENS)
     return plan
-
-
-def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
-    others = (None,) * (num_inputs - 1)
-    return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
 
 
 def arrive_whole(embedding: nn.Module) -> None:

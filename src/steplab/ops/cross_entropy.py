@@ -86,13 +86,7 @@ class ReducedLoss(torch.autograd.Function):
 class TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NC: Tensor,
-        weight_VC: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        name: str,
-        *terms: Any,
+        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, name: str, *terms: Any
     ) -> Tensor:
         ctx.name, ctx.terms = name, terms
         ctx.save_for_backward(hidden_NC, weight_VC, bias_V, targets_N)

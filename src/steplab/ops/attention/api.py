@@ -62,18 +62,16 @@ AttentionFn = Callable[..., Tensor]
 """(q_BHSD, k_BHKD, v_BHKD, *, causal, scale=None) -> o_BHSD"""
 
 
-def flash_reference_attention(
-    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+def flash_attention(
+    function: type[FlashAttentionReference | FlashAttentionTriton],
+    q_BHSD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
-    output: Tensor = FlashAttentionReference.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
-    return output
-
-
-def flash_triton_attention(
-    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    output: Tensor = FlashAttentionTriton.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
-    return output
+    return function.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +93,8 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
     "sdpa": sdpa_attention,
     **{f"sdpa_{name}": partial(sdpa_attention, backend=name) for name in SDPA_BACKENDS},
     "flex": flex_attention_compiled,
-    "flash_reference": flash_reference_attention,
-    "flash_triton": flash_triton_attention,
+    "flash_reference": partial(flash_attention, FlashAttentionReference),
+    "flash_triton": partial(flash_attention, FlashAttentionTriton),
     "flash_attn_4": flash_attn_4_attention,
     "auto": auto_attention,
 }

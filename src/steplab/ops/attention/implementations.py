@@ -126,13 +126,12 @@ _FLASH_BACKWARD = (
     Workspace(what="gradient of the rotated query, gathered within the kernel", tokens=128, width=32),
 )
 """Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
-_OWN_OPERATORS = ("forward", 3, False), ("backward", 6, True)
 
 
 def _own(name: str) -> tuple[FusedOperator, ...]:
-    return tuple(
-        FusedOperator(name=f"steplab::{name}_{which}", causal=causal, backward=backward)
-        for which, causal, backward in _OWN_OPERATORS
+    return (
+        FusedOperator(name=f"steplab::{name}_forward", causal=3),
+        FusedOperator(name=f"steplab::{name}_backward", causal=6, backward=True),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..triton_device import on_device_of
+from ..triton_places import power_of_two
 from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     SUMS_PANEL,
@@ -201,7 +202,7 @@ def _start_of_prepare(
     num_programs = num_padded // PREPARED * batch * num_heads
     strides = *strides_of(shape, o_strides)[:3], *strides_of(shape, do_strides)[:3]
     numbers = *strides, num_heads, num_queries, num_padded, head_dim, num_turns
-    turns = 1 << max(-(-num_turns // num_programs) - 1, 0).bit_length()
+    turns = power_of_two(-(-num_turns // num_programs))
     return Start(attention_prepare, num_programs, [None] * 6, numbers, M=PREPARED, D=box, TURNS=turns)
 
 

@@ -146,12 +146,7 @@ class _Fp8SwiGLU(torch.autograd.Function):
 class _Fp8Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BTK: Tensor,
-        x_amax: Tensor | None,
-        weight_EK: Tensor,
-        table_2TD: Tensor,
-        num_heads: int,
+        ctx: Any, x_BTK: Tensor, x_amax: Tensor | None, weight_EK: Tensor, table_2TD: Tensor, num_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         merged_TE, saved = output(x_BTK.flatten(0, 1), x_amax, weight_EK)
         ctx.save_for_backward(table_2TD, *saved)
