@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
 from steplab.model.checkpointing import wrap_block
-from steplab.model.compiling import compile_blocks, compiled, repeated_blocks
+from steplab.model.compiling import compiled, repeated_blocks
 from steplab.model.layout import (
     TransformerStage,
     arrive_whole,
@@ -234,7 +234,8 @@ def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
     if by_block and isinstance(module, Transformer):
         prepare_blocks(module, spec)
     elif spec.compile == "block":
-        compile_blocks(module)
+        for index, block in enumerate(repeated_blocks(module)):
+            wrap_block(block, index, checkpointing="none", compile_mode="block", split=False)
     elif spec.compile != "off":
         return compiled(module, spec.compile)
     return module
