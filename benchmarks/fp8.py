@@ -20,7 +20,7 @@ from steplab.model.fp8_blocks import Fp8Linear, products_by_torchao, products_in
 from steplab.model.fused_block import FusedBlock
 from steplab.model.transformer import NORM_EPS, Block, rotary_table
 from steplab.ops.attention.api import AttentionFn, attention_named
-from steplab.ops.fp8.casts import E5M2, amax, cast, cast_both
+from steplab.ops.fp8.casts import E5M2, amax, cast_both
 from steplab.ops.fp8.linear import fp8_linear, product
 from steplab.ops.rms_norm import add_rms_norm, add_rms_norm_amax
 from steplab.ops.rotary_heads import rotary_heads_backward_amax
@@ -65,10 +65,8 @@ def _of_layer(tokens: int, inputs: int, outputs: int) -> Iterator[Case]:
         return lambda: torch.autograd.grad(converted(leaves[0]), (leaves[0], *one.parameters()), dy)
 
     layers = {"layer bf16": layer(linear), "layer fp8_linear": layer(fp8_linear)}
-    layers["layer fp8_linear, dw bf16"] = layer(partial(fp8_linear, weight_gradient="bf16"))
     layers["layer torchao"] = by_torchao
     casts: dict[str, tuple[int, Call]] = {"cast copy": (4, dy.clone), "cast amax": (2, lambda: amax(dy))}
-    casts["cast rows"] = 3, lambda: cast(dy, dy_amax, E5M2)
     casts["cast both"] = 4, lambda: cast_both(dy, dy_amax, E5M2)
     for what, call in alone.items():
         yield Case(name=f"{name} {what}", amount=flops, unit="FLOP", build=given(call))

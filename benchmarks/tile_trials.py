@@ -17,7 +17,7 @@ from steplab.measurement.clock import ColdCaches, ColdCall, repeats_within
 from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.machine.failures import failure_of
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
-from steplab.ops.attention.triton_backward import prepared, sweep_for_keys, sweep_for_queries
+from steplab.ops.attention.triton_backward import prepared, sweep
 from steplab.ops.attention.triton_forward import triton_forward
 from steplab.ops.attention.triton_tensors import writable
 from steplab.ops.attention.triton_tuning import Tiles
@@ -122,11 +122,11 @@ def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[
     dq, dk, dv = (writable(torch.empty_like(x)) for x in (q, k, v))
 
     def keys_and_values() -> tuple[Tensor, ...]:
-        sweep_for_keys(operands, dk, dv, tiles)
+        sweep(operands, tiles, dk, dv)
         return dk[..., : shape.dim], dv[..., : shape.dim]
 
     def queries() -> tuple[Tensor, ...]:
-        sweep_for_queries(operands, dq, tiles)
+        sweep(operands, tiles, dq)
         return (dq[..., : shape.dim],)
 
     return keys_and_values if tiles.kernel == "backward_kv" else queries

@@ -8,10 +8,11 @@ from tests.distributed.ranks import on_ranks
 from tests.first import first
 from tests.shapes import GPT_2
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from steplab.parallel.buckets import refuse_sparse
 from steplab.parallel.errors import Unsupported, UserError
-from steplab.parallel.layout import SCHEDULES, Sharding, Unit, open_mesh, refuse_shared, shard_parameters
+from steplab.parallel.layout import SCHEDULES, Unit, open_mesh, refuse_shared, shard_parameters
 from steplab.specs.layout import blocks_of_stage
 from steplab.specs.step import CHOICES, STAGES_A_RANK
 
@@ -109,7 +110,7 @@ def test_sparse_gradients_are_refused_by_the_name_of_what_makes_them(
     refuse_sparse(nn.ModuleDict({"words": kind(4, 2)}), "sharding", "shards")
     model = nn.ModuleDict({"words": kind(4, 2, sparse=True)})
     with pytest.raises(Unsupported, match=r"sharding of words with sparse gradients .* build .* sparse=False"):
-        shard_parameters(model, cast("Any", None), [], Sharding())  # refused before the mesh is used
+        shard_parameters(model, cast("Any", None), [], MixedPrecisionPolicy(), True)  # refused before the mesh is used
 
 
 @given(st.integers(1, 12), st.integers(0, 60))

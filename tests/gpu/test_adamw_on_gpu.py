@@ -1,8 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
+from steplab.ops.adamw import OneKernelAdamW, adamw_step
 from steplab.ops.errors import Unsupported
 
 SHAPES = [(4096, 511), (1024,), (1,), (3, 5), (100_003,), (2048, 2)]
@@ -23,11 +25,11 @@ def test_it_errs_no_more_than_twice_as_much_as_torchs_fused_one(weight_decay: fl
         OneKernelAdamW([x.requires_grad_() for x in ours], lr=1e-2, weight_decay=weight_decay),
         torch.optim.AdamW([x.requires_grad_() for x in theirs], lr=1e-2, weight_decay=weight_decay, fused=True),
     ]
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
     for step in range(1, STEPS + 1):
-        rates = Rates(lr=1e-2, beta_1=0.9, beta_2=0.999, eps=1e-8, weight_decay=weight_decay, step=step)
         for index, gradient in enumerate(inputs(step)):
             ours[index].grad, theirs[index].grad = gradient, gradient.clone()
-            adamw_step(exact[index], gradient.double(), *moments[index], rates)
+            adamw_step(exact[index], gradient.double(), *moments[index], step=step, **options)
         for each in made:
             each.step()
     for x, y, z in zip(ours, theirs, exact, strict=True):

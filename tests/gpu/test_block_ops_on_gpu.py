@@ -8,7 +8,8 @@ from torch import Tensor
 
 from steplab.lab.memory import memory
 from steplab.model.build import build_workload
-from steplab.model.compiling import compile_blocks
+from steplab.model.checkpointing import wrap_block
+from steplab.model.compiling import repeated_blocks
 from steplab.model.workload import call, loss_of
 from steplab.ops.rms_norm import add_rms_norm, plain_add_rms_norm
 from steplab.ops.rotary_heads import plain_rotary_heads, rotary_heads
@@ -82,7 +83,8 @@ def made_by(*, compiled: bool) -> dict[str, Tensor]:
     assert built.module is not None
     assert built.make_batch is not None
     if compiled:
-        compile_blocks(built.module)
+        for index, block in enumerate(repeated_blocks(built.module)):
+            wrap_block(block, index, checkpointing="none", compile_mode="block", split=False)
     with torch.autocast("cuda", BF16):
         loss_of(call(built.module, built.make_batch())).backward()
     return {name: parameter.grad for name, parameter in built.module.named_parameters() if parameter.grad is not None}

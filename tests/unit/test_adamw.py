@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import steplab
 from steplab.ops import triton_places
-from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
+from steplab.ops.adamw import OneKernelAdamW, adamw_step
 from steplab.ops.errors import Unsupported, UserError
 from steplab.ops.update import UpdateByParts
 from steplab.plan.memory import predict_memory
@@ -42,8 +42,7 @@ def in_float64(steps: int) -> list[dict[str, Tensor]]:
         p = parameter.detach().double()
         first, second = torch.zeros_like(p), torch.zeros_like(p)
         for step in range(1, steps + 1):
-            rates = Rates(lr=1e-2, beta_1=0.9, beta_2=0.95, eps=1e-8, weight_decay=0.1, step=step)
-            adamw_step(p, gradients(step)[index].double(), first, second, rates)
+            adamw_step(p, gradients(step)[index].double(), first, second, step=step, **OPTIONS)
         found.append({"parameter": p, "exp_avg": first, "exp_avg_sq": second})
     return found
 

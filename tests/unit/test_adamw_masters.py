@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import steplab
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step, bf16_with_masters
+from steplab.ops.adamw import OneKernelAdamW, adamw_step, bf16_with_masters
 from steplab.ops.errors import Unsupported, UserError
 from steplab.specs.resolve import resolve_step
 
@@ -54,14 +54,14 @@ def test_masters_are_the_float32_parameters_of_the_same_gradients_and_weights_ar
 
 
 def test_a_step_is_as_near_to_float64_as_float32_allows() -> None:
-    values, rates = masters_of(), Rates(lr=1e-2, beta_1=0.9, beta_2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    values = masters_of()
     exact = [value.double() for value in values]
     weights, made = optimizer_of(values)
     take_steps(weights, made, range(1, 2))
     u = torch.finfo(torch.float32).eps / 2
     for master, before, gradient in zip(values, exact, gradients(1), strict=True):
         x, first, second = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
-        adamw_step(x, gradient.double(), first, second, rates)
+        adamw_step(x, gradient.double(), first, second, step=1, **OPTIONS)
         # Decay and product round the parameter twice and its difference once. The update of lr rounds two moments, a
         # root, two corrections, a quotient and a product.
         assert ((master.double() - x).abs() <= u * (3 * before.abs() + 1e-2 * 10)).all()

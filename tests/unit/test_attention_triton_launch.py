@@ -19,9 +19,8 @@ from steplab.ops.attention.implementations import implementation
 from steplab.ops.attention.triton_backward import (
     _layout,
     _results,
-    _start_for_keys,
-    _start_for_queries,
     _start_of_prepare,
+    _start_of_sweep,
     _starts_of_one_sweep,
 )
 from steplab.ops.attention.triton_launch import Call, Form, Start
@@ -104,9 +103,9 @@ def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start,
         with patch.object(triton_forward, "num_multiprocessors", return_value=3):
             start, more = triton_forward._start.__wrapped__(tiles, call, Q_SHAPE, K_SHAPE, (Q, K, K, Q))
         return start, 5 + len(more) + (2 if call.parts.rest else 0)
-    if kernel == "backward_kv":
-        return _start_for_keys.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K)), 8
-    return _start_for_queries.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, Q)), 7
+    gradients = (K, K) if kernel == "backward_kv" else (Q,)
+    start = _start_of_sweep.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, *gradients))
+    return start, 6 + len(gradients)
 
 
 @pytest.mark.parametrize(

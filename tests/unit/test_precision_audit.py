@@ -20,7 +20,7 @@ from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.toy import ToyModel
 from steplab.model.workload import Workload, call, loss_of
-from steplab.ops.fp8.casts import amax, cast, cast_both
+from steplab.ops.fp8.casts import amax, cast_both
 from steplab.ops.fp8.linear import product
 from steplab.records.numerics import Audit, Fp8Losses, ModuleAudit, Numerics
 from steplab.specs.resolve import resolve_step
@@ -503,7 +503,7 @@ def test_an_audit_sees_what_products_lose() -> None:
     x[0, 0] = 1e-9
     with operators:
         rows, _ = cast_both(x, amax(x) / 2)
-        product(rows, cast(w, amax(w)), torch.bfloat16)
+        product(rows, cast_both(w, amax(w))[0], torch.bfloat16)
     (seen,) = operators.matmuls()
     assert seen.fp8 is not None
     assert seen.fp8.flushed == pytest.approx(1 / x.numel())

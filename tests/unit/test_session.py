@@ -625,7 +625,10 @@ def test_the_loss_of_a_model_that_returns_a_tuple_is_its_one_scalar() -> None:
 
 
 def test_a_factory_that_needs_more_than_it_is_given_is_refused() -> None:
-    with pytest.raises(UserError, match=r"needing_more has parameters that steplab does not give \(ctx\); .* batch"):
+    with pytest.raises(
+        UserError,
+        match=r"needing_more has parameters that steplab does not give \(missing a required .*'ctx'\); .* batch",
+    ):
         of_this_file(needing_more)  # type: ignore[arg-type]
 
 

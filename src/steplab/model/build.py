@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +111,17 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
     """
     factory = _find(spec.model.name)
     offered = {"batch": spec.batch, "context": spec.context, "device": device, "seed": spec.seed}
-    parameters = inspect.signature(factory).parameters.values()
-    _refuse_other_parameters(spec.model.name, parameters, offered)
     own = _not_taken(factory, ("batch", "context"))
     missing = _not_taken(factory, tuple(offered))
-    made = factory(**{key: value for key, value in offered.items() if key not in missing})
+    given = {key: value for key, value in offered.items() if key not in missing}
+    try:
+        inspect.signature(factory).bind(**given)
+    except TypeError as error:
+        raise UserError(
+            f"{spec.model.name} has parameters that steplab does not give ({error}); it gives "
+            f"{', '.join(offered)}, each by its name; give the others a default"
+        ) from error
+    made = factory(**given)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
         return Workload(
@@ -155,23 +161,6 @@ def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:
     return (
         f"tokens per second: {spec.model.name} does not take {lacking}, so the tokens of its batches are not known",
     )
-
-
-def _refuse_other_parameters(
-    name: str, parameters: Collection[inspect.Parameter], offered: Mapping[str, object]
-) -> None:
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and (each.kind is each.POSITIONAL_ONLY or (each.kind in by_name and each.name not in offered))
-    ]
-    if missing:
-        raise UserError(
-            f"{name} has parameters that steplab does not give ({', '.join(missing)}); it gives "
-            f"{', '.join(offered)}, each by its name; give the others a default"
-        )
 
 
 def _find(name: str) -> Callable[..., Any]:

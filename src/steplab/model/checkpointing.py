@@ -61,10 +61,6 @@ def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
-"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), with activations recomputed in backward"""
-
-
 def block_caller(checkpointing: str) -> BlockCaller:
     if checkpointing == "none":
         return call_plainly
@@ -115,7 +111,8 @@ def _recomputed(forward: Callable[..., Tensor], checkpointing: str, *, is_compil
     return run
 
 
-def _recompute(checkpointing: str, *, is_compiled: bool) -> Recompute:
+def _recompute(checkpointing: str, *, is_compiled: bool) -> Callable[..., Tensor]:
+    """(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), with activations recomputed in backward."""
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if checkpointing in SELECTIVE:
         run_again = partial(run_again, context_fn=partial(selective_contexts, checkpointing, is_compiled=is_compiled))

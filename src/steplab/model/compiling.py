@@ -53,16 +53,6 @@ def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -
     return torch.compile(forward, options={"post_grad_custom_post_pass": gradients_of_products()})
 
 
-def compile_blocks(module: nn.Module) -> None:
-    """Compile each repeated block's forward pass alone, in place, so that gradients appear as backward proceeds.
-
-    Hooks on a block stay outside of its compiled code. Raises Unsupported as repeated_blocks does.
-    """
-    for block in repeated_blocks(module):
-        block.forward = compiled_forward(block, block.forward, "block")
-        block.compiled_within = True  # type: ignore[assignment]
-
-
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The modules of the model's largest nn.ModuleList, each once even if listed twice. Raises Unsupported if it has no
     such list.

@@ -24,7 +24,8 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         for cast in graph.find_nodes(op="call_function", target=_prims.convert_element_type.default):
             product, views = _product_of(cast)
-            if product is not None and cast.args[1] == torch.float32 and _leaves(cast):
+            leaves = all(user.op == "output" for user in cast.users)
+            if product is not None and cast.args[1] == torch.float32 and leaves:
                 _widen(graph, cast, product, views)
 
     def uuid(self) -> Any:
@@ -50,10 +51,6 @@ def _product_of(cast: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
         views.append(node)
         node = node.args[0]
     return None, views
-
-
-def _leaves(node: fx.Node) -> bool:
-    return all(user.op == "output" for user in node.users)
 
 
 def _widen(graph: fx.Graph, cast: fx.Node, product: fx.Node, views: list[fx.Node]) -> None:

@@ -55,7 +55,7 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         if task == "sequence" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0
         with device:
-            model = getattr(transformers, _TASKS[task]).from_config(config, attn_implementation=attention)
+            model = getattr(transformers, _TASKS[task][0]).from_config(config, attn_implementation=attention)
     except (RuntimeError, Unsupported):  # such as running out of memory, which is no fault of the configuration
         raise
     except Exception as error:  # the libraries' validators have their own errors
@@ -69,6 +69,8 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     num_layers, attention_width = _sizes(text) if task in ("causal", "masked") else (None, None)
     heads = getattr(text, "num_attention_heads", None)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
+    experts = list(_experts(model, config))
+    inactive = sum(num_parameters(part) * (1 - chosen / number) for part, number, chosen in experts)
     inner = next((n for key in _INNER if (n := getattr(text, key, None))), None)
     return Workload(
         module=module,
@@ -79,29 +81,24 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         key_width=attention_width * key_heads // heads if attention_width and heads and key_heads else None,
         inner_width=inner or 4 * text.hidden_size if attention_width else None,
         is_causal=task == "causal",
-        num_active_parameters=_num_active(model, config),
-        experts=_experts(model, config),
+        num_active_parameters=round(num_parameters(model) - inactive) if inactive else None,
+        experts=experts[0][1:] if experts else None,
     )
 
 
 _TASKS = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "sequence": "AutoModelForSeq2SeqLM",
-    "image": "AutoModelForImageClassification",
+    "causal": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "sequence": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "masked": ("AutoModelForMaskedLM", "MASKED_LM"),
+    "image": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
 }
-_NAMES_OF_TASKS = {
-    "causal": "CAUSAL_LM",
-    "sequence": "SEQ_TO_SEQ_CAUSAL_LM",
-    "masked": "MASKED_LM",
-    "image": "IMAGE_CLASSIFICATION",
-}
+"""For each task, transformers' class of models and its name in the library's tables."""
 
 
 def _task_of(config: Any, name: str) -> str:
     from transformers.models.auto import modeling_auto
 
-    tables = {task: getattr(modeling_auto, f"MODEL_FOR_{part}_MAPPING_NAMES") for task, part in _NAMES_OF_TASKS.items()}
+    tables = {task: getattr(modeling_auto, f"MODEL_FOR_{part}_MAPPING_NAMES") for task, (_, part) in _TASKS.items()}
     for architecture in config.architectures or ():
         for task, table in tables.items():
             if table.get(config.model_type) == architecture:
@@ -133,7 +130,8 @@ def _sizes(text: Any) -> tuple[int | None, int | None]:
     return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
 
 
-def _parts_of_experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, int]]:
+def _experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, int]]:
+    """Modules of experts, their number, and how many of them a token uses."""
     text = config.get_text_config()
     chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
     for part in model.modules() if chosen else ():
@@ -141,16 +139,6 @@ def _parts_of_experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module
         if isinstance(experts, nn.Module):
             number = len(experts) if isinstance(experts, nn.ModuleList) else next(experts.parameters()).shape[0]
             yield experts, number, min(chosen, number)
-
-
-def _experts(model: nn.Module, config: Any) -> tuple[int, int] | None:
-    return next(((number, chosen) for _, number, chosen in _parts_of_experts(model, config)), None)
-
-
-def _num_active(model: nn.Module, config: Any) -> int | None:
-    of_all = _parts_of_experts(model, config)
-    inactive = sum(num_parameters(experts) * (1 - chosen / number) for experts, number, chosen in of_all)
-    return round(num_parameters(model) - inactive) if inactive else None
 
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")

@@ -10,8 +10,8 @@ and values.
 A stage is a run of consecutive blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
 )
 
 from steplab.model.transformer import Block, LossFn, Transformer, embed
@@ -38,28 +37,23 @@ def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
     *wide, last = shape.feed_forward_layers
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
-        **({"positions": _positions()} if shape.learned_positions else {}),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=_TOKENS),
     }
+    if shape.learned_positions:
+        plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     for part, by_outputs, by_inputs in (
         ("attention", ("query", "key", "value"), "output"),
         ("feed_forward", tuple(wide), last),
     ):
         plan[f"blocks.*.{part}_norm"] = SequenceParallel()
-        plan[f"blocks.*.{part}"] = _gathered_once(num_inputs=2 if part == "attention" else 1)
+        others = (None,) if part == "attention" else ()  # the table of angles
+        plan[f"blocks.*.{part}"] = PrepareModuleInput(
+            input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others)
+        )
         plan |= {f"blocks.*.{part}.{name}": ColwiseParallel() for name in by_outputs}
         plan[f"blocks.*.{part}.{by_inputs}"] = RowwiseParallel(output_layouts=_TOKENS)
     return plan
-
-
-def _positions() -> ParallelStyle:
-    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-
-
-def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
-    others = (None,) * (num_inputs - 1)
-    return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
 
 
 def arrive_whole(embedding: nn.Module) -> None:
@@ -74,7 +68,7 @@ def arrive_whole(embedding: nn.Module) -> None:
 def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
     """A loss function for logits split by vocabulary, [N, V / tp] on each rank of a mesh of one axis.
 
-    Call it within `ready_for_loss`. `loss` must be torch's cross_entropy.
+    Call it, and its backward pass, within torch's `loss_parallel`. `loss` must be torch's cross_entropy.
     """
 
     def of_parts(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -83,13 +77,6 @@ def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
         return mean.to_local()
 
     return of_parts
-
-
-@contextmanager
-def ready_for_loss() -> Iterator[None]:
-    """Context in which torch's cross_entropy, forward and backward, takes logits split by vocabulary."""
-    with loss_parallel():
-        yield
 
 
 Around = Callable[[], AbstractContextManager[object]]

@@ -19,37 +19,26 @@ from .triton_device import on_device_of
 from .triton_places import runs_on
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    lr: float
-    beta_1: float
-    beta_2: float
-    eps: float
-    weight_decay: float
-    step: int
-    """Number of this step, from 1."""
-
-    @property
-    def decay(self) -> float:
-        return 1 - self.lr * self.weight_decay
-
-    @property
-    def step_size(self) -> float:
-        return self.lr / (1 - self.beta_1**self.step)
-
-    @property
-    def second_correction(self) -> float:
-        return float((1 - self.beta_2**self.step) ** -0.5)
-
-
-def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rates: Rates) -> None:
+def adamw_step(
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
     """Update a parameter and its two moments in place: the reference, as the formula reads (Loshchilov and Hutter 2019,
-    "Decoupled Weight Decay Regularization", algorithm 2).
+    "Decoupled Weight Decay Regularization", algorithm 2). `step` counts from 1.
     """
-    first.add_((1 - rates.beta_1) * (gradient - first))
-    second.add_((1 - rates.beta_2) * (gradient.square() - second))
-    denominator = second.sqrt() * rates.second_correction + rates.eps
-    parameter.mul_(rates.decay).sub_(rates.step_size * (first / denominator))
+    beta_1, beta_2 = betas
+    first.add_((1 - beta_1) * (gradient - first))
+    second.add_((1 - beta_2) * (gradient.square() - second))
+    denominator = second.sqrt() * (1 - beta_2**step) ** -0.5 + eps
+    parameter.mul_(1 - lr * weight_decay).sub_(lr / (1 - beta_1**step) * (first / denominator))
 
 
 def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
@@ -128,7 +117,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         added = self.param_groups.pop()
         for parameter in added["params"]:
-            _refuse_unserved_parameter(parameter, self._masters.get(parameter))
+            master = self._masters.get(parameter)
+            _refuse_unserved_parameter(*([parameter] if master is None else [master, parameter]))
         self.param_groups.append(added)
         for parameter in added["params"]:
             if parameter in self._masters:
@@ -352,12 +342,10 @@ def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None
 
 
 def _update_by_torch(tensors: Sequence[Tensors], group: dict[str, Any]) -> None:
-    (beta_1, beta_2), lr = group["betas"], float(group["lr"])
+    options = {"lr": float(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
     for values, gradient, first, second, step, *_ in tensors:
         step += 1
-        decay, eps = group["weight_decay"], group["eps"]
-        rates = Rates(lr=lr, beta_1=beta_1, beta_2=beta_2, eps=eps, weight_decay=decay, step=int(step))
-        adamw_step(values, gradient.to(values.dtype), first, second, rates)
+        adamw_step(values, gradient.to(values.dtype), first, second, step=int(step), **options)
     _round_to_weights(tensors)
 
 
@@ -367,16 +355,15 @@ def _round_to_weights(tensors: Sequence[Tensors]) -> None:
             weight.copy_(values)
 
 
-def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None:
-    _refuse_unserved(parameter)
-    if master is None:
-        _refuse_other_types(parameter, torch.float32, "parameter", "without a master it updates float32 parameters")
+def _refuse_unserved_parameter(values: Tensor, weight: Tensor | None = None) -> None:
+    """`values` is the parameter, or the master of a bfloat16 `weight`."""
+    if weight is None:
+        _refuse_unserved("parameter", values, torch.float32, "without a master it updates float32 parameters")
         return
-    _refuse_unserved(master)
-    _refuse_other_types(parameter, torch.bfloat16, "weight", "a weight with a master is bfloat16")
-    _refuse_other_types(master, torch.float32, "master", "it updates float32 masters")
-    if master.shape != parameter.shape:
-        raise UserError(f"a weight of shape {tuple(parameter.shape)} was given a master of shape {tuple(master.shape)}")
+    _refuse_unserved("weight", weight, torch.bfloat16, "a weight with a master is bfloat16")
+    _refuse_unserved("master", values, torch.float32, "it updates float32 masters")
+    if values.shape != weight.shape:
+        raise UserError(f"a weight of shape {tuple(weight.shape)} was given a master of shape {tuple(values.shape)}")
 
 
 def _refuse_other_values(weight: Tensor, master: Tensor) -> None:
@@ -399,26 +386,23 @@ def _refuse_other_options(group: Mapping[str, Any]) -> None:
 def _refuse_unserved_tensors(
     values: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, *weight: Tensor
 ) -> None:
-    for tensor in (values, gradient, first, second, *weight):
-        _refuse_unserved(tensor)
-    _refuse_other_types(values, torch.float32, "parameter", "without a master it updates float32 parameters")
+    _refuse_unserved_parameter(values, *weight)
     gradient_type = torch.bfloat16 if weight else torch.float32
-    _refuse_other_types(gradient, gradient_type, "gradient", f"a weight in bfloat16 has one of {gradient_type}")
-
-
-def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str) -> None:
-    if tensor.dtype != dtype:
-        raise Unsupported(f"AdamW in one kernel for a {what} of {tensor.dtype}", why, _INSTEAD)
+    _refuse_unserved("gradient", gradient, gradient_type, f"a weight in bfloat16 has one of {gradient_type}")
+    for moment in (first, second):
+        _refuse_unserved("moment", moment, torch.float32, "its moments are float32")
 
 
 _INSTEAD = "use torch.optim.AdamW for it"
 _PLAIN = (Tensor, torch.nn.Parameter)  # checked for thousands of tensors in each step
 
 
-def _refuse_unserved(tensor: Tensor) -> None:
+def _refuse_unserved(what: str, tensor: Tensor, dtype: torch.dtype, why_dtype: str) -> None:
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):  # it has no address
         why = "its elements are in tensors within it, as in a parameter that fully_shard has sharded"
         raise Unsupported(f"AdamW in one kernel for a {type(tensor).__name__}", why, _INSTEAD)
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
         why = f"it takes contiguous tensors that begin at a multiple of {_ALIGNMENT} bytes"
         raise Unsupported(f"AdamW in one kernel for a tensor of strides {tensor.stride()}", why, _INSTEAD)
+    if tensor.dtype != dtype:
+        raise Unsupported(f"AdamW in one kernel for a {what} of {tensor.dtype}", why_dtype, _INSTEAD)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def adamw_rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Count a step of each tensor, and compute its rates in float64 by the formulas of adamw.Rates.
+    """Count a step of each tensor, and compute its rates in float64 by the formulas of adamw.adamw_step.
 
     addresses [tensors, WIDTH]: the fifth is the tensor's step count, in float32. settings [4], float64: learning rate,
     logarithms of both betas, weight decay. rates [tensors, 3], float32, written: decay factor, step size, correction of

@@ -46,6 +46,7 @@ def plain_linear_cross_entropy(
 
 _REFUSED = "a chunked loss", "choose plain for it"
 _NOTHING = (None,) * 7
+# Both Functions take the operators' `terms`: ignore_index, label_smoothing, z_loss and dtype.
 
 
 class ReducedLoss(torch.autograd.Function):
@@ -57,18 +58,15 @@ class ReducedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         mean: bool,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        dtype: torch.dtype,
         name: str,
+        *terms: Any,
     ) -> Tensor:
+        ignore_index, *_, dtype = terms
         wanted = [*ctx.needs_input_grad[:2], bias_V is not None and ctx.needs_input_grad[2]]
         scale, in_backward = _scales(targets_N, mean, ignore_index, dtype)
         losses_N, *gradients = OPERATORS[name].losses(
-            hidden_NC, weight_VC, bias_V, targets_N, scale.expand(targets_N.shape[0]),
-            ignore_index, label_smoothing, z_loss, dtype, wanted,
-        )  # fmt: skip
+            hidden_NC, weight_VC, bias_V, targets_N, scale.expand(targets_N.shape[0]), *terms, wanted
+        )
         ctx.name, ctx.wanted = name, wanted
         ctx.dtypes = hidden_NC.dtype, weight_VC.dtype, None if bias_V is None else bias_V.dtype
         ctx.save_for_backward(*gradients, in_backward)
@@ -88,23 +86,11 @@ class ReducedLoss(torch.autograd.Function):
 class TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NC: Tensor,
-        weight_VC: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        dtype: torch.dtype,
-        name: str,
+        ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, name: str, *terms: Any
     ) -> Tensor:
-        ctx.arguments = ignore_index, label_smoothing, z_loss, dtype
-        ctx.name = name
+        ctx.name, ctx.terms = name, terms
         ctx.save_for_backward(hidden_NC, weight_VC, bias_V, targets_N)
-        losses_N: Tensor = OPERATORS[name].losses(
-            hidden_NC, weight_VC, bias_V, targets_N, None, *ctx.arguments, [False] * 3
-        )[0]
+        losses_N, *_ = OPERATORS[name].losses(hidden_NC, weight_VC, bias_V, targets_N, None, *terms, [False] * 3)
         return losses_N
 
     @staticmethod
@@ -113,9 +99,7 @@ class TokenLosses(torch.autograd.Function):
         inputs = ctx.saved_tensors
         hidden_NC, weight_VC, bias_V, targets_N = inputs
         wanted = [*ctx.needs_input_grad[:2], bias_V is not None and ctx.needs_input_grad[2]]
-        _, *gradients = OPERATORS[ctx.name].losses(
-            hidden_NC, weight_VC, bias_V, targets_N, grad_N, *ctx.arguments, wanted
-        )
+        _, *gradients = OPERATORS[ctx.name].losses(hidden_NC, weight_VC, bias_V, targets_N, grad_N, *ctx.terms, wanted)
         return *(
             gradient.to(tensor.dtype) if asked else None
             for gradient, tensor, asked in zip(gradients, inputs, wanted, strict=False)
@@ -204,14 +188,14 @@ def linear_cross_entropy(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     if has_gradient:
-        refuse_func_grad("a chunked loss", "choose plain for it")
+        refuse_func_grad(*_REFUSED)
     if has_gradient and reduction != "none":
         return ReducedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, weight, bias, targets_N, mean, *terms, implementation
+            hidden_NC, weight, bias, targets_N, mean, implementation, *terms
         )
     if has_gradient:
         losses_N = TokenLosses.apply(  # type: ignore[no-untyped-call]
-            hidden_NC, weight, bias, targets_N, *terms, implementation
+            hidden_NC, weight, bias, targets_N, implementation, *terms
         )
     else:
         losses_N, *_ = OPERATORS[implementation].losses(hidden_NC, weight, bias, targets_N, None, *terms, [False] * 3)

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .torch_library import define
 from .triton_device import on_device_of, refuse_unserved
-from .triton_places import ROW_MULTIPLE, chunk_tokens, padded_entries, whole_entries
+from .triton_places import ROW_MULTIPLE, chunk_tokens, padded_entries, power_of_two, whole_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
             logits_nV, logits_nV.stride(0), targets_n.contiguous(), losses_n, scale, scale.stride(0), num_entries,
             terms.ignore_index, terms.label_smoothing, terms.z_loss, SMOOTHED=terms.label_smoothing > 0,
             WITH_GRADIENT=scale_n is not None, enable_fp_fusion=True, num_warps=NUM_WARPS,
-            BLOCK=min(block, max(1 << (num_entries - 1).bit_length(), 32 * NUM_WARPS)),
+            BLOCK=min(block, max(power_of_two(num_entries), 32 * NUM_WARPS)),
         )  # fmt: skip
 
 

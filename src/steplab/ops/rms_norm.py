@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import UserError
 from .torch_library import define, define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
-from .triton_places import NUM_PROGRAMS
+from .triton_places import NUM_PROGRAMS, power_of_two
 
 
 def plain_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -73,8 +73,8 @@ def _forward(
     if x.numel():
         with on_device_of(x):
             add_rms_norm_kernel[(rstd.numel(),)](
-                x, branch, weight.contiguous(), normed, total, rstd, amax, x.shape[-1], eps, BLOCK=_block(x),
-                enable_fp_fusion=True, num_warps=FORWARD_WARPS,
+                x, branch, weight.contiguous(), normed, total, rstd, amax, x.shape[-1], eps,
+                BLOCK=power_of_two(x.shape[-1]), enable_fp_fusion=True, num_warps=FORWARD_WARPS,
             )  # fmt: skip
     return normed, total, rstd
 
@@ -94,17 +94,13 @@ def _backward(
     with on_device_of(total):
         add_rms_norm_backward_kernel[(num_programs,)](
             grad, total if grad_sum is None else grad_sum.contiguous(), total, weight.contiguous(), rstd, grad_x,
-            grad_branch, shares, rstd.numel(), width, HAS_SUM=grad_sum is not None,
-            HAS_BRANCH=grad_branch.numel() > 0, BLOCK=_block(total), enable_fp_fusion=True, num_warps=BACKWARD_WARPS,
+            grad_branch, shares, rstd.numel(), width, HAS_SUM=grad_sum is not None, HAS_BRANCH=grad_branch.numel() > 0,
+            BLOCK=power_of_two(width), enable_fp_fusion=True, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
         rms_norm_weight_kernel[(-(-width // COLUMNS),)](
             shares, grad_weight, num_programs, width, ROWS=SHARES, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=4
         )
     return grad_x, grad_branch, grad_weight
-
-
-def _block(x: Tensor) -> int:
-    return 1 << max(x.shape[-1] - 1, 0).bit_length()
 
 
 def _fake_forward(
@@ -147,7 +143,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: N
 
 
 _ARGUMENTS = "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype)"
-define("add_rms_norm", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)", _forward, _fake_forward)
 define_with_amax("add_rms_norm", _ARGUMENTS, 3, _forward, _fake_forward)
 define(
     "add_rms_norm_backward",

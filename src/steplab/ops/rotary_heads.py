@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import Unsupported, UserError
 from .torch_library import define, define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+from .triton_places import power_of_two
 
 
 def plain_rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +91,7 @@ def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Ten
         with on_device_of(merged):
             rotary_heads_kernel[_grid(q, k)](
                 merged, table, q, k, v, table.stride(0), batch * context, context, num_heads, k.shape[2], head_dim,
-                ROWS=_rows(head_dim), HALF=_half(head_dim), enable_fp_fusion=True, num_warps=NUM_WARPS,
+                ROWS=_rows(head_dim), HALF=power_of_two(head_dim // 2), enable_fp_fusion=True, num_warps=NUM_WARPS,
             )  # fmt: skip
     return q, k, v
 
@@ -108,7 +109,7 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, amax: Tensor | 
             rotary_heads_backward_kernel[_grid(dq, dk)](
                 dq, dk, dv, table, grad, amax, table.stride(0), *strides,
                 batch * context, context, num_heads, dk.shape[2], head_dim,
-                ROWS=_rows(head_dim), HALF=_half(head_dim), enable_fp_fusion=True, num_warps=NUM_WARPS,
+                ROWS=_rows(head_dim), HALF=power_of_two(head_dim // 2), enable_fp_fusion=True, num_warps=NUM_WARPS,
             )  # fmt: skip
     return grad
 
@@ -117,12 +118,8 @@ def _rows_together(table: Tensor) -> Tensor:
     return table if table.stride()[1:] == (table.shape[-1], 1) else table.contiguous()
 
 
-def _half(head_dim: int) -> int:
-    return 1 << max(head_dim // 2 - 1, 0).bit_length()
-
-
 def _rows(head_dim: int) -> int:
-    return max(ELEMENTS // _half(head_dim), 1)
+    return max(ELEMENTS // power_of_two(head_dim // 2), 1)
 
 
 def _grid(q_BTHD: Tensor, k_BTND: Tensor) -> tuple[int]:
@@ -157,6 +154,5 @@ OPERATOR = define(
 )
 """The operator steplab::rotary_heads, for selective checkpointing."""
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor table)"
-define("rotary_heads_backward", f"{_GRADIENTS} -> Tensor", _backward, _fake_backward)
 define_with_amax("rotary_heads_backward", _GRADIENTS, 1, _backward, _fake_backward)
 define_derivative("rotary_heads", _differentiate, _save)

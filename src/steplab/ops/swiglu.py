@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .errors import UserError
-from .torch_library import define, define_derivative, define_with_amax
+from .torch_library import define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 
@@ -114,8 +114,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
     return gradient
 
 
-define("swiglu", "(Tensor gate_up) -> Tensor", _forward, _fake_forward)
-define("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor", _backward, _fake_backward)
 define_with_amax("swiglu", "(Tensor gate_up)", 1, _forward, _fake_forward)
 define_with_amax("swiglu_backward", "(Tensor grad, Tensor gate_up)", 1, _backward, _fake_backward)
 define_derivative("swiglu", _differentiate, _save)

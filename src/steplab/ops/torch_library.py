@@ -29,7 +29,7 @@ def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[...,
 def define_with_amax(
     name: str, arguments: str, num_results: int, real: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """Register steplab::{name}_amax, which returns the results of `real` and the first result's largest magnitude.
+    """Register steplab::{name} and steplab::{name}_amax, which also returns the first result's largest magnitude.
 
     `arguments` is such as "(Tensor x)". The magnitude is a float32 scalar on the device of the first argument. `real`
     takes a last argument, a zero into which its kernel writes it.
@@ -45,7 +45,9 @@ def define_with_amax(
     def fake_amax(*given: Any) -> tuple[Tensor, ...]:
         return results(fake(*given), given[0].new_empty((), dtype=torch.float32))
 
-    define(f"{name}_amax", f"{arguments} -> ({', '.join(['Tensor'] * (num_results + 1))})", real_amax, fake_amax)
+    tensors = ["Tensor"] * num_results
+    define(name, f"{arguments} -> ({', '.join(tensors)})", real, fake)
+    define(f"{name}_amax", f"{arguments} -> ({', '.join([*tensors, 'Tensor'])})", real_amax, fake_amax)
 
 
 def define_derivative(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:

@@ -32,6 +32,11 @@ def runs_on(device_type: str) -> bool:
     return device_type == "cuda" or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`: the sizes that Triton's blocks can have."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 CHUNK_BYTES = 2**29
 """Most bytes of logits in memory at a time. At a vocabulary of 131,072 in bf16 that is 2,048 tokens: a multiple of
 cuBLAS's tile sizes, and enough for products as fast as the whole batch's.

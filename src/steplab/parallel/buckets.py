@@ -132,10 +132,6 @@ def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) 
     return made.zero_() if gradient is None else made.copy_(gradient)
 
 
-def flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 class CollectiveBucket:
     shared_bytes = 0
 
@@ -157,7 +153,7 @@ class CollectiveBucket:
             if gradient is not None and is_shared(gradient):
                 gradient = gradient.clone()
             self._averages = [dense(gradient, self._first, self._strides).detach()]
-            buffer = flat(self._averages[0])
+            buffer = self._averages[0].as_strided((self._first.numel(),), (1,))
             gradients = self._averages
         fill(self._averages, gradients)
         self._pending = self._collectives.all_reduce(buffer, average=True)

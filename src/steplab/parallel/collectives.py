@@ -4,6 +4,7 @@ Calls on tensors return at once; waits happen on the device's stream. Host value
 not drain. All ranks make all calls in the same order.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -114,6 +115,40 @@ def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives
     if group is None or isinstance(group, dist.ProcessGroup):
         return GroupCollectives(group)
     return group
+
+
+def check_alike(
+    collectives: Collectives, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]], what: str = "module"
+) -> None:
+    """Raise UserError on all ranks if their settings or their named tensors' forms differ: they would wait for each
+    other, or overwrite weights. `what` has to be built alike.
+    """
+    everyone = collectives.host_gather((dict(settings), {name: _form(tensor) for name, tensor in tensors}))
+    first_settings, first_tensors = everyone[0]
+    for rank, (others_settings, others_tensors) in enumerate(everyone):
+        for name, value in first_settings.items():
+            if others_settings[name] != value:
+                raise UserError(
+                    f"{name} is {value!r} on rank 0 and {others_settings[name]!r} on rank {rank}: "
+                    "give every rank the same"
+                )
+        for name in [*first_tensors, *others_tensors]:
+            here, there = first_tensors.get(name, "absent"), others_tensors.get(name, "absent")
+            if here != there:
+                raise UserError(
+                    f"{name} is {here} on rank 0 and {there} on rank {rank}: every rank has to build the same {what}"
+                )
+        if list(first_tensors) != list(others_tensors):
+            raise UserError(
+                f"rank 0 and rank {rank} have their parameters and buffers in another order: "
+                f"every rank has to build the same {what} in the same way"
+            )
+
+
+def _form(tensor: Tensor) -> str:
+    gradient = "trained" if tensor.requires_grad else "not trained"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} {dtype} on {tensor.device.type} strides {tensor.stride()} {gradient}"
 
 
 class _Work:

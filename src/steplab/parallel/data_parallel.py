@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .buckets import Bucket, CollectiveBucket, OwnedBucket, Owners, refuse_sparse
-from .collectives import Collectives, collectives_of
+from .collectives import Collectives, check_alike, collectives_of
 from .errors import UserError
 from .peer_memory import PeerMemory, open_peer_memory
 from .reduction import GradientReducer, launch_order_of, strategy_of
@@ -89,7 +89,7 @@ class DataParallel(nn.Module):
         settings = {
             "strategy": strategy, "bucket_size_mb": bucket_size_mb, "transport": named, "to_owners": to_owners,
         }  # fmt: skip
-        check_alike(collectives, settings, _forms(module))
+        check_alike(collectives, settings, [*module.named_parameters(), *module.named_buffers()])
         refuse_sparse(module, "data parallelism", "buckets")
         _broadcast_from_first(module, collectives)
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -218,15 +218,6 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
 
-def _forms(module: nn.Module) -> dict[str, str]:
-    def form(tensor: Tensor) -> str:
-        gradient = "trained" if tensor.requires_grad else "not trained"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"{tuple(tensor.shape)} {dtype} on {tensor.device.type} strides {tensor.stride()} {gradient}"
-
-    return {name: form(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-
-
 @torch.no_grad()
 def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
     tensors = [*module.parameters(), *module.buffers()]
@@ -272,27 +263,3 @@ def buckets_of(
     if owners is not None:
         return [OwnedBucket(members, [owners[p] for p in members], collectives) for members in groups]
     return [CollectiveBucket(members, collectives) for members in groups]
-
-
-def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    """Raise UserError on all ranks if their settings differ, or the descriptions of their tensors (name to text)."""
-    everyone = collectives.host_gather((dict(settings), dict(tensors)))
-    first_settings, first_tensors = everyone[0]
-    for rank, (others_settings, others_tensors) in enumerate(everyone):
-        for name, value in first_settings.items():
-            if others_settings[name] != value:
-                raise UserError(
-                    f"{name} is {value!r} on rank 0 and {others_settings[name]!r} on rank {rank}: "
-                    "give every rank the same"
-                )
-        for name in [*first_tensors, *others_tensors]:
-            here, there = first_tensors.get(name, "absent"), others_tensors.get(name, "absent")
-            if here != there:
-                raise UserError(
-                    f"{name} is {here} on rank 0 and {there} on rank {rank}: every rank has to build the same module"
-                )
-        if list(first_tensors) != list(others_tensors):
-            raise UserError(
-                f"rank 0 and rank {rank} have their parameters and buffers in another order: "
-                "every rank has to build the same module in the same way"
-            )

@@ -66,15 +66,6 @@ class Unit:
     low_precision: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    gather_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are averaged; None: their own."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters after forward, and gather them again for backward."""
-
-
 def lay_out(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -82,7 +73,8 @@ def lay_out(
     tensor_plan: Mapping[str, ParallelStyle],
     units: Sequence[Unit],
     wrap_units: Callable[[], None],
-    sharding: Sharding,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
 ) -> None:
     """Split and shard the module in place; all ranks of the mesh call it together.
 
@@ -91,12 +83,14 @@ def lay_out(
         tensor_plan: style by name of submodule, `*` for any one name; absent names are skipped.
         units: in the order of their forward passes; other parameters are gathered with the root.
         wrap_units: called between splitting and sharding; it keeps parameters.
+        policy: dtypes of gathered parameters and of averaged gradients; units without low_precision keep theirs.
+        reshard_after_forward: free gathered parameters after forward, and gather them again for backward.
     """
     if mesh["tp"].size() > 1:
         split_products(module, mesh["tp"], tensor_plan)
     wrap_units()
     if mesh["dp"].size() * mesh["fsdp"].size() > 1:
-        shard_parameters(module, mesh, units, sharding)
+        shard_parameters(module, mesh, units, policy, reshard_after_forward)
 
 
 def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
@@ -106,7 +100,9 @@ def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paral
     parallelize_module(module, mesh, present, src_data_rank=None)
 
 
-def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
+def shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], policy: MixedPrecisionPolicy, reshard: bool
+) -> None:
     """Shard parameters along fsdp, and replicate along dp. Raises Unsupported for sparse gradients, and for a parameter
     shared between a unit and other modules.
     """
@@ -114,19 +110,15 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
     refuse_sparse(module, "sharding", "shards")
     data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
     as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Inputs are not cast: autocast decides on low precision, as on one rank.
-    lower = MixedPrecisionPolicy(
-        param_dtype=sharding.gather_dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
-    )
     for unit in units:
         fully_shard(
             unit.module,
             mesh=data_mesh,
-            mp_policy=lower if unit.low_precision else as_kept,
-            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=policy if unit.low_precision else as_kept,
+            reshard_after_forward=reshard,
         )
     # Forward needs the root last and backward needs it first: freeing it between would gain nothing.
-    fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
+    fully_shard(module, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:

@@ -105,11 +105,7 @@ class PeerCopies:
         return start
 
     def _are_met(self, start: int, end: int) -> bool:
-        for bucket in self.under_way:
-            first, last = bucket.landing
-            if first < end and start < last:
-                return True
-        return False
+        return any(first < end and start < last for first, last in (bucket.landing for bucket in self.under_way))
 
     def start(self, chunk: "Chunk", addresses: Sequence[int], room: int) -> None:
         """Send a chunk's gradients to owners, start averaging, and send the previous chunk's averages home."""

@@ -219,7 +219,8 @@ class CudaDriver:
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
         )
         self._operate = _function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
-        self._record = _function("cuEventRecord", pointer, pointer)
+        self.record = _function("cuEventRecord", pointer, pointer)
+        """(event, stream)"""
         self._wait = _function("cuStreamWaitEvent", pointer, pointer, number)
         self._attributes = _CopyAttributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATION)
         from_the_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -236,9 +237,6 @@ class CudaDriver:
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
         numbers = ctypes.c_uint64 * len(sizes_bytes)
         self._copy(numbers(*targets), numbers(*sources), numbers(*sizes_bytes), len(sizes_bytes), *self._how, stream)
-
-    def record(self, event: int, stream: int) -> None:
-        self._record(event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
         self._wait(stream, event, 0)

@@ -15,8 +15,9 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from .collectives import Collectives, collectives_of
+from .collectives import Collectives, check_alike, collectives_of
 from .errors import Unsupported, UserError
 from .flat_parameters import Exchange, FlatParameters, ParameterCopies, check_movable
 from .peer_memory import PeerMemory, open_peer_memory
@@ -58,7 +59,7 @@ def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) ->
         sent.append(tensor.detach())
         return _Sent(tuple(tensor.shape), tensor.dtype)
 
-    described_state = _replace(shard["state"], Tensor, described)
+    described_state = tree_map_only(Tensor, described, shard["state"])
     following = iter(sent)
     state: dict[Any, Any] = {}
     for owner, description in enumerate(ranks.host_gather(described_state)):
@@ -70,18 +71,8 @@ def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) ->
             ranks.broadcast(tensor, source=owner).wait()
             return tensor.cpu() if ranks.rank == 0 else None
 
-        state.update(_replace(description, _Sent, received))
+        state.update(tree_map_only(_Sent, received, description))
     return {"state": _in_order(state), "param_groups": shard["param_groups"]} if ranks.rank == 0 else {}
-
-
-def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    if isinstance(value, kind):
-        return replacement(value)
-    if isinstance(value, dict):
-        return {key: _replace(item, kind, replacement) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, kind, replacement) for item in value)
-    return value
 
 
 def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
@@ -180,6 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # torch.amp.GradScaler then also calls `step` after an overflow, and passes its verdict.
         self._step_supports_amp_scaling = bool(self._given_owners) and self._ranks.size > 1
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
+        """Trained and frozen elements that each rank owns: at most (total + (size - 1) · largest) / size."""
         self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
@@ -191,15 +183,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()
 
     # --- parameters ---------------------------------------------------------------------------------------
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Number of trained elements that each rank owns; at most (total + (size - 1) · largest) / size."""
-        return tuple(self._loads)
-
-    @property
-    def padding_bytes(self) -> int:
-        return sum(flat.padding_bytes for flat in self._flats)
 
     @property
     def shared_bytes(self) -> int:
@@ -256,7 +239,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_in(self, params: list[nn.Parameter]) -> None:
         check_movable([*self._flat_of, *params])
-        self._check_ranks_agree(params)
+        numbered = [(f"parameter {number} of the optimizer", param) for number, param in enumerate(params)]
+        check_alike(self._ranks, {}, numbered, "model")
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in params:
             # A frozen parameter may be trained later: balanced separately, it is balanced before and after.
@@ -289,18 +273,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others = [param for param in params if param not in found]
         found.update(zip(others, owners_of([param.numel() for param in others], loads), strict=True))
         return [found[param] for param in params]
-
-    def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Raise UserError if ranks differ: they would wait for each other, or overwrite weights."""
-        mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
-        for rank, theirs in enumerate(self._ranks.host_gather(mine)):
-            if theirs != mine:
-                both = zip(mine, theirs, strict=False)
-                at = next((index for index, (a, b) in enumerate(both) if a != b), min(len(mine), len(theirs)))
-                raise UserError(
-                    f"ranks {self._ranks.rank} and {rank} give different parameters to the sharded optimizer, from "
-                    f"number {at} on ({len(mine)} and {len(theirs)} in all); build the same model on every rank"
-                )
 
     # --- stepping -----------------------------------------------------------------------------------------
 

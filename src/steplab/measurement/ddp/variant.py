@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.measurement.clock import Phase
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.distribute import sharding_of, units_of
+from steplab.measurement.step.distribute import policy_of, units_of
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.buckets import refuse_sparse
 from steplab.parallel.collectives import Collectives, Pending
-from steplab.parallel.layout import Sharding, Unit
+from steplab.parallel.layout import Unit
 from steplab.records.ddp import Messages
 from steplab.specs.ddp import COLLECTIVES, OWN, Variant
 from steplab.specs.step import StepSpec
@@ -64,8 +65,8 @@ class VariantStep(ModelStep):
     def messages(self) -> tuple[Messages, ...]:
         """Messages of one step, which this runs on all ranks; empty if unknown."""
         if self._variant.kind == "fsdp2":
-            units, sharding = units_of(self.module), sharding_of(self.module, self._spec)
-            return fsdp_messages(self.module, units, sharding, self._world_size, self._spec.micro_steps)
+            units, policy = units_of(self.module), policy_of(self.module, self._spec)
+            return fsdp_messages(self.module, units, policy, self._world_size, self._spec.micro_steps)
         if self._variant.kind == "torch_ddp":
             self.run()
             sizes = compat.bucket_bytes(self.distributed.call)
@@ -133,7 +134,7 @@ class RecordingCollectives:
 
 
 def fsdp_messages(
-    module: nn.Module, units: Sequence[Unit], sharding: Sharding, size: int, micro_steps: int
+    module: nn.Module, units: Sequence[Unit], policy: MixedPrecisionPolicy, size: int, micro_steps: int
 ) -> tuple[Messages, ...]:
     """The messages of a step over `size` ranks with parallel.layout.shard_parameters, from the shapes of parameters.
 
@@ -143,8 +144,8 @@ def fsdp_messages(
     """
     inside = {parameter for unit in units for parameter in unit.module.parameters()}
     root = Unit(module=nn.ParameterList(p for p in module.parameters() if p not in inside))
-    gathered = [_padded_bytes(unit, sharding.gather_dtype, size) for unit in (root, *units)]
-    scattered = [_padded_bytes(unit, sharding.reduce_dtype, size) for unit in (*units[::-1], root)]
+    gathered = [_padded_bytes(unit, policy.param_dtype, size) for unit in (root, *units)]
+    scattered = [_padded_bytes(unit, policy.reduce_dtype, size) for unit in (*units[::-1], root)]
     both_passes = (*gathered, *gathered[:0:-1])
     return (
         Messages(collective="all_gather", sizes_bytes=both_passes * micro_steps),

@@ -154,9 +154,9 @@ class Operators(TorchDispatchMode):
             op: str = func.name().partition(".")[0]
             name = op.rpartition("::")[2]
             self.names.append(name)
-            if name in ("fp8_cast", "fp8_cast_both"):
+            if name == "fp8_cast_both":
                 with self._place.counting(result[0].device.type):
-                    self._note_cast(args[0], args[1], result[:-1])
+                    self._note_cast(*args[:2], *result[:2])
             if name in _MATMULS or any(word in name for word in _MATMUL_WORDS):
                 self._note(op, args, result)
         return result
@@ -173,10 +173,10 @@ class Operators(TorchDispatchMode):
             with self._place.counting(result.device.type):
                 self._note_fp8(key, args[0], args[1], result)
 
-    def _note_cast(self, x: Tensor, amax: Tensor, made: tuple[Tensor, ...]) -> None:
-        lost = (x != 0) & (made[0].float() == 0)
+    def _note_cast(self, x: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
+        lost = (x != 0) & (rows.float() == 0)
         losses = torch.stack([lost.float().mean(), (x.abs().float() > amax).float().mean(), amax.view(())])
-        for values, source in zip(made, (x, x.t() if x.dim() > 1 else x), strict=False):
+        for values, source in ((rows, x), (columns, x.t())):
             self._casts[values.data_ptr()] = (values, source, losses)
 
     def _note_fp8(self, key: _Call, a: Tensor, b: Tensor, result: Tensor) -> None:

@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
 from steplab.model.checkpointing import wrap_block
-from steplab.model.compiling import compile_blocks, compiled, repeated_blocks
+from steplab.model.compiling import compiled, repeated_blocks
 from steplab.model.layout import (
     TransformerStage,
     arrive_whole,
     blocks_of,
     cut,
     loss_over_ranks,
-    ready_for_loss,
     tensor_plan,
 )
 from steplab.model.transformer import LossFn, Transformer, call_plainly
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.layout import (
     Pipeline,
-    Sharding,
     Unit,
     data_share,
     lay_out,
@@ -87,7 +87,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
     mesh = open_mesh(_sizes(spec.layout), device.type)
     split = spec.layout.tp > 1
     loss = loss_over_ranks(model.loss, mesh["tp"]) if split else model.loss
-    around = ready_for_loss if split else nullcontext
+    around = loss_parallel if split else nullcontext
     data_index, _ = data_share(mesh)
     if spec.layout.pp > 1:
         pipeline, module = _in_stages(model, spec, mesh, device, autocast, loss)
@@ -97,8 +97,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
         _lay_out(model, spec, mesh)
         laid_out = Distributed(module=model, call=model, data_index=data_index, around=around)
         if spec.layout.data_ranks > 1:
-            keep = not sharding_of(model, spec).reshard_after_forward
-            laid_out = replace(laid_out, no_sync=lambda: no_gradient_sync(model, keep_gathered=keep))
+            laid_out = replace(laid_out, no_sync=partial(no_gradient_sync, model, keep_gathered=not spec.reshards))
     forget_the_whole(device)
     return laid_out
 
@@ -128,7 +127,8 @@ def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: Devic
         tensor_plan=tensor_plan(shape),
         units=units_of(module),
         wrap_units=lambda: prepare_blocks(module, spec),
-        sharding=sharding_of(module, spec),
+        policy=policy_of(module, spec),
+        reshard_after_forward=spec.reshards,
     )
 
 
@@ -143,14 +143,14 @@ def units_of(module: nn.Module) -> Sequence[Unit]:
     return [*embeddings, *(Unit(module=block) for block in blocks_of(module).values())]
 
 
-def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
-    """How FSDP2 stores and moves the parameters. Foreign models are gathered in the stored dtype, because some of
-    their modules may need it."""
+def policy_of(module: nn.Module, spec: StepSpec) -> MixedPrecisionPolicy:
+    """Dtypes in which FSDP2 moves parameters and gradients. Foreign models are gathered in the stored dtype, because
+    some of their modules may need it. Inputs are not cast: autocast decides on low precision, as on one rank."""
     autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
-    return Sharding(
-        gather_dtype=torch.bfloat16 if autocast else None,
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if autocast else None,
         reduce_dtype=torch.float32 if autocast else None,
-        reshard_after_forward=spec.reshards,
+        cast_forward_inputs=False,
     )
 
 
@@ -234,7 +234,8 @@ def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
     if by_block and isinstance(module, Transformer):
         prepare_blocks(module, spec)
     elif spec.compile == "block":
-        compile_blocks(module)
+        for index, block in enumerate(repeated_blocks(module)):
+            wrap_block(block, index, checkpointing="none", compile_mode="block", split=False)
     elif spec.compile != "off":
         return compiled(module, spec.compile)
     return module
@@ -309,7 +310,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, autocast: Autocast) -> Distributed:
     if isinstance(module, Transformer):
         return lay_out_transformer(module, replace(spec, layout=layout), world, autocast)
-    device, sharding = world.device.torch_device, sharding_of(module, spec)
+    device = world.device.torch_device
     mesh = open_mesh({"dp": layout.dp, "fsdp": layout.fsdp}, device.type)
     data_index, _ = data_share(mesh)
     lay_out(
@@ -318,9 +319,9 @@ def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, a
         tensor_plan={},
         units=units_of(module),
         wrap_units=lambda: _compiled(module, spec, by_block=True),
-        sharding=sharding,
+        policy=policy_of(module, spec),
+        reshard_after_forward=spec.reshards,
     )
     forget_the_whole(device)
-    keep = not sharding.reshard_after_forward
-    no_sync = partial(no_gradient_sync, module, keep_gathered=keep)
+    no_sync = partial(no_gradient_sync, module, keep_gathered=not spec.reshards)
     return Distributed(module=module, call=module, data_index=data_index, no_sync=no_sync)

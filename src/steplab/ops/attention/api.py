@@ -3,6 +3,7 @@ batch (any leading dimensions), H heads, S query positions, K key positions, D h
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,33 +18,18 @@ from .triton_tuning import hopper_kernels_on
 
 
 def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
-    return _choice(*_described(q, k), causal)
+    return _choice(*_described(q, k, causal))
 
 
-def name_for(q: Tensor, k: Tensor, *, causal: bool) -> str:
-    return _name(*_described(q, k), causal)
-
-
-_Described = tuple[torch.device, torch.dtype, int, int, int, bool]
-
-
-def _described(q: Tensor, k: Tensor) -> _Described:
+def _described(q: Tensor, k: Tensor, causal: bool) -> tuple[torch.device, torch.dtype, int, int, int, bool, bool]:
     dtype = autocast_dtype(q.device.type) or q.dtype
     grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
-    return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped
+    return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped, causal
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _name(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_queries: int,
-    num_keys: int,
-    grouped: bool,
-    causal: bool,
-) -> str:
-    return _choice(device, dtype, head_dim, num_queries, num_keys, grouped, causal).implementation
+def _name(*described: Any) -> str:
+    return _choice(*described).implementation
 
 
 @cache
@@ -76,18 +62,16 @@ AttentionFn = Callable[..., Tensor]
 """(q_BHSD, k_BHKD, v_BHKD, *, causal, scale=None) -> o_BHSD"""
 
 
-def flash_reference_attention(
-    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+def flash_attention(
+    function: type[FlashAttentionReference | FlashAttentionTriton],
+    q_BHSD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
-    output: Tensor = FlashAttentionReference.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
-    return output
-
-
-def flash_triton_attention(
-    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    output: Tensor = FlashAttentionTriton.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
-    return output
+    return function.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +84,8 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def auto_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    return IMPLEMENTATIONS[name_for(q_BHSD, k_BHKD, causal=causal)](q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
+    attend = IMPLEMENTATIONS[_name(*_described(q_BHSD, k_BHKD, causal))]
+    return attend(q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
 
 
 IMPLEMENTATIONS: dict[str, AttentionFn] = {
@@ -108,8 +93,8 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
     "sdpa": sdpa_attention,
     **{f"sdpa_{name}": partial(sdpa_attention, backend=name) for name in SDPA_BACKENDS},
     "flex": flex_attention_compiled,
-    "flash_reference": flash_reference_attention,
-    "flash_triton": flash_triton_attention,
+    "flash_reference": partial(flash_attention, FlashAttentionReference),
+    "flash_triton": partial(flash_attention, FlashAttentionTriton),
     "flash_attn_4": flash_attn_4_attention,
     "auto": auto_attention,
 }

@@ -34,7 +34,9 @@ def reference_forward(
         sum_BNRsD = torch.zeros_like(q_BNRsD)
         highest_BNRs1 = q_BNRsD.new_full((*q_BNRsD.shape[:-1], 1), -_INFINITY)
         normaliser_BNRs1 = torch.zeros_like(highest_BNRs1)
-        for columns in _seen(rows, num_keys, causal=causal):
+        for columns in _tiles(num_keys):
+            if causal and columns.start >= rows.stop:
+                break
             k_BN1tD, v_BN1tD = (x[:, :, None, columns].to(wide) for x in (k_BNKD, v_BNKD))
             scores_BNRst = _scores(q_BNRsD, k_BN1tD, rows, columns, causal=causal, scale=scale)
             before_BNRs1, highest_BNRs1 = (
@@ -79,7 +81,9 @@ def reference_backward(
     for columns in _tiles(k_BNKD.shape[2]):
         k_BN1tD, v_BN1tD = (x[:, :, None, columns].to(wide) for x in (k_BNKD, v_BNKD))
         dk_BNRtD, dv_BNRtD = (torch.zeros_like(x.expand(-1, -1, q_BNRSD.shape[2], -1, -1)) for x in (k_BN1tD, v_BN1tD))
-        for rows in _seeing(columns, q_BHSD.shape[2], causal=causal):
+        for rows in _tiles(q_BHSD.shape[2]):
+            if causal and columns.start >= rows.stop:
+                continue
             q_BNRsD, do_BNRsD = q_BNRSD[..., rows, :], do_BNRSD[..., rows, :]
             scores_BNRst = _scores(q_BNRsD, k_BN1tD, rows, columns, causal=causal, scale=scale)
             weights_BNRst = (scores_BNRst - lse_BNRS1[..., rows, :]).exp()
@@ -112,14 +116,6 @@ def _grouped(x_BHSE: Tensor, k_BNKD: Tensor) -> Tensor:
 def _tiles(num_positions: int) -> Iterator[slice]:
     for start in range(0, num_positions, TILE):
         yield slice(start, min(start + TILE, num_positions))
-
-
-def _seen(rows: slice, num_keys: int, *, causal: bool) -> Iterator[slice]:
-    return (columns for columns in _tiles(num_keys) if not causal or columns.start < rows.stop)
-
-
-def _seeing(columns: slice, num_queries: int, *, causal: bool) -> Iterator[slice]:
-    return (rows for rows in _tiles(num_queries) if not causal or columns.start < rows.stop)
 
 
 def _scores(q_BNRsD: Tensor, k_BN1tD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float) -> Tensor:

@@ -77,8 +77,6 @@ class Implementation:
     dtypes: tuple[str, ...] = _ALL
     widest: int | None = None
     """Largest supported head dimension; None: no limit."""
-    widest_on_all: int | None = None
-    """Largest head dimension that every GPU and library version supports; None if it is `widest`."""
     row_bytes: int = 1
     """The bytes of one head of one token must be a multiple of this."""
     empty: bool = True
@@ -128,13 +126,12 @@ _FLASH_BACKWARD = (
     Workspace(what="gradient of the rotated query, gathered within the kernel", tokens=128, width=32),
 )
 """Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
-_OWN_OPERATORS = ("forward", 3, False), ("backward", 6, True)
 
 
 def _own(name: str) -> tuple[FusedOperator, ...]:
-    return tuple(
-        FusedOperator(name=f"steplab::{name}_{which}", causal=causal, backward=backward)
-        for which, causal, backward in _OWN_OPERATORS
+    return (
+        FusedOperator(name=f"steplab::{name}_forward", causal=3),
+        FusedOperator(name=f"steplab::{name}_backward", causal=6, backward=True),
     )
 
 
@@ -178,7 +175,6 @@ TABLE = (
         devices=("cuda",),
         dtypes=_HALVES,
         widest=256,
-        widest_on_all=128,
         row_bytes=16,
         empty=False,
         single_token=False,
@@ -277,7 +273,6 @@ TABLE = (
         devices=("cuda",),
         package="flash-attn-4",
         dtypes=_HALVES,
-        widest_on_all=128,
         row_bytes=16,
         empty=False,
         causal_offset=False,
@@ -312,12 +307,10 @@ def why_not(
     num_keys: int = 1,
     causal: bool = False,
     grouped: bool = False,
-    on_every_gpu: bool = False,
 ) -> str | None:
     """Why an implementation does not take such inputs, as a clause; None if it does, as far as is known.
 
     `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. A head_dim of None is not checked.
-    on_every_gpu also refuses inputs that some GPU or library version does not take.
     """
     row = _BY_NAME[name]
     if device not in row.devices:
@@ -327,9 +320,8 @@ def why_not(
     if dtype not in row.dtypes:
         return f"that kernel takes {_listed(row.dtypes)} alone, not {dtype}"
     if head_dim is not None:
-        widest = row.widest_on_all if on_every_gpu and row.widest_on_all else row.widest
-        if widest is not None and head_dim > widest:
-            return f"that kernel takes heads of at most {widest}, and these are {head_dim} wide"
+        if row.widest is not None and head_dim > row.widest:
+            return f"that kernel takes heads of at most {row.widest}, and these are {head_dim} wide"
         multiple = max(row.row_bytes // ITEM_BYTES[dtype], 1)
         if head_dim % multiple:
             return f"that kernel takes heads of a multiple of {multiple}, and these are {head_dim} wide"

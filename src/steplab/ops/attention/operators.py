@@ -25,8 +25,6 @@ from .shapes import refuse_unserved
 from .triton_backward import triton_backward
 from .triton_forward import triton_forward
 
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-
 
 def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
     """Number of (query, key) pairs that are not masked. If causal, query i (from 0) sees keys 0 to i."""
@@ -36,34 +34,9 @@ def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
     return square * (square + 1) // 2 + (num_queries - square) * num_keys
 
 
-def attention_flops(q_shape: Sequence[int], num_keys: int, *, causal: bool, num_products: int) -> int:
-    batch, num_heads, num_queries, width = q_shape
-    return 2 * num_products * batch * num_heads * width * num_pairs(num_queries, num_keys, causal=causal)
-
-
-def _forward(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], causal: bool, *args: object, **kwargs: object
-) -> int:
-    return attention_flops(q, k[2], causal=causal, num_products=FORWARD_PRODUCTS)
-
-
-def _backward(
-    do: Sequence[int],
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
-    o: Sequence[int],
-    lse: Sequence[int],
-    causal: bool,
-    *args: object,
-    **kwargs: object,
-) -> int:
-    return attention_flops(q, k[2], causal=causal, num_products=BACKWARD_PRODUCTS)
-
-
-def register_formulas(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    register_flop_formula(forward)(_forward)
-    register_flop_formula(backward)(_backward)
+def _flops(q: Sequence[int], k: Sequence[int], *, causal: bool, num_products: int) -> int:
+    batch, num_heads, num_queries, width = q
+    return 2 * num_products * batch * num_heads * width * num_pairs(num_queries, k[2], causal=causal)
 
 
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -87,7 +60,10 @@ class Operators:
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
     first = define(f"{name}_forward", _FORWARD, forward, _fake_forward)
     second = define(f"{name}_backward", _BACKWARD, backward, _fake_backward)
-    register_formulas(first, second)
+    register_flop_formula(first)(lambda q, k, v, causal, *_, **__: _flops(q, k, causal=causal, num_products=2))
+    register_flop_formula(second)(
+        lambda grad, q, k, v, o, lse, causal, *_, **__: _flops(q, k, causal=causal, num_products=5)
+    )
     # Only backward's gradient is new; forward has checked the saved tensors.
     return Operators(_called(first.default, forward, 3), _called(second.default, backward, 1), first.default)
 

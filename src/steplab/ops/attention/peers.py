@@ -62,21 +62,16 @@ def flash_attn_4_attention(
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
-    attend = _flash_attn_func()
+    try:
+        attend = import_module("flash_attn.cute").flash_attn_func
+    except ImportError as error:
+        why = f"flash-attn-4 cannot be imported ({error})"
+        raise Unsupported("attention 'flash_attn_4'", why, "pip install flash-attn-4") from None
     heads_last = (x.transpose(1, 2) for x in (q_BHSD, k_BHKD, v_BHKD))
     result = attend(*heads_last, softmax_scale=scale, causal=causal)
     # Some versions also return the log-sum-exp.
     o_BSHD: Tensor = result[0] if isinstance(result, tuple) else result
     return o_BSHD.transpose(1, 2)
-
-
-def _flash_attn_func() -> Any:
-    try:
-        flash_attn_func = import_module("flash_attn.cute").flash_attn_func
-    except ImportError as error:
-        why = f"flash-attn-4 cannot be imported ({error})"
-        raise Unsupported("attention 'flash_attn_4'", why, "pip install flash-attn-4") from None
-    return flash_attn_func
 
 
 if TYPE_CHECKING:

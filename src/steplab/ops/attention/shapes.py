@@ -33,56 +33,41 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
-    q_shape, k_shape = q.shape, k.shape
     # One comparison for the common case: every head has its own keys, and K equals S.
-    if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
-        alike = True
-    else:
-        alike = _agree(q_shape, k_shape, v.shape)
-    if not (alike and _one_type(q, k, v) and q.device == k.device == v.device):
-        raise UserError(_reason(q, k, v))
+    is_common = q.shape == k.shape == v.shape and len(q.shape) >= 2 and q.shape[-1] > 0
+    fault = None if is_common else _fault_of_shapes(q.shape, k.shape, v.shape)
+    if fault is not None:
+        raise UserError(fault.format(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"))
+    if not q.device == k.device == v.device:
+        raise UserError(f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}")
+    if (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES) and not (
+        autocast_dtype(q.device.type) is not None and {q.dtype, k.dtype, v.dtype} <= set(DTYPES) - {torch.float64}
+    ):
+        names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))
+        raise UserError(f"attention takes tensors of one type, float32, bfloat16, float16 or float64, not {names}")
 
 
-def _one_type(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if q.dtype == k.dtype == v.dtype:
-        return q.dtype in DTYPES
-    types = {q.dtype, k.dtype, v.dtype}
-    return autocast_dtype(q.device.type) is not None and types <= set(DTYPES) - {torch.float64}
-
-
-def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
-    if len(q) < 2 or len(q) != len(k) or k != v or q[-1] != k[-1] or q[-1] == 0:
-        return False
-    if len(q) < 4:
-        return q[:-2] == k[:-2]
-    heads, key_heads = q[-3], k[-3]
-    return q[:-3] == k[:-3] and (heads == key_heads or (key_heads > 0 and heads % key_heads == 0))
-
-
-def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
-    shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if q.dim() < 2 or q.dim() != k.dim():
+def _fault_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+    """The fault, with {} for the shapes; None if they agree."""
+    if len(q) < 2 or len(q) != len(k):
         return (
-            f"attention takes q [..., heads, queries, dim] with k and v [..., heads, keys, dim], or all of them "
-            f"[batch, positions, dim], or [positions, dim], not {shown}"
+            "attention takes q [..., heads, queries, dim] with k and v [..., heads, keys, dim], or all of them "
+            "[batch, positions, dim], or [positions, dim], not {}"
         )
-    if k.shape != v.shape:
-        return f"attention takes v of the shape of k, not {shown}"
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        return f"attention takes q and k of one head dimension, at least 1, not {shown}"
-    if q.dim() < 4 and q.shape[:-2] != k.shape[:-2]:
+    if k != v:
+        return "attention takes v of the shape of k, not {}"
+    if q[-1] != k[-1] or q[-1] == 0:
+        return "attention takes q and k of one head dimension, at least 1, not {}"
+    if len(q) < 4 and q[:-2] != k[:-2]:
         return (
-            f"attention takes three dimensions as [batch, positions, dim], with one batch for all, not {shown}; "
+            "attention takes three dimensions as [batch, positions, dim], with one batch for all, not {}; "
             "for grouped-query heads give [batch, heads, positions, dim]"
         )
-    if q.shape[:-3] != k.shape[:-3]:
-        return f"attention broadcasts nothing: the dimensions before the heads must be alike, not {shown}; use expand"
-    if not _agree(q.shape, k.shape, v.shape):
-        return f"the number of key heads must divide the number of query heads, not {shown}"
-    if not q.device == k.device == v.device:
-        return f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}"
-    names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))
-    return f"attention takes tensors of one type, float32, bfloat16, float16 or float64, not {names}"
+    if q[:-3] != k[:-3]:
+        return "attention broadcasts nothing: the dimensions before the heads must be alike, not {}; use expand"
+    if len(q) >= 4 and q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
+        return "the number of key heads must divide the number of query heads, not {}"
+    return None
 
 
 def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: str | None = None) -> None:

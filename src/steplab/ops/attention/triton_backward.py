@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..triton_device import on_device_of
+from ..triton_places import power_of_two
 from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     SUMS_PANEL,
@@ -20,11 +21,10 @@ from .triton_launch import (
     base_two,
     hopper_options,
     num_multiprocessors,
-    number_form,
+    numbers_form,
     portable_options,
     positive_scale,
     precision,
-    sums_form,
     tile_form,
 )
 from .triton_repeats import Launch, Made, in_a_row, kind_of, laid_out_as
@@ -104,8 +104,8 @@ def triton_backward(
         if operands.one_sweep is not None:
             _one_sweep(operands, operands.one_sweep, dq, dk, dv)
         else:
-            sweep_for_keys(operands, dk, dv)
-            sweep_for_queries(operands, dq)
+            sweep(operands, tiles_for("backward_kv", operands.q, q_BHSD.shape[2]), dk, dv)
+            sweep(operands, tiles_for("backward_q", operands.q, k_BNKD.shape[2]), dq)
     kind.keep((*inputs, *results), operands.launches)
     if scale < 0:
         dq.neg_()
@@ -202,7 +202,7 @@ def _start_of_prepare(
     num_programs = num_padded // PREPARED * batch * num_heads
     strides = *strides_of(shape, o_strides)[:3], *strides_of(shape, do_strides)[:3]
     numbers = *strides, num_heads, num_queries, num_padded, head_dim, num_turns
-    turns = 1 << max(-(-num_turns // num_programs) - 1, 0).bit_length()
+    turns = power_of_two(-(-num_turns // num_programs))
     return Start(attention_prepare, num_programs, [None] * 6, numbers, M=PREPARED, D=box, TURNS=turns)
 
 
@@ -261,8 +261,9 @@ def _starts_of_one_sweep(
     )
     of_keys = [tile_form(tiles, call.dtype, *x, tiles.keys) for x in (k, v)]
     of_gradients = [tile_form(tiles, call.dtype, *x, ROWS_OF_A_CONSUMER) for x in (dk, dv)]
-    of_numbers = number_form(num_rows, tiles.queries)
-    forms: list[Form | None] = [main[0], *of_keys, main[1], sums_form(num_rows * num_parts), *of_gradients]
+    of_sums = numbers_form([num_rows * num_parts, SUMS_WIDTH], [ROWS_OF_A_CONSUMER, SUMS_WIDTH])
+    of_numbers = numbers_form([num_rows], [tiles.queries])
+    forms: list[Form | None] = [main[0], *of_keys, main[1], of_sums, *of_gradients]
     forms += [of_numbers, of_numbers, None, None, *rest]
     options = hopper_options(tiles, parts)
     options |= {"M": tiles.queries, "CAUSAL": call.causal}
@@ -283,48 +284,30 @@ def _starts_of_one_sweep(
 # --- in two sweeps -------------------------------------------------------------------------------------------------
 
 
-def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dK and dV; their layouts must suit the copy engine (TMA). `tiles` default to the table's."""
+def sweep(operands: Operands, tiles: Tiles, *gradients: Tensor) -> None:
+    """Write dK and dV, or dQ, by the tiles' kernel; their layouts must suit the copy engine (TMA)."""
     x = operands
-    tiles = tiles or tiles_for("backward_kv", x.q, x.q.shape[2])
-    strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
-    start = _start_for_keys(tiles, x.call, x.q.shape, x.k.shape, strides)
-    x.launches.append(start(x.q, x.k, x.v, x.do, dk, dv, x.minus_lse, x.minus_d, stream=x.stream))
+    given = x.q, x.k, x.v, x.do, *gradients
+    start = _start_of_sweep(tiles, x.call, x.q.shape, x.k.shape, tuple(tensor.stride() for tensor in given))
+    x.launches.append(start(*given, x.minus_lse, x.minus_d, stream=x.stream))
 
 
 @lru_cache(maxsize=256)
-def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    from .triton_portable import attention_backward_kv
+def _start_of_sweep(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
+    from .triton_portable import attention_backward_kv, attention_backward_q
 
-    numbers = _numbers(q_shape, k_shape, call.scale)
-    shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
-    all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.keys, tiles.keys
-    forms = [tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
-    num_programs = -(-k_shape[2] // tiles.keys) * k_shape[0] * k_shape[1]
-    options = portable_options(tiles, call.products)
-    return Start(attention_backward_kv, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
-
-
-def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dQ, as `sweep_for_keys` does."""
-    x = operands
-    tiles = tiles or tiles_for("backward_q", x.q, x.k.shape[2])
-    strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
-    start = _start_for_queries(tiles, x.call, x.q.shape, x.k.shape, strides)
-    x.launches.append(start(x.q, x.k, x.v, x.do, dq, x.minus_lse, x.minus_d, stream=x.stream))
-
-
-@lru_cache(maxsize=256)
-def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
-    from .triton_portable import attention_backward_q
-
-    shapes = q_shape, k_shape, k_shape, q_shape, q_shape
-    all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.queries
-    forms = [tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
-    num_programs = -(-q_shape[2] // tiles.queries) * q_shape[0] * q_shape[1]
-    numbers = _numbers(q_shape, k_shape, call.scale)
-    options = portable_options(tiles, call.products)
-    return Start(attention_backward_q, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
+    of_queries, of_keys = (q_shape, tiles.queries), (k_shape, tiles.keys)
+    for_keys = tiles.kernel == "backward_kv"
+    kernel, gradients = (attention_backward_kv, [of_keys] * 2) if for_keys else (attention_backward_q, [of_queries])
+    given = [of_queries, of_keys, of_keys, of_queries, *gradients]
+    forms = [
+        tile_form(tiles, call.dtype, shape, of_tensor, rows)
+        for (shape, rows), of_tensor in zip(given, strides, strict=True)
+    ]
+    (batch, num_heads, tokens, _), rows = gradients[0]
+    num_programs = -(-tokens // rows) * batch * num_heads
+    numbers, options = _numbers(q_shape, k_shape, call.scale), portable_options(tiles, call.products)
+    return Start(kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
 
 
 class _Numbers(NamedTuple):

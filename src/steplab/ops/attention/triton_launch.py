@@ -1,9 +1,9 @@
 """Launches flash_triton's kernels, for both passes."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from .triton_repeats import Address, Launch, Launcher, launcher_of, refuse_while
 from .triton_tensors import Columns, Shape, strides_of
 from .triton_tuning import Tiles
 
-Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
@@ -86,33 +85,21 @@ def tile_form(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return _form(TensorDescriptor, shape, strides_of(shape, strides), block)
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     size = dtype.itemsize
-    swizzle = min(128, columns * size)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
-    return _form(TensorDescriptor, shape, strides_of(shape, strides), block, layout=layout)
+    return _hopper_form(shape, strides_of(shape, strides), block, min(128, columns * size), 8 * size)
 
 
-def number_form(count: int, rows: int) -> Form:
-    """The Form of `count` consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
+def numbers_form(shape: Sequence[int], block: list[int]) -> Form:
+    """The Form of contiguous float32 numbers, which the Hopper kernels read, or add to, by blocks."""
+    return _hopper_form(shape, list(torch.empty(tuple(shape), device="meta").stride()), block, 0, 32)
+
+
+def _hopper_form(shape: Sequence[int], strides: list[int], block: list[int], swizzle_bytes: int, bits: int) -> Form:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return _form(TensorDescriptor, [count], [1], [rows], layout=layout)
-
-
-def sums_form(count: int) -> Form:
-    """The Form of float32 sums [count, SUMS_WIDTH]; the Hopper backward kernel adds to 64 rows at a time."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return _form(
-        TensorDescriptor, [count, SUMS_WIDTH], [SUMS_WIDTH, 1], [ROWS_OF_A_CONSUMER, SUMS_WIDTH], layout=layout
-    )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle_bytes, element_bitwidth=bits, rank=len(block))
+    return _form(TensorDescriptor, shape, strides, block, layout=layout)
 
 
 def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape: list[int], **layout: Any) -> Form:
@@ -145,26 +132,25 @@ class Start:
             self._compile(tensors)
             return None
         if stream is None or self._launcher is None:
-            described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
-            self._compiled(*described, *self._numbers, *self._constants)
+            self._compiled(*self._described(tensors), *self._numbers, *self._constants)
             return None
-        addresses = [x.data_ptr() for x in tensors]
-        given = [at if form is None else form.of(Address(at)) for form, at in self._pairs(addresses)]
+        addresses = zip(self._forms, (x.data_ptr() for x in tensors), strict=True)
+        given = [at if form is None else form.of(Address(at)) for form, at in addresses]
         launch = self._launcher.ready(stream, [*given, *self._numbers, *self._constants])
         launch()
         return launch
 
     def _compile(self, tensors: Sequence[Tensor]) -> None:
         refuse_while_capturing(tensors[0].device)
-        described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
+        described = self._described(tensors)
         compiled = self._kernel[self._grid](*described, *self._numbers, enable_fp_fusion=True, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
             names = self._kernel.arg_names[len(described) + len(self._numbers) :]
             self._constants = [self._options[name] for name in names]
             self._compiled, self._launcher = compiled[self._grid], launcher_of(compiled, self._grid)
 
-    def _pairs(self, given: Sequence[Given]) -> Iterator[tuple[Form | None, Given]]:
-        return zip(self._forms, given, strict=True)
+    def _described(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [x if form is None else form.of(x) for form, x in zip(self._forms, tensors, strict=True)]
 
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:

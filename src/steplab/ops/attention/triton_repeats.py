@@ -171,12 +171,8 @@ def refuse_while_capturing(device: torch.device) -> None:
         )
 
 
-def _raw_stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 _address = Tensor.data_ptr
 # Internals of torch's compiled code, if present: a stream without a Python object, and a tensor on the current GPU in
 # half the time of `empty_like`, which goes through the dispatcher.
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)

@@ -9,6 +9,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from ..triton_places import power_of_two
+
 Shape = tuple[int, ...]
 ALIGNMENT = 16
 """Addresses, and all strides except the last, must be multiples of this, in bytes (CUDA driver API,
@@ -35,14 +37,10 @@ def columns(head_dim: int) -> Columns:
 
     Only from 65 on: below, a half is narrower than the 128 bytes of shared memory's swizzle.
     """
-    box = max(16, _power_of_two(head_dim))
+    box = max(16, power_of_two(head_dim))
     main = box // 2
-    rest = max(16, _power_of_two(head_dim - main))
+    rest = max(16, power_of_two(head_dim - main))
     return Columns(box, 0, box) if main < 64 or rest == main else Columns(main, rest, box)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:

@@ -1,4 +1,4 @@
-"""Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
+"""Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax and fp8_cast_both.
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
 elsewhere the reference gives the same bits. Tensors must be bf16: for a float32 tensor of one row Triton 3.6 and 3.7.1
@@ -29,15 +29,10 @@ def plain_amax(x: Tensor) -> Tensor:
     return x.abs().amax().float()
 
 
-def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    top = torch.full_like(
-        amax, torch.finfo(dtype).max
-    )  # torch divides a Python number by multiplying it with the reciprocal
-    return top / amax.clamp_min(SMALLEST_AMAX)
-
-
 def plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    top, scale = torch.finfo(dtype).max, plain_scale(amax, dtype)
+    top = torch.finfo(dtype).max
+    # A tensor: torch divides a Python number by multiplying it with the reciprocal.
+    scale = torch.full_like(amax, top) / amax.clamp_min(SMALLEST_AMAX)
     return (x.float() * scale).clamp(-top, top).to(dtype), scale.reciprocal()
 
 
@@ -49,7 +44,6 @@ def plain_cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Ten
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8
-CAST_BLOCK, CAST_WARPS = 4096, 4
 ROWS, COLUMNS, WARPS = 64, 128, 8
 
 
@@ -66,13 +60,8 @@ def amax(x: Tensor) -> Tensor:
     return found
 
 
-def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
-    _refuse_other_formats(x)
-    return Operand(*torch.ops.steplab.fp8_cast(x, amax, dtype))
-
-
 def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Operand, Operand]:
-    """cast(x) by rows [R, C] and by columns [C, R], in one pass over x."""
+    """x in fp8 by rows [R, C] and by columns [C, R], in one pass over x."""
     _refuse_other_formats(x_RC)
     rows_RC, columns_CR, inverse_scale = torch.ops.steplab.fp8_cast_both(x_RC, amax, dtype)
     return Operand(rows_RC, inverse_scale), Operand(columns_CR, inverse_scale)
@@ -98,22 +87,6 @@ def _amax(x: Tensor) -> Tensor:
     return found
 
 
-def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if not runs_on(x.device.type):
-        return plain_cast(x, amax, dtype)
-    from .kernels import cast_kernel
-
-    x = x.contiguous()
-    out, inverse_scale = _fake_cast(x, amax, dtype)
-    with on_device_of(x):
-        cast_kernel[-(-x.numel() // CAST_BLOCK),](
-            x, amax, out, inverse_scale, x.numel(),
-            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, BLOCK=CAST_BLOCK,
-            enable_fp_fusion=True, num_warps=CAST_WARPS,
-        )  # fmt: skip
-    return out, inverse_scale
-
-
 def _cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_on(x_RC.device.type):
         return plain_cast_both(x_RC, amax, dtype)
@@ -135,17 +108,12 @@ def _fake_amax(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fake_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), torch.empty_like(amax)
-
-
 def _fake_cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    rows_RC, inverse_scale = _fake_cast(x_RC, amax, dtype)
-    return rows_RC, x_RC.new_empty(x_RC.shape[::-1], dtype=dtype), inverse_scale
+    rows_RC, columns_CR = (x_RC.new_empty(shape, dtype=dtype) for shape in (x_RC.shape, x_RC.shape[::-1]))
+    return rows_RC, columns_CR, torch.empty_like(amax)
 
 
 define("amax", "(Tensor x) -> Tensor", _amax, _fake_amax)
-define("fp8_cast", "(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor)", _cast, _fake_cast)
 define(
     "fp8_cast_both",
     "(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor, Tensor)",

@@ -39,17 +39,6 @@ def _scaled(x, scale, kind: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
-def cast_kernel(
-    x_ptr, amax_ptr, out_ptr, inverse_scale_ptr, num_elements,
-    SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0)
-    scale = _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX, TOP)
-    tl.store(out_ptr + places, _scaled(x, scale, out_ptr.dtype.element_ty, TOP), mask=places < num_elements)
-
-
-@triton.jit
 def cast_both_kernel(
     x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_scale_ptr, num_rows, width,
     SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -21,7 +21,7 @@ gradients, so a layer and its gradient's producer are one Function:
 Shape suffixes: B batch, T tokens, K inputs, F inner width, N outputs of the layer, E (H + 2 N) D: rotary_heads.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,31 +31,19 @@ from ..rotary_heads import rotary_heads, rotary_heads_backward_amax
 from ..swiglu import swiglu_amax, swiglu_backward_amax
 from ..triton_device import refuse_second_derivative
 from ..triton_places import FP8_MULTIPLE
-from .casts import E5M2, Operand, amax, cast, cast_both
+from .casts import E5M2, Operand, amax, cast_both
 
 INSTEAD = "use torch.nn.functional.linear"
-WeightGradient = Literal["fp8", "bf16"]
 
 
-def fp8_linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    *,
-    x_amax: Tensor | None = None,
-    gradients: torch.dtype = E5M2,
-    weight_gradient: WeightGradient = "fp8",
-) -> Tensor:
+def fp8_linear(x: Tensor, weight_NK: Tensor, *, x_amax: Tensor | None = None) -> Tensor:
     """Return x wᵀ, [..., K] -> [..., N] in the dtype of x, from fp8 products.
 
-    Args:
-        x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
-        gradients: fp8 dtype to which the output's gradient is cast.
-        weight_gradient: bf16 takes x and the gradient uncast, so neither is transposed.
-
-    Saves wᵀ in fp8, and xᵀ in fp8 or x itself. Raises Unsupported unless tokens, K and N are multiples of 16.
+    x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it. Saves wᵀ and xᵀ in
+    fp8. Raises Unsupported unless tokens, K and N are multiples of 16.
     """
     refuse_sizes(x, weight_NK)
-    y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), x_amax, weight_NK, gradients, weight_gradient)  # type: ignore[no-untyped-call]
+    y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), x_amax, weight_NK)  # type: ignore[no-untyped-call]
     return y_TN.unflatten(0, x.shape[:-1])
 
 
@@ -68,53 +56,33 @@ def refuse_sizes(x: Tensor, weight_NK: Tensor) -> None:
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, gradients: torch.dtype, kind: WeightGradient
-    ) -> Tensor:
-        y_TN, saved = output(x_TK, x_amax, w_NK, kind)
+    def forward(ctx: Any, x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor) -> Tensor:
+        y_TN, saved = output(x_TK, x_amax, w_NK)
         ctx.save_for_backward(*saved)
-        ctx.gradients, ctx.weight_dtype = gradients, w_NK.dtype
+        ctx.weight_dtype = w_NK.dtype
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear", INSTEAD)
-        dx_TK, dw_NK = input_and_weight_gradients(dy_TN, None, ctx.saved_tensors, ctx.gradients, ctx.weight_dtype)
-        return dx_TK, None, dw_NK, None, None
+        dx_TK, dw_NK = input_and_weight_gradients(dy_TN, None, ctx.saved_tensors, ctx.weight_dtype)
+        return dx_TK, None, dw_NK
 
 
-def output(
-    x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """y [T, N], and tensors to save for backward.
-
-    They are w in fp8 by columns and its inverse scale, then the same of x, or x itself.
-    """
+def output(x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """y [T, N], and tensors to save for backward: w and x in fp8 by columns, each followed by its inverse scale."""
     w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
-    x_amax = amax(x_TK) if x_amax is None else x_amax
-    if weight_gradient == "bf16":
-        return product(cast(x_TK, x_amax), w8_NK, x_TK.dtype, fast=True), (*w8_KN, x_TK)
-    x8_TK, x8_KT = cast_both(x_TK, x_amax)
+    x8_TK, x8_KT = cast_both(x_TK, amax(x_TK) if x_amax is None else x_amax)
     return product(x8_TK, w8_NK, x_TK.dtype, fast=True), (*w8_KN, *x8_KT)
 
 
 def input_and_weight_gradients(
-    dy_TN: Tensor,
-    dy_amax: Tensor | None,
-    saved: tuple[Tensor, ...],
-    gradients: torch.dtype,
-    weight_dtype: torch.dtype,
+    dy_TN: Tensor, dy_amax: Tensor | None, saved: tuple[Tensor, ...], weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dx [T, K] and dw [N, K]; `saved` comes from output()."""
-    w8_KN, x = Operand(*saved[:2]), saved[2:]
-    dy_amax = amax(dy_TN) if dy_amax is None else dy_amax
-    if len(x) == 1:
-        dy8_TN = cast(dy_TN, dy_amax, gradients)
-        dw_NK = (dy_TN.t() @ x[0]).to(weight_dtype)
-    else:
-        dy8_TN, dy8_NT = cast_both(dy_TN, dy_amax, gradients)
-        dw_NK = product(dy8_NT, Operand(*x), weight_dtype)
-    return product(dy8_TN, w8_KN, dy_TN.dtype), dw_NK
+    w8_KN, x8_KT = Operand(*saved[:2]), Operand(*saved[2:])
+    dy8_TN, dy8_NT = cast_both(dy_TN, amax(dy_TN) if dy_amax is None else dy_amax, E5M2)
+    return product(dy8_TN, w8_KN, dy_TN.dtype), product(dy8_NT, x8_KT, weight_dtype)
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -132,87 +100,57 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -
     )
 
 
-def fp8_swiglu(
-    x: Tensor,
-    gate_up_2FK: Tensor,
-    down_NF: Tensor,
-    *,
-    x_amax: Tensor | None = None,
-    gradients: torch.dtype = E5M2,
-    weight_gradient: WeightGradient = "fp8",
-) -> Tensor:
+def fp8_swiglu(x: Tensor, gate_up_2FK: Tensor, down_NF: Tensor, *, x_amax: Tensor | None = None) -> Tensor:
     """SwiGLU feed-forward x [..., K] -> [..., N]: fp8_linear(swiglu(fp8_linear(x, gate_up)), down), with the same
     arguments and errors.
     """
     refuse_sizes(x, gate_up_2FK)
     refuse_sizes(x, down_NF)
-    y_TN: Tensor = _Fp8SwiGLU.apply(x.flatten(0, -2), x_amax, gate_up_2FK, down_NF, gradients, weight_gradient)  # type: ignore[no-untyped-call]
+    y_TN: Tensor = _Fp8SwiGLU.apply(x.flatten(0, -2), x_amax, gate_up_2FK, down_NF)  # type: ignore[no-untyped-call]
     return y_TN.unflatten(0, x.shape[:-1])
 
 
 def fp8_heads(
-    x_BTK: Tensor,
-    weight_EK: Tensor,
-    table_2TD: Tensor,
-    num_heads: int,
-    *,
-    x_amax: Tensor | None = None,
-    gradients: torch.dtype = E5M2,
-    weight_gradient: WeightGradient = "fp8",
+    x_BTK: Tensor, weight_EK: Tensor, table_2TD: Tensor, num_heads: int, *, x_amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), with the same arguments and
     errors.
     """
     refuse_sizes(x_BTK, weight_EK)
     found: tuple[Tensor, Tensor, Tensor] = _Fp8Heads.apply(  # type: ignore[no-untyped-call]
-        x_BTK, x_amax, weight_EK, table_2TD, num_heads, gradients, weight_gradient
+        x_BTK, x_amax, weight_EK, table_2TD, num_heads
     )
     return found
 
 
 class _Fp8SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        x_amax: Tensor | None,
-        gate_up_2FK: Tensor,
-        down_NF: Tensor,
-        gradients: torch.dtype,
-        weight_gradient: WeightGradient,
-    ) -> Tensor:
-        joined_T2F, first = output(x_TK, x_amax, gate_up_2FK, weight_gradient)
-        y_TN, second = output(*swiglu_amax(joined_T2F), down_NF, weight_gradient)
+    def forward(ctx: Any, x_TK: Tensor, x_amax: Tensor | None, gate_up_2FK: Tensor, down_NF: Tensor) -> Tensor:
+        joined_T2F, first = output(x_TK, x_amax, gate_up_2FK)
+        y_TN, second = output(*swiglu_amax(joined_T2F), down_NF)
         ctx.save_for_backward(joined_T2F, *first, *second)
-        ctx.dtypes = gradients, gate_up_2FK.dtype
+        ctx.weight_dtype = gate_up_2FK.dtype
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_swiglu", INSTEAD)
         joined_T2F, *saved = ctx.saved_tensors
-        first, second = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        dh_TF, d_down_NF = input_and_weight_gradients(dy_TN, None, second, *ctx.dtypes)
+        first, second = saved[:4], saved[4:]
+        dh_TF, d_down_NF = input_and_weight_gradients(dy_TN, None, second, ctx.weight_dtype)
         d_joined = swiglu_backward_amax(dh_TF, joined_T2F)
-        dx_TK, d_gate_up_2FK = input_and_weight_gradients(*d_joined, first, *ctx.dtypes)
-        return dx_TK, None, d_gate_up_2FK, d_down_NF, None, None
+        dx_TK, d_gate_up_2FK = input_and_weight_gradients(*d_joined, first, ctx.weight_dtype)
+        return dx_TK, None, d_gate_up_2FK, d_down_NF
 
 
 class _Fp8Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BTK: Tensor,
-        x_amax: Tensor | None,
-        weight_EK: Tensor,
-        table_2TD: Tensor,
-        num_heads: int,
-        gradients: torch.dtype,
-        weight_gradient: WeightGradient,
+        ctx: Any, x_BTK: Tensor, x_amax: Tensor | None, weight_EK: Tensor, table_2TD: Tensor, num_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        merged_TE, saved = output(x_BTK.flatten(0, 1), x_amax, weight_EK, weight_gradient)
+        merged_TE, saved = output(x_BTK.flatten(0, 1), x_amax, weight_EK)
         ctx.save_for_backward(table_2TD, *saved)
-        ctx.dtypes = gradients, weight_EK.dtype
+        ctx.weight_dtype = weight_EK.dtype
         return rotary_heads(merged_TE.unflatten(0, x_BTK.shape[:2]), table_2TD, num_heads)
 
     @staticmethod
@@ -220,5 +158,5 @@ class _Fp8Heads(torch.autograd.Function):
         refuse_second_derivative("fp8_heads", INSTEAD)
         table_2TD, *saved = ctx.saved_tensors
         d_merged_BTE, largest = rotary_heads_backward_amax(dq, dk, dv, table_2TD)
-        dx_TK, dw_EK = input_and_weight_gradients(d_merged_BTE.flatten(0, 1), largest, saved, *ctx.dtypes)
-        return dx_TK.unflatten(0, d_merged_BTE.shape[:2]), None, dw_EK, None, None, None, None
+        dx_TK, dw_EK = input_and_weight_gradients(d_merged_BTE.flatten(0, 1), largest, saved, ctx.weight_dtype)
+        return dx_TK.unflatten(0, d_merged_BTE.shape[:2]), None, dw_EK, None, None
