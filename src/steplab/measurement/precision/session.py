@@ -19,7 +19,7 @@ from steplab.measurement.machine.device import open_device
 from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
+from steplab.measurement.precision.modes import AuditPlace, Operators, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.step import ModelStep
@@ -213,7 +213,7 @@ class _AuditedStep:
         try:
             step = ModelStep(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
             for _ in range(_HISTORY):
-                with Operators(Place(), checked_rows=0) as seen:
+                with Operators(AuditPlace(), checked_rows=0) as seen:
                     step.run()
                 found.append(seen.fp8_products)
         except torch.OutOfMemoryError as error:

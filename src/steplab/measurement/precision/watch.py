@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from steplab.measurement.precision.modes import Functions, Operators, Place, types_in
-from steplab.measurement.step.spans import modules_for_hooks
+from steplab.measurement.precision.modes import AuditPlace, Functions, Operators, types_in
+from steplab.measurement.step.spans import around_calls, modules_for_hooks
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import Elements, ModuleAudit, OperationAudit
 
@@ -128,23 +127,17 @@ class NumericsWatch:
         """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
+        self._model = model
         modules, self.left_out = modules_for_hooks(model)
         self._seen = {name: _Seen(module) for name, module in modules.items()}
-        self._place = Place()
+        self._place = AuditPlace()
         self.operators = Operators(self._place)
         self._functions = Functions(self._place, self.operators)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        hooks: list[RemovableHandle] = []
-        for name, seen in self._seen.items():
-            hooks += self._attach(name, seen)
-        try:
-            with self._functions, self.operators:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with around_calls(self._model, self._enter, self._leave), self._functions, self.operators:
+            yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -160,21 +153,15 @@ class NumericsWatch:
                     self._count(name, "gradients", parameter.grad, of_all=parameter not in counted)
                     counted.add(parameter)
 
-    def _attach(self, name: str, seen: _Seen) -> tuple[RemovableHandle, ...]:
-        def enter(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            self._place.enter(name)
-            seen.types["inputs"] |= types_in((arguments, keywords))
+    def _enter(self, name: str, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        self._place.enter(name)
+        self._seen[name].types["inputs"] |= types_in((arguments, keywords))
 
-        def leave(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-            self._place.leave()
-            seen.types["outputs"] |= types_in(output)
-            for tensor in tensors_in(output):
-                self._look_at_output(name, seen, tensor)
-
-        return (
-            seen.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            seen.module.register_forward_hook(leave, with_kwargs=True),
-        )
+    def _leave(self, name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        self._place.leave()
+        self._seen[name].types["outputs"] |= types_in(output)
+        for tensor in tensors_in(output):
+            self._look_at_output(name, self._seen[name], tensor)
 
     def _look_at_output(self, name: str, seen: _Seen, tensor: Tensor) -> None:
         self._count(name, "outputs", tensor)
