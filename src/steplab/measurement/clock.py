@@ -56,6 +56,15 @@ def seconds_of(work: Callable[[], object], device: Device) -> float:
     return time.perf_counter() - started
 
 
+def samples_by(
+    device: Device, phase: str, seconds: tuple[float, ...], lead_s: tuple[float, ...] | None = None
+) -> PhaseSamples:
+    """Samples between marks: by the device's clock if it has one, else by Python's."""
+    if device.asynchronous:
+        return PhaseSamples(phase=phase, device_s=seconds, lead_s=lead_s)
+    return PhaseSamples(phase=phase, host_s=seconds)
+
+
 def repeats_within(measured_s: float, call_s: float, *, least: int, most: int) -> int:
     return int(min(max(measured_s / call_s if call_s else most, least), most))
 
@@ -100,13 +109,11 @@ def run_back_to_back(
             sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
             for first in firsts
         )
-        if not device.asynchronous:
-            return PhaseSamples(phase=name, host_s=seconds)
         leads = tuple(
             min(leads_s[first + border] for start, end in parts for border in range(start + 1, end + 1))
             for first in firsts
         )
-        return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
+        return samples_by(device, name, seconds, leads)
 
     leads_s = [
         max(device.seconds_between(both_clocks_begin, mark) - given, 0.0)
@@ -241,14 +248,14 @@ def run_turns(
             for phase in phases:  # a step that is not counted shows how long Python takes to launch one
                 phase.run()
             head_start.lengthen(time.perf_counter() - started)
-            found[number] += [head_start.run(phases, 1, _hardly_ahead) for _ in range(turn)]
+            found[number] += [head_start.run(phases, 1, hardly_ahead) for _ in range(turn)]
         done += turn
         on_step(min(done, steps) - 1)
     held = [head_start.seconds if device.asynchronous else None for head_start in head_starts]
     return [(joined(turns), held_s) for turns, held_s in zip(found, held, strict=True)]
 
 
-def _hardly_ahead(samples: Samples) -> bool:
+def hardly_ahead(samples: Samples) -> bool:
     step = find_phase(samples, "step")
     assert step is not None
     return step.lead_s is not None and min(step.lead_s) < HARDLY_AHEAD * min(step.best_s)

@@ -323,25 +323,15 @@ class _Cell:
             notes = (f"{watcher.stage}: {failure_from(error, self.runner.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)
 
-    def record(
-        self,
-        *,
-        timing: Timing | None = None,
-        memory: Memory | None = None,
-        ranks: tuple[RankSamples, ...] = (),
-        failure: Failure | None = None,
-    ) -> Run:
+    def record(self, **found: Any) -> Run:
         return Run(
             **new_head(),
             spec=self.spec,
             tokens_per_step=self.tokens_per_step,
             environment=self.runner.environment,
             model=self.model,
-            timing=timing,
-            memory=memory,
-            ranks=ranks,
-            failure=failure,
             notes=tuple(self.notes),
+            **found,
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from steplab.errors import ERRORS, SteplabError
-from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
+from steplab.measurement.clock import HeadStart, Phase, Samples, hardly_ahead, run_turns, seconds_of
 from steplab.measurement.ddp.one_process import CHECKED_STEPS, OneProcess
 from steplab.measurement.ddp.variant import MessagesAlone, VariantStep
 from steplab.measurement.jobs import CellsTask
@@ -64,14 +64,7 @@ class MeasuredVariant:
         messages = self.step.messages()  # once torch has rebuilt its buckets
         self._begin("measure", self._study.step.steps)
         together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
-        *others, (samples, held_s) = run_turns(
-            together,
-            self._device,
-            self._world.collectives,
-            self._study.step.steps,
-            self._study.turn,
-            self._observer.on_step,
-        )
+        *others, (samples, held_s) = self._turns(together, self._study.step.steps)
         alone_s, notes = self._alone(messages)
         if trace is not None:
             self._begin("profile", self._study.profiled_steps)
@@ -98,10 +91,12 @@ class MeasuredVariant:
 
     def timed_by_itself(self, steps: int) -> Samples:
         self._warm_up()
-        ((samples, _),) = run_turns(
-            [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
-        )
+        ((samples, _),) = self._turns([self.step.cycle], steps)
         return samples
+
+    def _turns(self, variants: Sequence[Sequence[Phase]], steps: int) -> list[tuple[Samples, float | None]]:
+        turn, on_step = self._study.turn, self._observer.on_step
+        return run_turns(variants, self._device, self._world.collectives, steps, turn, on_step)
 
     def _first_step(self) -> float:
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
@@ -151,22 +146,18 @@ class MeasuredVariant:
         return self._repeat(synchronise, self._gradients_unsent), (note,)
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
-        device, found = self._device, []
-        head_start = HeadStart(device, self._world.collectives)
-        for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
+        found: list[float] = []
+        head_start = HeadStart(self._device, self._world.collectives)
+
+        def meet() -> None:
             before()
-            device.synchronize()
+            self._device.synchronize()
             self._world.collectives.host_gather(None)  # a barrier: the wait for a late rank is not part of it
-            head_start.give()
-            started = time.perf_counter()
-            start = device.mark()
-            send()
-            end = device.mark()
-            if repeat == -1:
-                head_start.lengthen(time.perf_counter() - started)
-            device.synchronize()
+
+        for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
+            (samples,) = head_start.run([Phase(name="step", run=send)], 1, hardly_ahead, meet=meet)
             if repeat >= 0:
-                found.append(device.seconds_between(start, end))
+                found += samples.best_s
                 self._observer.on_step(repeat)
         return tuple(found)
 

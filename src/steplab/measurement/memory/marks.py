@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from steplab.measurement import compat
-from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Operator, Range
+from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Range
 from steplab.measurement.step.spans import Place, around_calls, modules_for_hooks
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name, tensors_in
@@ -287,7 +287,7 @@ class StepMarks:
             dtype=sighting.dtype,
         )
 
-    def _stretch(self, name: str, marked: Range | Operator, *, in_backward: bool = False) -> Stretch:
+    def _stretch(self, name: str, marked: Range, *, in_backward: bool = False) -> Stretch:
         start, end = self._position(marked.start_ns), self._position(marked.end_ns)
         return Stretch(name=name, start=start, end=end, in_backward=in_backward)
 

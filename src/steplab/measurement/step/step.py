@@ -235,8 +235,9 @@ class ModelStep:
             options["masters"] = masters
         if kind is torch.optim.AdamW and spec.cuda_graph == "step":
             options["capturable"] = any(parameter.is_cuda for parameter in self._parameters)
+        make = self.distributed.make_optimizer
         try:
-            return self.distributed.make_optimizer(self._parameters, kind, **options)
+            return make(self._parameters, kind, **options) if make else kind(self._parameters, **options)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"{name} cannot take this model's parameters: {error}") from error
 
