@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steplab.measurement.machine.device import Device
+from steplab.measurement.machine.device import Device, samples_by
 from steplab.parallel.collectives import Collectives
 from steplab.records.memory import PeakMemory
 from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, joined
@@ -54,15 +54,6 @@ def seconds_of(work: Callable[[], object], device: Device) -> float:
     work()
     device.synchronize()
     return time.perf_counter() - started
-
-
-def samples_by(
-    device: Device, phase: str, seconds: tuple[float, ...], lead_s: tuple[float, ...] | None = None
-) -> PhaseSamples:
-    """Samples between marks: by the device's clock if it has one, else by Python's."""
-    if device.asynchronous:
-        return PhaseSamples(phase=phase, device_s=seconds, lead_s=lead_s)
-    return PhaseSamples(phase=phase, host_s=seconds)
 
 
 def repeats_within(measured_s: float, call_s: float, *, least: int, most: int) -> int:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.profiler import profile
 
 from steplab.errors import UserError
-from steplab.measurement.clock import samples_by
-from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, samples_by
 from steplab.measurement.machine.environment import read_clocks, read_environment, samples_of_rank
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around

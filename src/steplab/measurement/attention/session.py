@@ -20,9 +20,9 @@ from steplab.measurement.attention.variant import (
     try_both,
     try_forward,
 )
-from steplab.measurement.clock import ColdCaches, Marks, repeats_within, samples_by
+from steplab.measurement.clock import ColdCaches, Marks, repeats_within
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import open_device, refuse_unserved
+from steplab.measurement.machine.device import open_device, refuse_unserved, samples_by
 from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steplab.measurement import compat
 from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
-from steplab.measurement.tensors import TORCH_DTYPES
+from steplab.measurement.tensors import TORCH_DTYPES, storage_sizes
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.records.attention import AttentionCell, AttentionMemory
 from steplab.records.failure import Failure
@@ -108,16 +109,9 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
     variant.keep(first_call_s=first_s + (variant.cell.first_call_s or 0.0))
     gauge = Gauge(device)
-    if allocated_bytes(device) is None:
-        saved = SavedTensors(variant.inputs)
-        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
-            output = variant.forward_for_backward()
-        saved.keep(output)
-        variant.keep_memory(saved_bytes=saved.num_bytes())
-        del saved
-    else:
-        output = variant.forward_for_backward()
-        variant.keep_memory(saved_bytes=gauge.now())
+    output = variant.forward_for_backward()
+    kept_bytes = gauge.now()
+    variant.keep_memory(saved_bytes=saved_bytes(output, variant.inputs) if kept_bytes is None else kept_bytes)
     gradients = variant.backward(output)
     variant.keep_memory(both_peak_bytes=gauge.peak())
     variant.ready |= {"backward", "both"}
@@ -144,18 +138,7 @@ class Gauge:
         return peak.peak_allocated_bytes - self._before if peak and self._before is not None else None
 
 
-class SavedTensors:
-    """Count storages that autograd saves on a CPU, whose allocator does not count."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.leaves}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Pack hook that holds the storage, so that its address is not reused."""
-        storage = tensor.untyped_storage()
-        self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    def num_bytes(self) -> int:
-        return sum(storage.nbytes() for address, storage in self._storages.items() if address not in self._inputs)
+def saved_bytes(output: Tensor, inputs: Inputs) -> int:
+    """Bytes kept for backward besides the inputs, read from the graph where the allocator does not count."""
+    saved = storage_sizes([output, *(tensor for _, tensor in compat.saved_tensors(output.grad_fn))])
+    return sum(size for address, size in saved.items() if address not in storage_sizes(inputs.leaves))

@@ -25,7 +25,7 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.spans import activities_on
-from steplab.measurement.tensors import local_part
+from steplab.measurement.tensors import local_part, storage_sizes
 from steplab.printing import MARK
 from steplab.records.ddp import DdpCell, DdpFacts, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -111,21 +111,20 @@ class MeasuredVariant:
         return first_step_s
 
     def _deviation(self, one_process: OneProcess) -> float:
-        self._begin("check", CHECKED_STEPS - 1)
-        for iteration in range(CHECKED_STEPS - 1):
-            self.step.run()
-            self._observer.on_step(iteration)
+        self._run("check", CHECKED_STEPS - 1)
         return one_process.deviation_of(self.step.module)
 
     def _warm_up(self) -> None:
-        num_steps = max(self._study.step.warmup, 1)
-        self._begin("warmup", num_steps)
         self._device.reset_peak()
+        self._run("warmup", max(self._study.step.warmup, 1))
+        self._device.synchronize()
+        self.peak = self._device.peak("step")
+
+    def _run(self, stage: str, num_steps: int) -> None:
+        self._begin(stage, num_steps)
         for iteration in range(num_steps):
             self.step.run()
             self._observer.on_step(iteration)
-        self._device.synchronize()
-        self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Time communication alone: repeat the messages, or average gradients with other transports."""
@@ -232,12 +231,8 @@ def state_memory(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors' storages on this rank, each counted once and in full, also for views."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    """Bytes of these tensors' storages on this rank."""
+    return sum(storage_sizes(map(local_part, tensors)).values())
 
 
 _ROOM = 0.92

@@ -81,26 +81,26 @@ class StepSightings:
             return
         self.kept_moment = self._next_moment()
         self.loss_address = loss.untyped_storage().data_ptr()
-        for number, node in sorted(_nodes(loss.grad_fn), key=lambda pair: pair[0]):
-            for kept in compat.kept_by_node(node):
-                # Under checkpointing it is a token for recomputing the tensor.
-                if isinstance(kept, Tensor) and self._has_storage(kept):
-                    self.kept.append(
-                        Saved(
-                            address=kept.untyped_storage().data_ptr(),
-                            position=self.kept_moment,
-                            storage_bytes=kept.untyped_storage().nbytes(),
-                            module=self._place.module_of(number),
-                            op=node.name(),
-                            shape=tuple(kept.shape),
-                            dtype=dtype_name(kept.dtype),
-                        )
+        for node, kept in sorted(
+            compat.saved_tensors(loss.grad_fn), key=lambda saved: compat.sequence_number(saved[0])
+        ):
+            if self._has_storage(kept):
+                self.kept.append(
+                    Saved(
+                        address=kept.untyped_storage().data_ptr(),
+                        position=self.kept_moment,
+                        storage_bytes=kept.untyped_storage().nbytes(),
+                        module=self._place.module_of(compat.sequence_number(node)),
+                        op=node.name(),
+                        shape=tuple(kept.shape),
+                        dtype=dtype_name(kept.dtype),
                     )
+                )
 
     @contextmanager
     def _around_modules(self) -> Iterator[None]:
         modules, _ = modules_for_hooks(self._step.module)
-        with around_calls(self._step.module, self._place.enter, self._place.leave), ExitStack() as hooks:
+        with around_calls(modules, self._place.enter, self._place.leave), ExitStack() as hooks:
             for name, module in modules.items():
                 for child, block in module.named_children() if isinstance(module, nn.ModuleList) else ():
                     full = f"{name}.{child}" if name else child
@@ -138,16 +138,6 @@ class StepSightings:
         self._on_moment(self._num_moments)
         self._num_moments += 1
         return self._num_moments - 1
-
-
-def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield compat.sequence_number(node), node
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
-        waiting += fresh
 
 
 STEP = "steplab: step"

@@ -127,16 +127,15 @@ class NumericsWatch:
         """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
-        self._model = model
-        modules, self.left_out = modules_for_hooks(model)
-        self._seen = {name: _Seen(module) for name, module in modules.items()}
+        self._modules, self.left_out = modules_for_hooks(model)
+        self._seen = {name: _Seen(module) for name, module in self._modules.items()}
         self._place = AuditPlace()
         self.operators = Operators(self._place)
         self._functions = Functions(self._place, self.operators)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with around_calls(self._model, self._enter, self._leave), self._functions, self.operators:
+        with around_calls(self._modules, self._enter, self._leave), self._functions, self.operators:
             yield
 
     @contextmanager

@@ -4,7 +4,7 @@ They and their hooks exist only while a profiler runs, so the timed step is unch
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -37,7 +37,9 @@ class Spans:
         """Each submodule of `module` marks its forward pass by its dotted name. Yields the names of unmarked ones,
         because hooks would change their run.
         """
-        with around_calls(module, self._enter, self._leave) if module is not None else nullcontext(()) as left_out:
+        modules, left_out = modules_for_hooks(module) if module is not None else ({}, ())
+        modules.pop("", None)  # the model as a whole is the forward pass
+        with around_calls(modules, self._enter, self._leave):
             self._are_on = True
             try:
                 yield left_out
@@ -45,8 +47,7 @@ class Spans:
                 self._are_on = False
 
     def _enter(self, name: str, *_: object) -> None:
-        # the model as a whole is the forward pass
-        self._open.append(_range(name, self._nvtx) if name else nullcontext())
+        self._open.append(_range(name, self._nvtx))
         self._open[-1].__enter__()
 
     def _leave(self, *_: object) -> None:
@@ -81,11 +82,10 @@ class Place:
 
 
 @contextmanager
-def around_calls(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[tuple[str, ...]]:
-    """Call `enter` and `leave` around each module's forward pass, with its name ahead of the hooks' arguments
-    (with_kwargs). Yields the names of modules left out.
-    """
-    modules, left_out = modules_for_hooks(model)
+def around_calls(
+    modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Call `enter` and `leave` around each module's forward pass, with its name ahead of the hooks' arguments."""
     with ExitStack() as hooks:
         for name, module in modules.items():
             # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
@@ -93,7 +93,7 @@ def around_calls(model: nn.Module, enter: Callable[..., None], leave: Callable[.
             after = module.register_forward_hook(partial(leave, name), with_kwargs=True, always_call=True)
             hooks.callback(before.remove)
             hooks.callback(after.remove)
-        yield left_out
+        yield
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
