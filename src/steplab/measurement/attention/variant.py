@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.measurement import compat
 from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
@@ -109,9 +108,16 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
     variant.keep(first_call_s=first_s + (variant.cell.first_call_s or 0.0))
     gauge = Gauge(device)
-    output = variant.forward_for_backward()
-    kept_bytes = gauge.now()
-    variant.keep_memory(saved_bytes=saved_bytes(output, variant.inputs) if kept_bytes is None else kept_bytes)
+    if allocated_bytes(device) is None:
+        saved = SavedTensors(variant.inputs)
+        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+            output = variant.forward_for_backward()
+        saved.keep(output)
+        variant.keep_memory(saved_bytes=saved.num_bytes())
+        del saved
+    else:
+        output = variant.forward_for_backward()
+        variant.keep_memory(saved_bytes=gauge.now())
     gradients = variant.backward(output)
     variant.keep_memory(both_peak_bytes=gauge.peak())
     variant.ready |= {"backward", "both"}
@@ -138,7 +144,17 @@ class Gauge:
         return peak.peak_allocated_bytes - self._before if peak and self._before is not None else None
 
 
-def saved_bytes(output: Tensor, inputs: Inputs) -> int:
-    """Bytes kept for backward besides the inputs, read from the graph where the allocator does not count."""
-    saved = storage_sizes([output, *(tensor for _, tensor in compat.saved_tensors(output.grad_fn))])
-    return sum(size for address, size in saved.items() if address not in storage_sizes(inputs.leaves))
+class SavedTensors:
+    """Count storages that autograd saves on a CPU, whose allocator does not count."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = storage_sizes(inputs.leaves)
+        self._held: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Pack hook that holds the tensor, so that its address is not reused."""
+        self._held.append(tensor.detach())
+        return tensor
+
+    def num_bytes(self) -> int:
+        return sum(size for address, size in storage_sizes(self._held).items() if address not in self._inputs)

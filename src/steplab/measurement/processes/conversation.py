@@ -162,7 +162,7 @@ class Conversation:
         Raises SteplabError if the system does not let one start.
         """
         size = request.processes if request is not None else 1
-        self._listener, self._is_alone = listener, size == 1
+        self.listener, self._is_alone = listener, size == 1
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
         self._open: dict[Any, _Rank] = {}
@@ -202,7 +202,7 @@ class Conversation:
 
         Raises a process's SteplabError.
         """
-        listener = self._listener
+        listener = self.listener
         listener.is_ready = False
         listener.on_progress(listener.progress)
         failure = self._receive()
@@ -239,7 +239,7 @@ class Conversation:
             rank.wire.send(kind, value)
 
     def _receive(self) -> Failure | None:
-        listener, trouble_s = self._listener, None
+        listener, trouble_s = self.listener, None
         while not listener.answered:
             self._receive_some()
             if listener.is_ready:
@@ -291,7 +291,7 @@ class Conversation:
                 if kind == "stage":
                     rank.stage = read(message.value, STAGE)[0]
                 if rank.number == 0 or kind == "refused":
-                    self._listener.receive(message)
+                    self.listener.receive(message)
 
     def _ended_early(self) -> list[_Rank]:
         return [
