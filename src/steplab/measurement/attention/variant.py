@@ -10,11 +10,10 @@ from torch import Tensor
 from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
-from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
+from steplab.measurement.machine.failures import failure_from
 from steplab.measurement.tensors import TORCH_DTYPES, storage_sizes
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.records.attention import AttentionCell, AttentionMemory
-from steplab.records.failure import Failure
 from steplab.specs.attention import AttentionPass, AttentionSpec
 
 MakeAttention = Callable[[AttentionSpec], AttentionFn]
@@ -79,11 +78,8 @@ class AttentionVariant:
         return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
 
     def fail(self, error: Exception, stage: str, device: Device) -> None:
-        failure = refused_memory(error, stage, device)
-        if failure is None and has_no_kernel(error):
-            message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
-            failure = Failure(kind="error", message=message, phase=stage)
-        self.keep(failure=failure or failure_of(error, stage))
+        no_kernel = f"no kernel for {self.spec.label} on {device.torch_device.type}"
+        self.keep(failure=failure_from(error, stage, device, no_kernel))
 
     def call(self, name: AttentionPass) -> ColdCall:
         """Backward needs a forward pass before each repeat: kept, its tensors would fill the device's memory."""

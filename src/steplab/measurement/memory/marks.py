@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from steplab.measurement import compat
 from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Range
@@ -22,12 +23,12 @@ from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 
 class StepSightings:
-    """Looks at a step's objects at numbered moments, each reported to `on_moment`; `StepMarks` replaces these by
-    numbers of allocations.
+    """Looks at a step's objects at numbered moments, each a profiler's range; `StepMarks` replaces these by numbers of
+    allocations.
     """
 
-    def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
-        self._step, self._device, self._on_moment = step, device, on_moment
+    def __init__(self, step: ModelStep, device: torch.device) -> None:
+        self._step, self._device = step, device
         self._num_moments = 0
         self._place = Place()
         self.owners: list[Owned] = []
@@ -135,8 +136,8 @@ class StepSightings:
         return there and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() != 0
 
     def _next_moment(self) -> int:
-        self._on_moment(self._num_moments)
-        self._num_moments += 1
+        with record_function(f"{MOMENT}{self._num_moments}"):
+            self._num_moments += 1
         return self._num_moments - 1
 
 

@@ -16,7 +16,7 @@ import torch
 from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.machine.device import open_device
-from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.failures import failure_of, failure_of_step
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.modes import AuditPlace, Operators, Products, rule_of
@@ -113,7 +113,7 @@ def audit_step(task: AuditTask, observer: Observer, world: World | None = None) 
     except ERRORS:
         raise
     except Exception as error:  # a failure of the model or of its memory
-        failure = failure_from(error, runner.stage, spec, device)
+        failure = failure_of_step(error, runner.stage, spec, device)
         return dataclasses.replace(record, failure=failure, notes=tuple(audited.notes))
     return dataclasses.replace(record, audit=audit, notes=tuple(audited.notes))
 

@@ -154,7 +154,7 @@ class ModelStep:
     def backward(self) -> None:
         assert self.loss is not None
         with self._on_its_stream(), self._synchronising(), self._updating(), self.distributed.around():
-            self.scaler.scale(self._share(self.loss)).backward()
+            self.scaler.scale(self.loss / self._num_micro_steps if self._num_micro_steps > 1 else self.loss).backward()
         self.loss = None
         if self._is_last and self.distributed.finish_gradients is None:
             self._end_backward()
@@ -177,9 +177,6 @@ class ModelStep:
         with self.distributed.around():
             self.loss = pipeline.step(tokens_BT, targets_BT)
         self._end_backward()
-
-    def _share(self, loss: Tensor) -> Tensor:
-        return loss if self._num_micro_steps == 1 else loss / self._num_micro_steps
 
     @property
     def _is_last(self) -> bool:
