@@ -168,7 +168,6 @@ class Conversation:
         self._open: dict[Any, _Rank] = {}
         with ExitStack() as opened:
             scratch = opened.enter_context(scratch_folder()) if size > 1 else None
-            opened.callback(self._end_processes)
             for number in range(size):
                 place = ProcessPlace(rank=number, size=size, local_rank=number, local_size=size)
                 wire, theirs = wire_to_a_child()
@@ -180,6 +179,7 @@ class Conversation:
                         environment=surroundings.environment if size == 1 else environment_of(place),
                         pass_fds=[theirs.fileno(), *([scratch.lock] if scratch else [])],
                     )
+                opened.callback(process.end)
                 self._ranks.append(_Rank(number=number, process=process, wire=wire))
                 self._open[wire.connection] = self._ranks[-1]
             if request is not None:
@@ -226,10 +226,6 @@ class Conversation:
 
     def end(self) -> None:
         self._opened.close()
-
-    def _end_processes(self) -> None:
-        for rank in self._ranks:
-            rank.process.end()
 
     def _renew(self) -> None:
         self._started_s = self._moved_s = time.monotonic()
