@@ -266,8 +266,8 @@ class ColdCaches:
         self._device = device
         self._flush = flush_buffer(device)
         self._flush_s = 0.0
-        if self._flush is not None:
-            self._flush_s = seconds_of(self._flush_often, device) / _FLUSHES_TIMED
+        if (flush := self._flush) is not None:
+            self._flush_s = seconds_of(lambda: [flush.zero_() for _ in range(_FLUSHES_TIMED)], device) / _FLUSHES_TIMED
 
     def warm_up(self, call: ColdCall, warmup_s: float) -> float:
         """Call until the device is up to speed; returns the last seconds per call."""
@@ -346,11 +346,6 @@ class ColdCaches:
         start = self._device.mark()
         call.run(given)
         return start, self._device.mark()
-
-    def _flush_often(self) -> None:
-        assert self._flush is not None
-        for _ in range(_FLUSHES_TIMED):
-            self._flush.zero_()
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:

@@ -152,10 +152,23 @@ class _Session:
         label, study, call_s = variants[0].spec.label, self.study, 0.0
         self.runner.begin(f"{label}: {name}, warm-up")
         calls = {variant.index: variant.call(name) for variant in variants}
+
+        def attempt(
+            variant: AttentionVariant, work: Callable[[], T], others: Sequence[AttentionVariant] = ()
+        ) -> T | None:
+            try:
+                return work()
+            except Exception as error:
+                variant.fail(error, name, self.device)
+            # Not in the clause above: there the failure's frames still hold memory.
+            variants.remove(variant)
+            variant.ready.clear()
+            self._after_failure(variant, others)
+            return None
+
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
-            warm_up = partial(self._caches.warm_up, calls[variant.index], study.warmup_s)
-            call_s += self._attempt(name, variant, variants, warm_up) or 0.0
+            call_s += attempt(variant, partial(self._caches.warm_up, calls[variant.index], study.warmup_s)) or 0.0
         if not variants:
             return
         measured_s = study.measured_s * len(variants)
@@ -166,11 +179,10 @@ class _Session:
             variant.keep(interleaved=tuple(other.spec.column for other in variants if other is not variant))
         taking, turns = list(variants), [calls[variant.index] for variant in variants]
 
-        def attempt(place: int) -> Marks | None:
-            run = partial(self._caches.run_ahead, turns[place])
-            return self._attempt(name, taking[place], variants, run, in_turns=True)
+        def take(place: int) -> Marks | None:
+            return attempt(taking[place], partial(self._caches.run_ahead, turns[place]), variants)
 
-        timed = self._caches.in_turns(turns, repeats, attempt, self.observer.on_step)
+        timed = self._caches.in_turns(turns, repeats, take, self.observer.on_step)
         for variant, call, seconds in zip(taking, turns, timed, strict=True):
             if variant in variants:
                 variant.keep(passes=(*variant.cell.passes, samples_by(self.device, name, seconds)))
@@ -179,22 +191,3 @@ class _Session:
                         f"{name}: in {call.num_waits} of {len(seconds)} repeats the device may have waited for Python, "
                         "which had not started all kernels in time"
                     )
-
-    def _attempt(
-        self,
-        name: AttentionPass,
-        variant: AttentionVariant,
-        variants: list[AttentionVariant],
-        work: Callable[[], T],
-        *,
-        in_turns: bool = False,
-    ) -> T | None:
-        try:
-            return work()
-        except Exception as error:
-            variant.fail(error, name, self.device)
-        # Not in the clause above: there the failure's frames still hold memory.
-        variants.remove(variant)
-        variant.ready.clear()
-        self._after_failure(variant, variants if in_turns else ())
-        return None

@@ -6,6 +6,7 @@ The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a nu
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import Elements, ModuleAudit, OperationAudit
 
 _ZERO, _TINY, _FINITE, _INFINITE, _NAN = 0, 1, 2, 3, 4
-_NUM_COUNTS = 7
+_COMPARED = ("num_overflowed", "num_underflowed", "num_below_range")  # with a reference
+_COUNTS = ("num_inf", "num_nan", "num_zero", "num_subnormal", *_COMPARED)
 _LOWEST_EXPONENT, _NUM_EXPONENTS = -160, 320  # fp32: subnormals from 2^-149, numbers below 2^128
 
 
@@ -44,7 +46,7 @@ class Tally:
             masks.append(zero & (reference > _ZERO) & (reference < _NAN))
             masks.append(zero & (reference == _TINY))
         counts = [torch.count_nonzero(mask) for mask in masks]
-        counts += [torch.zeros_like(counts[0])] * (_NUM_COUNTS - len(counts))
+        counts += [torch.zeros_like(counts[0])] * (len(_COUNTS) - len(counts))
         self._counts.append(torch.stack(counts))
         largest = torch.where(infinite | nan, 0, magnitude).max()
         smallest = torch.where(zero | nan, torch.inf, magnitude).min()
@@ -53,20 +55,15 @@ class Tally:
     def elements(self) -> Elements | None:
         if not self.num_elements:
             return None
-        counts = torch.stack(self._counts).sum(0).tolist()
-        infinite, nan, zero, subnormal, overflowed, underflowed, below_range = counts
+        counts = dict(zip(_COUNTS, torch.stack(self._counts).sum(0).tolist(), strict=True))
+        if not self._was_compared:
+            counts |= dict.fromkeys(_COMPARED)
         extremes = [pair.tolist() for pair in self._extremes]
         largest, smallest = max(pair[0] for pair in extremes), min(pair[1] for pair in extremes)
         return Elements(
             num_elements=self.num_elements,
-            num_inf=infinite,
-            num_nan=nan,
-            num_zero=zero,
-            num_subnormal=subnormal,
-            num_overflowed=overflowed if self._was_compared else None,
-            num_underflowed=underflowed if self._was_compared else None,
-            num_below_range=below_range if self._was_compared else None,
-            largest=largest if infinite + nan < self.num_elements else None,
+            **counts,
+            largest=largest if counts["num_inf"] + counts["num_nan"] < self.num_elements else None,
             smallest=smallest if smallest != torch.inf else None,
         )
 
@@ -160,12 +157,9 @@ class NumericsWatch:
         self._place.leave()
         self._seen[name].types["outputs"] |= types_in(output)
         for tensor in tensors_in(output):
-            self._look_at_output(name, self._seen[name], tensor)
-
-    def _look_at_output(self, name: str, seen: _Seen, tensor: Tensor) -> None:
-        self._count(name, "outputs", tensor)
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._count(name, "output_gradients", grad, of_all=seen.is_leaf))
+            self._count(name, "outputs", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._count, name, "output_gradients", of_all=self._seen[name].is_leaf))
 
     def _count(self, name: str, what: str, tensor: Tensor, *, of_all: bool = False) -> None:
         if tensor.dtype not in _COUNTED or tensor.layout != torch.strided:

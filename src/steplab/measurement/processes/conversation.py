@@ -175,8 +175,8 @@ class Conversation:
                 with theirs:
                     process = Started(
                         python_running(CHILD, str(theirs.fileno()), *([ahead_of] if ahead_of else [])),
-                        folder=surroundings.folder,
-                        environment=surroundings.environment if size == 1 else environment_of(place),
+                        cwd=surroundings.folder,
+                        env=surroundings.environment if size == 1 else environment_of(place),
                         pass_fds=[theirs.fileno(), *([scratch.lock] if scratch else [])],
                     )
                 opened.callback(process.end)

@@ -104,7 +104,9 @@ def _in_stages(
     for stage in stages:
         _lay_out(stage, spec, mesh)
     parts = spec.num_microbatches
-    batch, low = spec.batch // parts, torch.bfloat16
+    batch, context = spec.batch // parts, spec.context
+    between_dtype = torch.bfloat16 if spec.precision == "bf16_pure" else torch.float32
+    logits_dtype = torch.bfloat16 if spec.precision in ("bf16", "bf16_pure") else torch.float32
     on_meta = partial(torch.empty, device="meta", requires_grad=True)
 
     def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -117,19 +119,9 @@ def _in_stages(
         device,
         schedule=spec.pipeline_schedule,
         microbatches=parts,
-        first_input=torch.empty(batch, spec.context, dtype=torch.int64, device="meta"),
-        between=on_meta(
-            batch,
-            spec.context // layout.tp,
-            shape.d_model,
-            dtype=low if spec.precision == "bf16_pure" else torch.float32,
-        ),
-        last_output=on_meta(
-            batch,
-            spec.context,
-            shape.vocab_size // layout.tp,
-            dtype=low if spec.precision in ("bf16", "bf16_pure") else torch.float32,
-        ),
+        first_input=torch.empty(batch, context, dtype=torch.int64, device="meta"),
+        between=on_meta(batch, context // layout.tp, shape.d_model, dtype=between_dtype),
+        last_output=on_meta(batch, context, shape.vocab_size // layout.tp, dtype=logits_dtype),
         loss=mean_loss,
     )
     return pipeline, nn.ModuleList(stages)
