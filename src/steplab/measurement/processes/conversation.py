@@ -320,13 +320,13 @@ class Conversation:
         while time.monotonic() < deadline_s and not all(rank.where for rank in self._open.values()):
             self._receive_some()
         guilty = self._to_blame()
-        lines = tuple(f"rank {rank.number} {_standing(rank)}" for rank in self._ranks)
+        lines = tuple(f"rank {rank.number} {standing(rank.where)}" for rank in self._ranks)
         if len(guilty) != 1:
             where = "; ".join(lines[:2]) + ("; …" if len(lines) > 2 else "")
             stage = (guilty or self._ranks)[0].stage
             return Failure(kind="timeout", message=f"the ranks {what}: {where}", phase=stage, last_lines=lines)
         (rank,) = guilty
-        message = f"{what}: it {_standing(rank)} in {rank.stage}, and the others wait for it"
+        message = f"{what}: it {standing(rank.where)} in {rank.stage}, and the others wait for it"
         return self._named(rank, Failure(kind="timeout", message=message, phase=rank.stage, last_lines=lines))
 
     def _to_blame(self) -> list[_Rank]:
@@ -340,11 +340,9 @@ class Conversation:
         return failure if self._is_alone else named(failure, rank.number, socket.gethostname())
 
 
-def _standing(rank: _Rank) -> str:
-    return "does not answer" if rank.where is None else standing(rank.where)
-
-
-def standing(where: Whereabouts) -> str:
+def standing(where: Whereabouts | None) -> str:
+    if where is None:
+        return "does not answer"
     doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")
     return f"{doing} at {where.line}"
 
