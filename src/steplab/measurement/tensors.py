@@ -20,7 +20,7 @@ def tensors_in(held: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def with_tensors(held: Any, change: Callable[[Tensor], Any]) -> Any:
+def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Copy of nested containers with `change` applied to each tensor; lists become tuples."""
     if isinstance(held, Tensor):
         return change(held)

@@ -18,7 +18,7 @@ from steplab.measurement.clock import Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
 from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep, on_stream
-from steplab.measurement.tensors import tensors_in, with_tensors
+from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
 
 _STEPS_BEFORE = 3
@@ -139,13 +139,22 @@ class GraphedStep:
         return Phase(name=phase.name, run=run)
 
     def _take(self, inputs: Any) -> None:
-        batch = self.batches[self._replayed % len(self.batches)]
-        if with_tensors(batch, Tensor.size) != with_tensors(inputs, Tensor.size):
-            why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
-            raise Unsupported(self._what, why, "make batches of one shape, or use --cuda-graph off")
-        for static, tensor in zip(tensors_in(inputs), tensors_in(batch), strict=True):
-            static.copy_(tensor, non_blocking=True)
+        _copy(self.batches[self._replayed % len(self.batches)], inputs, self._what)
         self._replayed += 1
 
 
 Step = BuiltStep | GraphedStep
+
+
+def _copy(batch: Any, inputs: Any, what: str) -> None:
+    if isinstance(batch, Tensor) and isinstance(inputs, Tensor) and batch.shape == inputs.shape:
+        inputs.copy_(batch, non_blocking=True)
+    elif isinstance(batch, dict) and isinstance(inputs, dict) and batch.keys() == inputs.keys():
+        for key, value in batch.items():
+            _copy(value, inputs[key], what)
+    elif isinstance(batch, (tuple, list)) and isinstance(inputs, (tuple, list)) and len(batch) == len(inputs):
+        for value, static in zip(batch, inputs, strict=True):
+            _copy(value, static, what)
+    elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
+        why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
+        raise Unsupported(what, why, "make batches of one shape, or use --cuda-graph off")
