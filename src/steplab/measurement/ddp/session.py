@@ -35,9 +35,6 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.specs.step_choices import OVERLAPPED
 from steplab.units import format_bytes
 
-_REPEATS_BEFORE = 2
-"""Uncounted repeats: the first messages of a kind open connections."""
-
 
 class MeasuredVariant:
     def __init__(
@@ -153,7 +150,9 @@ class MeasuredVariant:
             self._device.synchronize()
             self._world.collectives.host_gather(None)  # a barrier: the wait for a late rank is not part of it
 
-        for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
+        meet()
+        send()  # the first messages of a kind open connections, which no hold needs to cover
+        for repeat in range(-1, self._study.repeats):  # one more is not counted
             (samples,) = head_start.run([Phase(name="step", run=send)], 1, hardly_ahead, meet=meet)
             if repeat >= 0:
                 found += samples.best_s
