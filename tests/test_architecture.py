@@ -182,6 +182,7 @@ WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "machine": {"observer", "compat"},
     "recorder": {"step", "machine"},
     "clock": {"machine"},
+    "ceilings": {"clock", "machine", "observer"},
     "runner": {"machine", "observer"},
     "jobs": {"machine", "observer"},
     "processes": {"jobs", "machine", "clock", "progress", "observer", "compat"},

@@ -14,7 +14,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as precision_session
-from steplab.measurement.precision.modes import Operators, Place, op_name, rule_of
+from steplab.measurement.precision.modes import AuditPlace, Operators, op_name, rule_of
 from steplab.measurement.precision.session import audit_step
 from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
@@ -496,7 +496,7 @@ def test_sums_alone_need_no_step() -> None:
 
 
 def test_an_audit_sees_what_products_lose() -> None:
-    place = Place()
+    place = AuditPlace()
     operators = Operators(place)
     torch.manual_seed(0)
     x, w = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steplab.measurement.machine.device import Device
+from steplab.measurement.machine.device import Device, samples_by
 from steplab.parallel.collectives import Collectives
 from steplab.records.memory import PeakMemory
 from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, joined
@@ -100,13 +100,11 @@ def run_back_to_back(
             sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
             for first in firsts
         )
-        if not device.asynchronous:
-            return PhaseSamples(phase=name, host_s=seconds)
         leads = tuple(
             min(leads_s[first + border] for start, end in parts for border in range(start + 1, end + 1))
             for first in firsts
         )
-        return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
+        return samples_by(device, name, seconds, leads)
 
     leads_s = [
         max(device.seconds_between(both_clocks_begin, mark) - given, 0.0)
@@ -268,8 +266,8 @@ class ColdCaches:
         self._device = device
         self._flush = flush_buffer(device)
         self._flush_s = 0.0
-        if self._flush is not None:
-            self._flush_s = seconds_of(self._flush_often, device) / _FLUSHES_TIMED
+        if (flush := self._flush) is not None:
+            self._flush_s = seconds_of(lambda: [flush.zero_() for _ in range(_FLUSHES_TIMED)], device) / _FLUSHES_TIMED
 
     def warm_up(self, call: ColdCall, warmup_s: float) -> float:
         """Call until the device is up to speed; returns the last seconds per call."""
@@ -348,11 +346,6 @@ class ColdCaches:
         start = self._device.mark()
         call.run(given)
         return start, self._device.mark()
-
-    def _flush_often(self) -> None:
-        assert self._flush is not None
-        for _ in range(_FLUSHES_TIMED):
-            self._flush.zero_()
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:

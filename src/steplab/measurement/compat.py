@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import profile
 
 from steplab.units import GIB, KIB, MIB
@@ -88,16 +88,23 @@ def next_sequence_number() -> int:
     return number
 
 
-def kept_by_node(node: Any) -> list[Any]:
-    """A node's saved tensors as stored: tensors, or a pack hook's values. Public attributes would call the unpack hook,
-    which recomputes under checkpointing.
+def saved_tensors(root: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Each node of the graph with each of its saved tensors as stored, in any order.
+
+    Under checkpointing that is a token for recomputing the tensor, which is left out. Public attributes would call the
+    unpack hook, which recomputes.
     """
-    kept: list[Any] = []
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            value = getattr(node, name)
-            kept += [saved.data for saved in (value if isinstance(value, (tuple, list)) else [value])]
-    return kept
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                value = getattr(node, name)
+                held = [saved.data for saved in (value if isinstance(value, (tuple, list)) else [value])]
+                yield from ((node, kept) for kept in held if isinstance(kept, Tensor))
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        waiting += fresh
 
 
 def sequence_number(node: Any) -> int:

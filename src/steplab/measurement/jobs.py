@@ -91,7 +91,7 @@ _HERE = "steplab.measurement."
 JOBS = {
     "step": Job(work=_HERE + "step_job:measure_step", task=StepTask, result=Run),
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
-    "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
+    "ceilings": Job(work=_HERE + "ceilings:measure_ceilings", task=str, result=Ceilings),
     "shares": Job(work="steplab.fake_step.shares:predict_shares", task=SharesTask, result=CompiledShares),
     "attention": Job(
         work=_HERE + "attention.session:measure_attention", task=CellsTask[AttentionStudy], cell=AttentionCell

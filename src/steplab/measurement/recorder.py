@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import profile
 
 from steplab.errors import UserError
-from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, samples_by
 from steplab.measurement.machine.environment import read_clocks, read_environment, samples_of_rank
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around
@@ -30,11 +30,11 @@ from steplab.units import counted
 
 
 class ProfiledSteps:
-    def __init__(self, steps: range, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps`: numbers from 0, without the first. `trace` None: another rank writes it. Raises UserError for no
-        steps, gaps, or the first.
+    def __init__(self, steps: range | None, module: nn.Module | None, trace: Path | None) -> None:
+        """`steps`: numbers from 0, without the first; None: no profile. `trace` None: another rank writes it. Raises
+        UserError for no steps, gaps, or the first.
         """
-        if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
+        if steps is not None and not _can_be_profiled(steps):
             raise UserError(
                 f"profile must be consecutive steps after the first, which is 0, such as range(20, 23), not "
                 f"{text_of(steps)[:80]}"
@@ -42,7 +42,8 @@ class ProfiledSteps:
         self.notes: list[str] = []
         self.trace: Path | None = None
         """Path of the trace; None until complete, or if profiling failed."""
-        self._steps, self._module, self._path = steps, module, trace
+        self._steps, self._module = steps or range(0), module
+        self._path = trace if steps else None
         self._spans = Spans(nvtx=False)
         self._running = ExitStack()
         self._profiler: profile | None = None
@@ -57,12 +58,12 @@ class ProfiledSteps:
     def range(self, name: str) -> AbstractContextManager[object]:
         return self._spans(name)
 
-    def around_step(self, number: int, device: Device) -> AbstractContextManager[object]:
+    @contextmanager
+    def around_step(self, number: int, device: Device) -> Iterator[None]:
         if number == self._steps.start - 1 and self._path and not self._profiler:
             self._start(device)
-        return self._spans("warmup step" if number < self._steps.start else "step")
-
-    def after_step(self, number: int, device: Device) -> None:
+        with self._spans("warmup step" if number < self._steps.start else "step"):
+            yield
         if self._profiler is None or self._path is None or number != self._steps.stop - 1:
             return
         device.synchronize()
@@ -98,6 +99,10 @@ class ProfiledSteps:
     def _give_up(self, why: str) -> None:
         self._profiler = self._path = None
         self.notes.append(f"profile: {why}")
+
+
+def _can_be_profiled(steps: object) -> bool:
+    return isinstance(steps, range) and bool(steps) and steps.step == 1 and 1 <= steps.start < steps.stop < LARGEST
 
 
 Span = tuple[Any, Any]
@@ -138,7 +143,7 @@ class Recorder:
         self._ranks = _ranks()
         self._device = _open(device)
         trace = folder / "steps.json" if self.is_first else None
-        self._profiled = None if profile is None else ProfiledSteps(profile, model, trace)
+        self._profiled = ProfiledSteps(profile, model, trace)
         self._environment = read_environment(self._device.torch_device)
         self._number = 0
         self._steps: list[_Step] = []
@@ -156,11 +161,11 @@ class Recorder:
 
     @property
     def is_complete(self) -> bool:
-        return self._has_all_steps and (self._profiled is None or self._profiled.are_over(self._number))
+        return self._has_all_steps and self._profiled.are_over(self._number)
 
     @property
     def trace(self) -> Path | None:
-        return self._profiled.trace if self._profiled else None
+        return self._profiled.trace
 
     @property
     def _has_all_steps(self) -> bool:
@@ -171,14 +176,12 @@ class Recorder:
         """Time one step; a step that raises is not counted."""
         if self._inside:
             raise UserError("rec.step() inside another step; close the first one before the next begins")
-        number, profiled = self._number, self._profiled
-        watched = profiled is not None and profiled.takes(number)
-        around = profiled.around_step(number, self._device) if profiled and watched else nullcontext()
+        watched = self._profiled.takes(self._number)
         self._inside = True
         try:
-            with around:
+            with self._profiled.around_step(self._number, self._device) if watched else nullcontext():
                 if not watched and not self._has_all_steps:
-                    self._timed = _Step(number, self._device.mark())
+                    self._timed = _Step(self._number, self._device.mark())
                 yield
                 if self._timed:
                     self._timed.end = self._device.mark()
@@ -186,8 +189,6 @@ class Recorder:
         finally:
             ended, self._timed, self._inside = self._timed, None, False
         self._number += 1
-        if profiled and watched:
-            profiled.after_step(number, self._device)
         if ended and len(self._steps) == self._warmup:
             self._device.reset_peak()
 
@@ -199,7 +200,7 @@ class Recorder:
         name = _phase_name(name)
         if not self._inside:
             raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
-        with self._profiled.range(name) if self._profiled else nullcontext():
+        with self._profiled.range(name):
             start = self._device.mark() if self._timed else None
             yield
             if self._timed:
@@ -208,8 +209,7 @@ class Recorder:
     def finish(self, error: BaseException | None = None) -> Run:
         """End the recording. With `error`, the record is a failure; else all ranks meet here."""
         self._device.synchronize()
-        if self._profiled:
-            self._profiled.end(self._number)
+        self._profiled.end(self._number)
         measured = self._steps[self._warmup :]
         peak = self._device.peak("step")
         memory = Memory(
@@ -224,8 +224,7 @@ class Recorder:
             notes.append(f"step time: the loop ran {ran}, {reason}")
         if peak is None:
             notes.append("peak device memory: torch keeps no high-water mark on this device")
-        if self._profiled:
-            notes += self._profiled.notes
+        notes += self._profiled.notes
         ranks, why = self._gathered(measured, memory, error)
         return Run(
             **new_head(),
@@ -280,8 +279,7 @@ class Recorder:
             )
             for name in names
         }
-        clock = "device_s" if self._device.asynchronous else "host_s"
-        return tuple(PhaseSamples(phase=name, **{clock: seconds}) for name, seconds in columns.items())
+        return tuple(samples_by(self._device, name, seconds) for name, seconds in columns.items())
 
 
 def _phase_name(given: object) -> str:

@@ -98,4 +98,4 @@ def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None
     try:
         return work(), None
     except Exception as error:
-        return None, failure_from(error, stage, None, device)
+        return None, failure_from(error, stage, device)

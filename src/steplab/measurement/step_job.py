@@ -18,7 +18,7 @@ from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised,
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import samples_of_rank
-from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
+from steplab.measurement.machine.failures import failure_of, failure_of_step, lack_of_host_memory
 from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.nvml import Meter
 from steplab.measurement.machine.world import World
@@ -93,7 +93,7 @@ def measure_here(
         # An operator that refuses its inputs only when the step runs is a result, like any other failure.
         return cell.record(failure=Failure(kind="error", message=str(error), phase=runner.stage))
     except (Exception, SystemExit) as error:  # the model's code may call sys.exit, as argparse does
-        return cell.record(failure=failure_from(error, runner.stage, spec, device))
+        return cell.record(failure=failure_of_step(error, runner.stage, spec, device))
 
 
 def _least_state_bytes(spec: StepSpec) -> int:
@@ -140,7 +140,8 @@ class _Cell:
         self.step: Step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
         compiles = spec.compile != "off" or spec.cuda_graph == "step"
         self.first_step_s = self.compile() if compiles else None
-        self.meet()
+        if self.world is not None:  # samples must not contain other ranks' build or compile time
+            self.world.collectives.host_gather(None)
         self.others, self.suspension = OtherProcesses(), Suspension()
         self.meter = Meter(self.runner.environment.device.uuid)
         self.runner.begin("warmup", spec.warmup)
@@ -266,11 +267,6 @@ class _Cell:
         own = samples_of_rank(self.world.rank, self.runner.environment, timing.back_to_back, memory)
         return tuple(self.world.collectives.host_gather(own))
 
-    def meet(self) -> None:
-        """Wait for all ranks: samples must not contain others' build or compile time."""
-        if self.world is not None:
-            self.world.collectives.host_gather(None)
-
     def compile(self) -> float:
         """Seconds of the first step, which compiles or records graphs."""
         self.runner.begin("compile", 1)
@@ -320,28 +316,18 @@ class _Cell:
         except Exception as error:  # out of memory or any other error must not cost what was measured
             if self.world is not None:
                 raise
-            notes = (f"{watcher.stage}: {failure_from(error, self.runner.stage, self.spec, self.device).message}",)
+            notes = (f"{watcher.stage}: {failure_of_step(error, self.runner.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)
 
-    def record(
-        self,
-        *,
-        timing: Timing | None = None,
-        memory: Memory | None = None,
-        ranks: tuple[RankSamples, ...] = (),
-        failure: Failure | None = None,
-    ) -> Run:
+    def record(self, **found: Any) -> Run:
         return Run(
             **new_head(),
             spec=self.spec,
             tokens_per_step=self.tokens_per_step,
             environment=self.runner.environment,
             model=self.model,
-            timing=timing,
-            memory=memory,
-            ranks=ranks,
-            failure=failure,
             notes=tuple(self.notes),
+            **found,
         )
 
 

@@ -1,6 +1,6 @@
 """Tensors in nested dicts, lists and tuples, such as batches and a model's output."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(held, (tuple, list)):
         return tuple(with_tensors(value, change) for value in held)
     return held
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of these tensors' storages by address: each once and in full, also for views."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def local_part(tensor: Tensor) -> Tensor:

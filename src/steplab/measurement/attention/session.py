@@ -22,13 +22,13 @@ from steplab.measurement.attention.variant import (
 )
 from steplab.measurement.clock import ColdCaches, Marks, repeats_within
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import open_device, refuse_unserved
+from steplab.measurement.machine.device import open_device, refuse_unserved, samples_by
 from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Broken, Runner, attempt
 from steplab.ops.attention.api import choice_for
-from steplab.records.attention import AttentionCell
+from steplab.records.attention import AttentionCell, AttentionMemory
 from steplab.specs.attention import AttentionPass, AttentionStudy
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class _Session:
         for name in self.study.passes:
             self._time(name, [variant for variant in variants if name in variant.ready])
         for variant in variants:
-            self.runner.observer.on_cell(variant.index, variant.cell(self.device))
+            self.runner.observer.on_cell(variant.index, variant.cell)
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
         reference, note = self._reference(group, inputs)
@@ -82,11 +82,11 @@ class _Session:
         for index in group:
             cell = self.study.cells[index]
             self.observer.on_under_way([index])
-            variant = AttentionVariant(index=index, spec=cell, function=self.make(cell), inputs=inputs)
-            variant.notes += [note] if note else []
+            empty = AttentionCell(spec=cell, memory=AttentionMemory(), notes=(note,) if note else ())
+            variant = AttentionVariant(index=index, cell=empty, function=self.make(cell), inputs=inputs)
             if cell.implementation == "auto":
                 choice = choice_for(inputs.q, inputs.k, causal=cell.causal)
-                variant.notes.append(f"auto is {choice.implementation}: {choice.reason}")
+                variant.note(f"auto is {choice.implementation}: {choice.reason}")
             self.runner.begin(f"{cell.label} {cell.column}: first call")
             self._try(variant, reference)
             variants.append(variant)
@@ -123,12 +123,12 @@ class _Session:
                 output, gradients = try_both(variant, self.device)
             if reference and reference.checked_heads:
                 stage = "comparison with float64"
-                variant.errors = reference.errors(output, gradients)
-                variant.checked_heads = reference.checked_heads
+                errors = reference.errors(output, gradients)
+                variant.keep(errors=errors, checked_heads=reference.checked_heads)
         except Exception as error:
             variant.fail(error, stage, self.device)
         output = gradients = None  # type: ignore[assignment]
-        if variant.failure:
+        if variant.cell.failure:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
@@ -141,9 +141,9 @@ class _Session:
             died = broken.__cause__ is not None
             if died and others:
                 raise RuntimeError("the device no longer answers") from broken
-            if died and variant.failure:
-                variant.failure = dataclasses.replace(variant.failure, kind="crashed")
-            self.runner.observer.on_cell(variant.index, variant.cell(self.device))
+            if died and variant.cell.failure:
+                variant.keep(failure=dataclasses.replace(variant.cell.failure, kind="crashed"))
+            self.runner.observer.on_cell(variant.index, variant.cell)
             raise
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
@@ -152,10 +152,23 @@ class _Session:
         label, study, call_s = variants[0].spec.label, self.study, 0.0
         self.runner.begin(f"{label}: {name}, warm-up")
         calls = {variant.index: variant.call(name) for variant in variants}
+
+        def attempt(
+            variant: AttentionVariant, work: Callable[[], T], others: Sequence[AttentionVariant] = ()
+        ) -> T | None:
+            try:
+                return work()
+            except Exception as error:
+                variant.fail(error, name, self.device)
+            # Not in the clause above: there the failure's frames still hold memory.
+            variants.remove(variant)
+            variant.ready.clear()
+            self._after_failure(variant, others)
+            return None
+
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
-            warm_up = partial(self._caches.warm_up, calls[variant.index], study.warmup_s)
-            call_s += self._attempt(name, variant, variants, warm_up) or 0.0
+            call_s += attempt(variant, partial(self._caches.warm_up, calls[variant.index], study.warmup_s)) or 0.0
         if not variants:
             return
         measured_s = study.measured_s * len(variants)
@@ -163,34 +176,18 @@ class _Session:
         self.runner.begin(f"{label}: {name}", repeats)
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
-            variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
+            variant.keep(interleaved=tuple(other.spec.column for other in variants if other is not variant))
         taking, turns = list(variants), [calls[variant.index] for variant in variants]
 
-        def attempt(place: int) -> Marks | None:
-            run = partial(self._caches.run_ahead, turns[place])
-            return self._attempt(name, taking[place], variants, run, in_turns=True)
+        def take(place: int) -> Marks | None:
+            return attempt(taking[place], partial(self._caches.run_ahead, turns[place]), variants)
 
-        timed = self._caches.in_turns(turns, repeats, attempt, self.observer.on_step)
+        timed = self._caches.in_turns(turns, repeats, take, self.observer.on_step)
         for variant, call, seconds in zip(taking, turns, timed, strict=True):
             if variant in variants:
-                variant.samples[name] = list(seconds)
-                variant.note_waiting(name, call.num_waits, len(seconds))
-
-    def _attempt(
-        self,
-        name: AttentionPass,
-        variant: AttentionVariant,
-        variants: list[AttentionVariant],
-        work: Callable[[], T],
-        *,
-        in_turns: bool = False,
-    ) -> T | None:
-        try:
-            return work()
-        except Exception as error:
-            variant.fail(error, name, self.device)
-        # Not in the clause above: there the failure's frames still hold memory.
-        variants.remove(variant)
-        variant.ready.clear()
-        self._after_failure(variant, variants if in_turns else ())
-        return None
+                variant.keep(passes=(*variant.cell.passes, samples_by(self.device, name, seconds)))
+                if call.num_waits:
+                    variant.note(
+                        f"{name}: in {call.num_waits} of {len(seconds)} repeats the device may have waited for Python, "
+                        "which had not started all kernels in time"
+                    )

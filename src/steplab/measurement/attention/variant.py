@@ -1,7 +1,8 @@
 """One implementation on one set of inputs: passes, memory, errors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +10,10 @@ from torch import Tensor
 from steplab.measurement.attention.error import Inputs
 from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
-from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
-from steplab.measurement.tensors import TORCH_DTYPES
+from steplab.measurement.machine.failures import failure_from
+from steplab.measurement.tensors import TORCH_DTYPES, storage_sizes
 from steplab.ops.attention.api import AttentionFn, attention_named
-from steplab.records.attention import AttentionCell, AttentionMemory, TensorError
-from steplab.records.failure import Failure
-from steplab.records.timing import PhaseSamples
+from steplab.records.attention import AttentionCell, AttentionMemory
 from steplab.specs.attention import AttentionPass, AttentionSpec
 
 MakeAttention = Callable[[AttentionSpec], AttentionFn]
@@ -48,20 +47,24 @@ def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
 @dataclass(kw_only=True)
 class AttentionVariant:
     index: int
-    spec: AttentionSpec
+    cell: AttentionCell
+    """Result so far."""
     function: AttentionFn
     inputs: Inputs
     ready: set[AttentionPass] = field(default_factory=set)
-    samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
-    interleaved: tuple[str, ...] = ()
-    failure: Failure | None = None
-    first_call_s: float | None = None
-    saved_bytes: int | None = None
-    forward_peak_bytes: int | None = None
-    both_peak_bytes: int | None = None
-    errors: tuple[TensorError, ...] = ()
-    checked_heads: int | None = None
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.cell.spec
+
+    def keep(self, **found: Any) -> None:
+        self.cell = replace(self.cell, **found)
+
+    def keep_memory(self, **found: int | None) -> None:
+        self.keep(memory=replace(self.cell.memory or AttentionMemory(), **found))
+
+    def note(self, text: str) -> None:
+        self.keep(notes=(*self.cell.notes, text))
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -75,11 +78,8 @@ class AttentionVariant:
         return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
 
     def fail(self, error: Exception, stage: str, device: Device) -> None:
-        self.failure = refused_memory(error, stage, device)
-        if self.failure is None and has_no_kernel(error):
-            message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
-            self.failure = Failure(kind="error", message=message, phase=stage)
-        self.failure = self.failure or failure_of(error, stage)
+        no_kernel = f"no kernel for {self.spec.label} on {device.torch_device.type}"
+        self.keep(failure=failure_from(error, stage, device, no_kernel))
 
     def call(self, name: AttentionPass) -> ColdCall:
         """Backward needs a forward pass before each repeat: kept, its tensors would fill the device's memory."""
@@ -89,44 +89,12 @@ class AttentionVariant:
             return ColdCall(prepare=self.forward_for_backward, run=self.backward)
         return ColdCall(run=lambda _: self.backward(self.forward_for_backward()))
 
-    def note_waiting(self, name: AttentionPass, num_waits: int, repeats: int) -> None:
-        if num_waits:
-            self.notes.append(
-                f"{name}: in {num_waits} of {repeats} repeats the device may have waited for Python, which had "
-                "not started all kernels in time"
-            )
-
-    def cell(self, device: Device) -> AttentionCell:
-        memory = AttentionMemory(
-            saved_bytes=self.saved_bytes,
-            forward_peak_bytes=self.forward_peak_bytes,
-            both_peak_bytes=self.both_peak_bytes,
-        )
-        passes = (
-            PhaseSamples(phase=name, device_s=tuple(s))
-            if device.asynchronous
-            else PhaseSamples(phase=name, host_s=tuple(s))
-            for name, s in self.samples.items()
-            if s
-        )
-        return AttentionCell(
-            spec=self.spec,
-            passes=tuple(passes),
-            first_call_s=self.first_call_s,
-            memory=memory,
-            errors=self.errors,
-            checked_heads=self.checked_heads,
-            interleaved=self.interleaved,
-            failure=self.failure,
-            notes=tuple(self.notes),
-        )
-
 
 def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
-    variant.first_call_s = seconds_of(variant.forward, device)
+    variant.keep(first_call_s=seconds_of(variant.forward, device))
     gauge = Gauge(device)
     output = variant.forward()
-    variant.forward_peak_bytes = gauge.peak()
+    variant.keep_memory(forward_peak_bytes=gauge.peak())
     variant.ready.add("forward")
     return output
 
@@ -134,20 +102,20 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run forward and backward, measuring memory; returns output and gradients."""
     first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
-    variant.first_call_s = first_s + (variant.first_call_s or 0.0)
+    variant.keep(first_call_s=first_s + (variant.cell.first_call_s or 0.0))
     gauge = Gauge(device)
     if allocated_bytes(device) is None:
         saved = SavedTensors(variant.inputs)
         with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
             output = variant.forward_for_backward()
         saved.keep(output)
-        variant.saved_bytes = saved.num_bytes()
+        variant.keep_memory(saved_bytes=saved.num_bytes())
         del saved
     else:
         output = variant.forward_for_backward()
-        variant.saved_bytes = gauge.now()
+        variant.keep_memory(saved_bytes=gauge.now())
     gradients = variant.backward(output)
-    variant.both_peak_bytes = gauge.peak()
+    variant.keep_memory(both_peak_bytes=gauge.peak())
     variant.ready |= {"backward", "both"}
     return output.detach(), gradients
 
@@ -176,14 +144,13 @@ class SavedTensors:
     """Count storages that autograd saves on a CPU, whose allocator does not count."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs.leaves}
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._inputs = storage_sizes(inputs.leaves)
+        self._held: list[Tensor] = []
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Pack hook that holds the storage, so that its address is not reused."""
-        storage = tensor.untyped_storage()
-        self._storages[storage.data_ptr()] = storage
+        """Pack hook that holds the tensor, so that its address is not reused."""
+        self._held.append(tensor.detach())
         return tensor
 
     def num_bytes(self) -> int:
-        return sum(storage.nbytes() for address, storage in self._storages.items() if address not in self._inputs)
+        return sum(size for address, size in storage_sizes(self._held).items() if address not in self._inputs)

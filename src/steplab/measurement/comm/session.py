@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from steplab.records.timing import find_phase
 from steplab.specs.comm import CommSpec, CommStudy
 from steplab.units import NS_PER_S
 
+T = TypeVar("T")
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
 """Longest warm-up, as a multiple of the requested one; then even unstable calls are timed."""
@@ -222,13 +224,37 @@ class _Session:
         group, collectives = self._group_of(spec.transport, spec.backend, spec.world_size)
         found = None
         if collectives is not None:
-            together = Together(device=self._device(spec), collectives=collectives)
-            found = _Share(spec, self.world, group, together, self.make).measure(self.study, self._begin)
+            found = self._share(spec, group, Together(device=self._device(spec), collectives=collectives))
         everyone = self.world.collectives.host_gather(found)  # ranks outside of the cell wait here
         cell = _cell(spec, everyone)
         if cell.failure:
             self.runner.free()
         self.runner.observer.on_cell(index, cell)
+
+    def _share(self, spec: CommSpec, group: dist.ProcessGroup | None, together: Together) -> _Found:
+        """What this rank finds, up to the first failure of any rank."""
+        found, device, collectives = _Found(), together.device, together.collectives
+
+        def agreed(stage: str, work: Callable[[], T]) -> T | None:
+            result, failure = attempt(stage, work, device)
+            if failure is not None:
+                message = f"rank {self.world.rank} on {self.world.host}: {failure.message}"
+                found.failure = dataclasses.replace(failure, rank=self.world.rank, message=message)
+            return None if any(collectives.host_gather(failure is not None)) else result
+
+        def checked(buffers: Buffers) -> Call:
+            call = self.make(buffers, group)
+            call()
+            device.synchronize()
+            found.compared = buffers.compare()
+            return call
+
+        buffers = agreed("buffers", lambda: Buffers(spec, collectives.rank, device.torch_device))
+        call = agreed("first call", lambda: checked(buffers)) if buffers else None
+        if call and not any(collectives.host_gather(found.compared[1])):
+            begin = partial(self._begin, spec)
+            found.times = agreed("timing", lambda: time_calls(call, together, self.study, on_begin=begin))
+        return found
 
     def _device(self, spec: CommSpec) -> Device:
         device = self.world.device
@@ -236,42 +262,6 @@ class _Session:
 
     def _begin(self, spec: CommSpec, stage: str) -> None:
         self.runner.begin(f"{spec.label}: {stage}")
-
-
-class _Share:
-    def __init__(
-        self, spec: CommSpec, world: World, group: dist.ProcessGroup | None, together: Together, make: MakeCall
-    ) -> None:
-        self._spec, self._world, self._group, self._together, self._make = spec, world, group, together, make
-        self._found = _Found()
-
-    def measure(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> _Found:
-        called = self._went_well("buffers", self._fill) and self._went_well("first call", self._check)
-        if called and not any(self._together.collectives.host_gather(self._found.compared[1])):
-            self._went_well("timing", lambda: self._time(study, begin))
-        return self._found
-
-    def _went_well(self, stage: str, work: Callable[[], None]) -> bool:
-        _, failure = attempt(stage, work, self._together.device)
-        if failure is not None:
-            message = f"rank {self._world.rank} on {self._world.host}: {failure.message}"
-            self._found.failure = dataclasses.replace(failure, rank=self._world.rank, message=message)
-        return not any(self._together.collectives.host_gather(self._found.failure is not None))
-
-    def _fill(self) -> None:
-        rank, device = self._together.collectives.rank, self._together.device.torch_device
-        self._buffers = Buffers(self._spec, rank, device)
-
-    def _check(self) -> None:
-        self._call = self._make(self._buffers, self._group)
-        self._call()
-        self._together.device.synchronize()
-        self._found.compared = self._buffers.compare()
-
-    def _time(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> None:
-        self._found.times = time_calls(
-            self._call, self._together, study, on_begin=lambda stage: begin(self._spec, stage)
-        )
 
 
 def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from steplab.errors import ERRORS, SteplabError
-from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
+from steplab.measurement.clock import HeadStart, Phase, Samples, run_turns, seconds_of
 from steplab.measurement.ddp.one_process import CHECKED_STEPS, OneProcess
 from steplab.measurement.ddp.variant import MessagesAlone, VariantStep
 from steplab.measurement.jobs import CellsTask
@@ -25,7 +25,7 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.spans import activities_on
-from steplab.measurement.tensors import local_part
+from steplab.measurement.tensors import local_part, storage_sizes
 from steplab.printing import MARK
 from steplab.records.ddp import DdpCell, DdpFacts, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -64,14 +64,7 @@ class MeasuredVariant:
         messages = self.step.messages()  # once torch has rebuilt its buckets
         self._begin("measure", self._study.step.steps)
         together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
-        *others, (samples, held_s) = run_turns(
-            together,
-            self._device,
-            self._world.collectives,
-            self._study.step.steps,
-            self._study.turn,
-            self._observer.on_step,
-        )
+        *others, (samples, held_s) = self._turns(together, self._study.step.steps)
         alone_s, notes = self._alone(messages)
         if trace is not None:
             self._begin("profile", self._study.profiled_steps)
@@ -98,10 +91,12 @@ class MeasuredVariant:
 
     def timed_by_itself(self, steps: int) -> Samples:
         self._warm_up()
-        ((samples, _),) = run_turns(
-            [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
-        )
+        ((samples, _),) = self._turns([self.step.cycle], steps)
         return samples
+
+    def _turns(self, variants: Sequence[Sequence[Phase]], steps: int) -> list[tuple[Samples, float | None]]:
+        turn, on_step = self._study.turn, self._observer.on_step
+        return run_turns(variants, self._device, self._world.collectives, steps, turn, on_step)
 
     def _first_step(self) -> float:
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
@@ -116,21 +111,20 @@ class MeasuredVariant:
         return first_step_s
 
     def _deviation(self, one_process: OneProcess) -> float:
-        self._begin("check", CHECKED_STEPS - 1)
-        for iteration in range(CHECKED_STEPS - 1):
-            self.step.run()
-            self._observer.on_step(iteration)
+        self._run("check", CHECKED_STEPS - 1)
         return one_process.deviation_of(self.step.module)
 
     def _warm_up(self) -> None:
-        num_steps = max(self._study.step.warmup, 1)
-        self._begin("warmup", num_steps)
         self._device.reset_peak()
+        self._run("warmup", max(self._study.step.warmup, 1))
+        self._device.synchronize()
+        self.peak = self._device.peak("step")
+
+    def _run(self, stage: str, num_steps: int) -> None:
+        self._begin(stage, num_steps)
         for iteration in range(num_steps):
             self.step.run()
             self._observer.on_step(iteration)
-        self._device.synchronize()
-        self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Time communication alone: repeat the messages, or average gradients with other transports."""
@@ -241,12 +235,8 @@ def state_memory(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors' storages on this rank, each counted once and in full, also for views."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    """Bytes of these tensors' storages on this rank."""
+    return sum(storage_sizes(map(local_part, tensors)).values())
 
 
 _ROOM = 0.92

@@ -100,24 +100,19 @@ class RecordingCollectives:
             self._found = None
 
     def all_reduce(self, tensor: Tensor, *, average: bool) -> Pending:
-        self._write("all_reduce", tensor)
-        return self._inner.all_reduce(tensor, average=average)
+        return self._writing("all_reduce", tensor).all_reduce(tensor, average=average)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
-        self._write("all_gather", output)
-        return self._inner.all_gather(output, part)
+        return self._writing("all_gather", output).all_gather(output, part)
 
     def reduce_scatter(self, part: Tensor, tensor: Tensor, *, average: bool) -> Pending:
-        self._write("reduce_scatter", tensor)
-        return self._inner.reduce_scatter(part, tensor, average=average)
+        return self._writing("reduce_scatter", tensor).reduce_scatter(part, tensor, average=average)
 
     def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
-        self._write("reduce", tensor)
-        return self._inner.reduce(tensor, destination=destination, average=average)
+        return self._writing("reduce", tensor).reduce(tensor, destination=destination, average=average)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
-        self._write("broadcast", tensor)
-        return self._inner.broadcast(tensor, source=source)
+        return self._writing("broadcast", tensor).broadcast(tensor, source=source)
 
     def host_maximum(self, values: Tensor) -> Tensor:
         return self._inner.host_maximum(values)
@@ -125,12 +120,12 @@ class RecordingCollectives:
     def host_gather(self, value: Any) -> list[Any]:
         return self._inner.host_gather(value)
 
-    def _write(self, collective: str, tensor: Tensor) -> None:
-        if self._found is None:
-            return
-        continues = self._found and self._found[-1].collective == collective
-        before = self._found.pop().sizes_bytes if continues else ()
-        self._found.append(Messages(collective=collective, sizes_bytes=(*before, tensor.nbytes)))
+    def _writing(self, collective: str, tensor: Tensor) -> Collectives:
+        if self._found is not None:
+            continues = self._found and self._found[-1].collective == collective
+            before = self._found.pop().sizes_bytes if continues else ()
+            self._found.append(Messages(collective=collective, sizes_bytes=(*before, tensor.nbytes)))
+        return self._inner
 
 
 def fsdp_messages(

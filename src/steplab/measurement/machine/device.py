@@ -10,6 +10,7 @@ import torch
 from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.records.memory import AllocatorState, PeakMemory
+from steplab.records.timing import PhaseSamples
 from steplab.specs.layout import check_device
 from steplab.specs.step_choices import FP8
 from steplab.units import KIB, NS_PER_S
@@ -128,6 +129,15 @@ class CudaDevice(Device):
 
     def free_unused(self) -> None:
         torch.cuda.empty_cache()
+
+
+def samples_by(
+    device: Device, phase: str, seconds: tuple[float, ...], lead_s: tuple[float, ...] | None = None
+) -> PhaseSamples:
+    """Samples between marks: by the device's clock if it has one, else by Python's."""
+    if device.asynchronous:
+        return PhaseSamples(phase=phase, device_s=seconds, lead_s=lead_s)
+    return PhaseSamples(phase=phase, host_s=seconds)
 
 
 def open_device(name: str) -> Device:

@@ -19,19 +19,20 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_bytes
 
 _LAST_LINES = 12
+_NO_KERNEL = ("No available kernel", "No viable backend")
 
 
-def failure_from(error: BaseException, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
+def failure_from(error: BaseException, stage: str, device: Device | None, no_kernel: str = "") -> Failure:
+    """`no_kernel`: message if attention has no kernel for its inputs."""
     refused = refused_memory(error, stage, device)
-    if refused:
-        return refused
-    if spec is not None and device is not None and has_no_kernel(error):
-        message = (
-            f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
-            "choose --attention sdpa, or another precision"
-        )
-        return Failure(kind="error", message=message, phase=stage)
-    return failure_of(error, stage)
+    if refused is None and no_kernel and any(said in str(error) for said in _NO_KERNEL):
+        return Failure(kind="error", message=no_kernel, phase=stage)
+    return refused or failure_of(error, stage)
+
+
+def failure_of_step(error: BaseException, stage: str, spec: StepSpec, device: Device) -> Failure:
+    lacks = f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
+    return failure_from(error, stage, device, lacks + "choose --attention sdpa, or another precision")
 
 
 def place_of(error: BaseException) -> str:
@@ -76,10 +77,6 @@ def lack_of_host_memory(state_bytes: int) -> Failure | None:
     message = f"parameters, gradients and optimizer state take {format_bytes(state_bytes)}, and this machine has "
     message += f"{format_bytes(there)} of memory; choose a smaller --model, or a GPU"
     return Failure(kind="out_of_memory", message=message, phase="build")
-
-
-def has_no_kernel(error: BaseException) -> bool:
-    return "No available kernel" in str(error) or "No viable backend" in str(error)
 
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:

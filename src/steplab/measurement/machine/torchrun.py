@@ -27,14 +27,6 @@ class ProcessPlace:
         """True for the process that stores and prints."""
         return self.rank == 0
 
-    def variables(self) -> dict[str, str]:
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-        }
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torchrun(ProcessPlace):
@@ -98,7 +90,12 @@ def environment_of(place: ProcessPlace) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.size)))
     keep_to_loopback(environment)
-    return environment | place.variables()
+    return environment | {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+    }
 
 
 def keep_to_loopback(environment: MutableMapping[str, str]) -> None:

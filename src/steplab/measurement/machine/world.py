@@ -115,10 +115,8 @@ def join_world(place: ProcessPlace, device: str, meet: Callable[[], Store], *, f
 def _open_share(place: ProcessPlace, device: str) -> Device:
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device '{device}' cannot be shared by several processes; choose one of auto, cpu, cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return open_device("cpu")
-    if not torch.cuda.is_available():
-        return open_device("cuda")  # raises with the reason
+    if device == "cpu" or not torch.cuda.is_available():
+        return open_device("cuda" if device == "cuda" else "cpu")  # cuda raises with the reason
     refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
     return open_device(f"cuda:{place.local_rank}")
 

@@ -24,10 +24,14 @@ _OPERATOR = re.compile(r"(?!autograd::|torch::autograd::)\w+::\w+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operator:
+class Range:
     name: str
     start_ns: int
     end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator(Range):
     first_address: int | None
     """Address of the first input; None if it is no tensor."""
 
@@ -41,13 +45,6 @@ class MemoryEvent:
     operator: Operator | None
     ranges: tuple[str, ...]
     """Ranges open in the event's thread, innermost last."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    name: str
-    start_ns: int
-    end_ns: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,8 @@ def cpu_snapshot(
             if gone_bytes is not None:  # released without an allocation: the block is older than the profiler
                 trace.append(_entry("free_completed", event, gone_bytes, []))
             stack = stack_of(event.ranges)
-            frames = written.setdefault(stack, [_frame(frame) for frame in stack])  # one list for all: a smaller pickle
+            # one list for all: a smaller pickle
+            frames = written.setdefault(stack, [{"filename": f, "line": line, "name": n} for f, line, n in stack])
             alive[event.address], frames_at[event.address] = event.num_bytes, frames
             trace.append(_entry("alloc", event, event.num_bytes, frames))
         else:
@@ -113,11 +114,6 @@ def _entry(action: str, event: MemoryEvent, num_bytes: int, frames: list[dict[st
         "frames": frames,
         "time_us": event.time_ns // 1000,
     }
-
-
-def _frame(frame: Frame) -> dict[str, Any]:
-    filename, line, name = frame
-    return {"filename": filename, "line": line, "name": name}
 
 
 def _segment(address: int, num_bytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:

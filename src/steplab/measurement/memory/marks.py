@@ -6,32 +6,31 @@ forward; a node belongs to a module if its number lies within the module's.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.profiler import record_function
 
 from steplab.measurement import compat
-from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Operator, Range
-from steplab.measurement.step.spans import modules_for_hooks
+from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Range
+from steplab.measurement.step.spans import Place, around_calls, modules_for_hooks
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 
 class StepSightings:
-    """Looks at a step's objects at numbered moments, each reported to `on_moment`; `StepMarks` replaces these by
-    numbers of allocations.
+    """Looks at a step's objects at numbered moments, each a profiler's range; `StepMarks` replaces these by numbers of
+    allocations.
     """
 
-    def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
-        self._step, self._device, self._on_moment = step, device, on_moment
+    def __init__(self, step: ModelStep, device: torch.device) -> None:
+        self._step, self._device = step, device
         self._num_moments = 0
-        self._calls: list[tuple[str, int, int]] = []
-        self._open: list[tuple[int, str, int]] = []
+        self._place = Place()
         self.owners: list[Owned] = []
         self.kept: list[Saved] = []
         """Tensors saved for backward in the last micro-step, in the order of their nodes."""
@@ -50,14 +49,12 @@ class StepSightings:
 
     @contextmanager
     def watching(self, *, modules: bool) -> Iterator[None]:
-        hooks = self._attach() if modules else []
         self._step.on_gradients = self.see_gradients
         try:
-            yield
+            with self._around_modules() if modules else nullcontext():
+                yield
         finally:
             self._step.on_gradients = lambda: None
-            for hook in hooks:
-                hook.remove()
 
     def see_what_is_there(self) -> None:
         step, moment = self._step, self._next_moment()
@@ -85,47 +82,33 @@ class StepSightings:
             return
         self.kept_moment = self._next_moment()
         self.loss_address = loss.untyped_storage().data_ptr()
-        modules = self._modules_by_number()
-        for number, node in sorted(_nodes(loss.grad_fn), key=lambda pair: pair[0]):
-            for kept in compat.kept_by_node(node):
-                # Under checkpointing it is a token for recomputing the tensor.
-                if isinstance(kept, Tensor) and self._has_storage(kept):
-                    self.kept.append(
-                        Saved(
-                            address=kept.untyped_storage().data_ptr(),
-                            position=self.kept_moment,
-                            storage_bytes=kept.untyped_storage().nbytes(),
-                            module=modules.get(number, ""),
-                            op=node.name(),
-                            shape=tuple(kept.shape),
-                            dtype=dtype_name(kept.dtype),
-                        )
+        for node, kept in sorted(
+            compat.saved_tensors(loss.grad_fn), key=lambda saved: compat.sequence_number(saved[0])
+        ):
+            if self._has_storage(kept):
+                self.kept.append(
+                    Saved(
+                        address=kept.untyped_storage().data_ptr(),
+                        position=self.kept_moment,
+                        storage_bytes=kept.untyped_storage().nbytes(),
+                        module=self._place.module_of(compat.sequence_number(node)),
+                        op=node.name(),
+                        shape=tuple(kept.shape),
+                        dtype=dtype_name(kept.dtype),
                     )
+                )
 
-    def _attach(self) -> list[RemovableHandle]:
-        hooks: list[RemovableHandle] = []
+    @contextmanager
+    def _around_modules(self) -> Iterator[None]:
         modules, _ = modules_for_hooks(self._step.module)
-        for name, module in modules.items():
-            if name:
-                hooks += self._number(name, module)
-            if isinstance(module, nn.ModuleList):
-                for child, block in module.named_children():
+        with around_calls(modules, self._place.enter, self._place.leave), ExitStack() as hooks:
+            for name, module in modules.items():
+                for child, block in module.named_children() if isinstance(module, nn.ModuleList) else ():
                     full = f"{name}.{child}" if name else child
                     if full in modules:
-                        hooks.append(block.register_forward_pre_hook(self._see_input_of(full), with_kwargs=True))
-        return hooks
-
-    def _number(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def enter(module: nn.Module, arguments: Any) -> None:
-            self._open.append((len(self._calls), name, compat.next_sequence_number()))
-            self._calls.append((name, 0, 0))
-
-        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            index, name, first = self._open.pop()
-            self._calls[index] = (name, first, compat.next_sequence_number())
-
-        before = module.register_forward_pre_hook(enter, prepend=True)
-        return before, module.register_forward_hook(leave, always_call=True)
+                        hook = block.register_forward_pre_hook(self._see_input_of(full), with_kwargs=True)
+                        hooks.callback(hook.remove)
+            yield
 
     def _see_input_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def see(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -136,9 +119,6 @@ class StepSightings:
                     self.block_input_addresses[name] = first.untyped_storage().data_ptr()
 
         return see
-
-    def _modules_by_number(self) -> dict[int, str]:
-        return {number: name for name, first, end in self._calls for number in range(first, end)}
 
     def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:
         for address, name in self._storages(tensors).items():
@@ -156,19 +136,9 @@ class StepSightings:
         return there and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() != 0
 
     def _next_moment(self) -> int:
-        self._on_moment(self._num_moments)
-        self._num_moments += 1
+        with record_function(f"{MOMENT}{self._num_moments}"):
+            self._num_moments += 1
         return self._num_moments - 1
-
-
-def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield compat.sequence_number(node), node
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
-        waiting += fresh
 
 
 STEP = "steplab: step"
@@ -308,7 +278,7 @@ class StepMarks:
             dtype=sighting.dtype,
         )
 
-    def _stretch(self, name: str, marked: Range | Operator, *, in_backward: bool = False) -> Stretch:
+    def _stretch(self, name: str, marked: Range, *, in_backward: bool = False) -> Stretch:
         start, end = self._position(marked.start_ns), self._position(marked.end_ns)
         return Stretch(name=name, start=start, end=end, in_backward=in_backward)
 

@@ -22,7 +22,7 @@ from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.memory.allocation_events import AllocationEvents
 from steplab.measurement.memory.cpu_history import PythonLines, cpu_snapshot, left_behind, storages_in_sight
-from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks, StepSightings
+from steplab.measurement.memory.marks import LINE, PHASE, STEP, StepMarks, StepSightings
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
@@ -53,7 +53,7 @@ class MemoryRecorder:
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device
-        sightings = StepSightings(step, device, _mark_moment) if isinstance(step, ModelStep) else None
+        sightings = StepSightings(step, device) if isinstance(step, ModelStep) else None
         lines = PythonLines(LINE) if self._lines_are_wanted(step) else None
         # the CPU's activity alone: memory is allocated there, for whichever device
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
@@ -72,7 +72,7 @@ class MemoryRecorder:
         marks = self._agreed(seen, snapshot, counted, notes)
         if snapshot is None:
             before = left_behind(seen.memory_before) | before
-            snapshot = cpu_snapshot(seen.memory, before, lines.stack if lines else _no_stack)
+            snapshot = cpu_snapshot(seen.memory, before, lines.stack if lines else lambda ranges: ())
         self._write(marks, snapshot)
         return ()
 
@@ -182,12 +182,3 @@ def _digest(trace: list[dict[str, Any]]) -> str:
         struct.pack(layout, *(entry["addr"] for entry in events)),
         struct.pack(layout, *(entry["size"] for entry in events)),
     )
-
-
-def _mark_moment(number: int) -> None:
-    with record_function(f"{MOMENT}{number}"):
-        pass
-
-
-def _no_stack(ranges: tuple[str, ...]) -> tuple[()]:
-    return ()

@@ -7,7 +7,6 @@ torch shows that autocast has a rule for an operation, but not the rule; two of 
 of torch.amp) are below.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,10 +20,10 @@ from steplab.measurement.compat import (
     autocast_has_rule,
     is_made_of_parts,
     is_operator,
-    next_sequence_number,
     running_node,
     sequence_number,
 )
+from steplab.measurement.step.spans import Place
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import Fp8Losses, MatmulAudit, OperationAudit, Rule
 
@@ -100,31 +99,18 @@ Products = list[tuple[_Call, Tensor]]
 _CHECKED_ROWS = 256
 
 
-class Place:
+class AuditPlace(Place):
     def __init__(self) -> None:
+        super().__init__()
         self.phase = "forward"
         self.is_counting = False
-        self._open = [""]
-        self._boundaries = [(next_sequence_number(), "")]
 
-    def enter(self, module: str) -> None:
-        self._open.append(module)
-        self._boundaries.append((next_sequence_number(), module))
-
-    def leave(self) -> None:
-        self._open.pop()
-        self._boundaries.append((next_sequence_number(), self._open[-1]))
-
-    def module(self) -> str:
+    def audited_module(self) -> str:
         """Name of the current module, also in a backward node; '' outside any."""
         if self.phase == "forward":
-            return self._open[-1]
+            return self.module
         node = running_node()
-        if node is None:
-            return ""
-        # The last of several boundaries at one number counts: no node was made between them.
-        index = bisect_right(self._boundaries, sequence_number(node), key=lambda boundary: boundary[0])
-        return self._boundaries[index - 1][1] if index else ""
+        return "" if node is None else self.module_of(sequence_number(node))
 
     @contextmanager
     def counting(self, device_type: str) -> Iterator[None]:
@@ -137,7 +123,7 @@ class Place:
 
 
 class Operators(TorchDispatchMode):
-    def __init__(self, place: Place, checked_rows: int = _CHECKED_ROWS) -> None:
+    def __init__(self, place: AuditPlace, checked_rows: int = _CHECKED_ROWS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self._place, self._checked_rows = place, checked_rows
@@ -167,7 +153,7 @@ class Operators(TorchDispatchMode):
         node_name = str(node.name()).rpartition("::")[2] if node is not None else None
         operands = args[:2] if op == "aten::_scaled_mm" else args  # without scales
         inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(operands) if tensor.is_floating_point())
-        key = (self._place.module(), phase, op, node_name, inputs, floats_in(result))
+        key = (self._place.audited_module(), phase, op, node_name, inputs, floats_in(result))
         self._calls[key] = self._calls.get(key, 0) + 1
         if op == "aten::_scaled_mm":
             with self._place.counting(result.device.type):
@@ -208,7 +194,7 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    def __init__(self, place: Place, operators: Operators) -> None:
+    def __init__(self, place: AuditPlace, operators: Operators) -> None:
         super().__init__()
         self._place, self._operators = place, operators
         self._calls: dict[tuple[str, Rule, Types, Types, Types], int] = {}

@@ -16,10 +16,10 @@ import torch
 from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.machine.device import open_device
-from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.failures import failure_of, failure_of_step
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision.modes import Operators, Place, Products, rule_of
+from steplab.measurement.precision.modes import AuditPlace, Operators, Products, rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.runner import Runner, refuse_unserved_step
 from steplab.measurement.step.step import ModelStep
@@ -113,7 +113,7 @@ def audit_step(task: AuditTask, observer: Observer, world: World | None = None) 
     except ERRORS:
         raise
     except Exception as error:  # a failure of the model or of its memory
-        failure = failure_from(error, runner.stage, spec, device)
+        failure = failure_of_step(error, runner.stage, spec, device)
         return dataclasses.replace(record, failure=failure, notes=tuple(audited.notes))
     return dataclasses.replace(record, audit=audit, notes=tuple(audited.notes))
 
@@ -213,7 +213,7 @@ class _AuditedStep:
         try:
             step = ModelStep(build_workload(eager, self.device.torch_device), eager, self.device.torch_device)
             for _ in range(_HISTORY):
-                with Operators(Place(), checked_rows=0) as seen:
+                with Operators(AuditPlace(), checked_rows=0) as seen:
                     step.run()
                 found.append(seen.fp8_products)
         except torch.OutOfMemoryError as error:

@@ -6,19 +6,20 @@ The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a nu
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from steplab.measurement.precision.modes import Functions, Operators, Place, types_in
-from steplab.measurement.step.spans import modules_for_hooks
+from steplab.measurement.precision.modes import AuditPlace, Functions, Operators, types_in
+from steplab.measurement.step.spans import around_calls, modules_for_hooks
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import Elements, ModuleAudit, OperationAudit
 
 _ZERO, _TINY, _FINITE, _INFINITE, _NAN = 0, 1, 2, 3, 4
-_NUM_COUNTS = 7
+_COMPARED = ("num_overflowed", "num_underflowed", "num_below_range")  # with a reference
+_COUNTS = ("num_inf", "num_nan", "num_zero", "num_subnormal", *_COMPARED)
 _LOWEST_EXPONENT, _NUM_EXPONENTS = -160, 320  # fp32: subnormals from 2^-149, numbers below 2^128
 
 
@@ -45,7 +46,7 @@ class Tally:
             masks.append(zero & (reference > _ZERO) & (reference < _NAN))
             masks.append(zero & (reference == _TINY))
         counts = [torch.count_nonzero(mask) for mask in masks]
-        counts += [torch.zeros_like(counts[0])] * (_NUM_COUNTS - len(counts))
+        counts += [torch.zeros_like(counts[0])] * (len(_COUNTS) - len(counts))
         self._counts.append(torch.stack(counts))
         largest = torch.where(infinite | nan, 0, magnitude).max()
         smallest = torch.where(zero | nan, torch.inf, magnitude).min()
@@ -54,20 +55,15 @@ class Tally:
     def elements(self) -> Elements | None:
         if not self.num_elements:
             return None
-        counts = torch.stack(self._counts).sum(0).tolist()
-        infinite, nan, zero, subnormal, overflowed, underflowed, below_range = counts
+        counts = dict(zip(_COUNTS, torch.stack(self._counts).sum(0).tolist(), strict=True))
+        if not self._was_compared:
+            counts |= dict.fromkeys(_COMPARED)
         extremes = [pair.tolist() for pair in self._extremes]
         largest, smallest = max(pair[0] for pair in extremes), min(pair[1] for pair in extremes)
         return Elements(
             num_elements=self.num_elements,
-            num_inf=infinite,
-            num_nan=nan,
-            num_zero=zero,
-            num_subnormal=subnormal,
-            num_overflowed=overflowed if self._was_compared else None,
-            num_underflowed=underflowed if self._was_compared else None,
-            num_below_range=below_range if self._was_compared else None,
-            largest=largest if infinite + nan < self.num_elements else None,
+            **counts,
+            largest=largest if counts["num_inf"] + counts["num_nan"] < self.num_elements else None,
             smallest=smallest if smallest != torch.inf else None,
         )
 
@@ -128,23 +124,16 @@ class NumericsWatch:
         """Gradients of parameters, and of leaf modules' outputs."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
-        modules, self.left_out = modules_for_hooks(model)
-        self._seen = {name: _Seen(module) for name, module in modules.items()}
-        self._place = Place()
+        self._modules, self.left_out = modules_for_hooks(model)
+        self._seen = {name: _Seen(module) for name, module in self._modules.items()}
+        self._place = AuditPlace()
         self.operators = Operators(self._place)
         self._functions = Functions(self._place, self.operators)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        hooks: list[RemovableHandle] = []
-        for name, seen in self._seen.items():
-            hooks += self._attach(name, seen)
-        try:
-            with self._functions, self.operators:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with around_calls(self._modules, self._enter, self._leave), self._functions, self.operators:
+            yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -160,26 +149,17 @@ class NumericsWatch:
                     self._count(name, "gradients", parameter.grad, of_all=parameter not in counted)
                     counted.add(parameter)
 
-    def _attach(self, name: str, seen: _Seen) -> tuple[RemovableHandle, ...]:
-        def enter(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            self._place.enter(name)
-            seen.types["inputs"] |= types_in((arguments, keywords))
+    def _enter(self, name: str, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        self._place.enter(name)
+        self._seen[name].types["inputs"] |= types_in((arguments, keywords))
 
-        def leave(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-            self._place.leave()
-            seen.types["outputs"] |= types_in(output)
-            for tensor in tensors_in(output):
-                self._look_at_output(name, seen, tensor)
-
-        return (
-            seen.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            seen.module.register_forward_hook(leave, with_kwargs=True),
-        )
-
-    def _look_at_output(self, name: str, seen: _Seen, tensor: Tensor) -> None:
-        self._count(name, "outputs", tensor)
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._count(name, "output_gradients", grad, of_all=seen.is_leaf))
+    def _leave(self, name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        self._place.leave()
+        self._seen[name].types["outputs"] |= types_in(output)
+        for tensor in tensors_in(output):
+            self._count(name, "outputs", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._count, name, "output_gradients", of_all=self._seen[name].is_leaf))
 
     def _count(self, name: str, what: str, tensor: Tensor, *, of_all: bool = False) -> None:
         if tensor.dtype not in _COUNTED or tensor.layout != torch.strided:
@@ -213,10 +193,7 @@ def _audit(name: str, seen: _Seen) -> ModuleAudit:
         kind=type(seen.module).__name__,
         leaf=seen.is_leaf,
         parameters=tuple(dict.fromkeys(dtype_name(p.dtype) for p in seen.module.parameters(recurse=False))),
-        inputs=tuple(seen.types["inputs"]),
-        outputs=tuple(seen.types["outputs"]),
-        gradients=tuple(seen.types["gradients"]),
-        output_gradients=tuple(seen.types["output_gradients"]),
+        **{name: tuple(types) for name, types in seen.types.items()},
         output_elements=seen.tallies["outputs"].elements(),
         gradient_elements=seen.tallies["gradients"].elements(),
         output_gradient_elements=seen.tallies["output_gradients"].elements(),

@@ -129,7 +129,7 @@ def work(
         send("refused", [own_error(error).exit_code, str(error)])
         return False
     except (Exception, SystemExit) as error:
-        send("failed", failure_from(error, stage, None, world.device if world else None))
+        send("failed", failure_from(error, stage, world.device if world else None))
         return False
     return True
 

@@ -162,13 +162,12 @@ class Conversation:
         Raises SteplabError if the system does not let one start.
         """
         size = request.processes if request is not None else 1
-        self._listener, self._is_alone = listener, size == 1
+        self.listener, self._is_alone = listener, size == 1
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
         self._open: dict[Any, _Rank] = {}
         with ExitStack() as opened:
             scratch = opened.enter_context(scratch_folder()) if size > 1 else None
-            opened.callback(self._end_processes)
             for number in range(size):
                 place = ProcessPlace(rank=number, size=size, local_rank=number, local_size=size)
                 wire, theirs = wire_to_a_child()
@@ -176,10 +175,11 @@ class Conversation:
                 with theirs:
                     process = Started(
                         python_running(CHILD, str(theirs.fileno()), *([ahead_of] if ahead_of else [])),
-                        folder=surroundings.folder,
-                        environment=surroundings.environment if size == 1 else environment_of(place),
+                        cwd=surroundings.folder,
+                        env=surroundings.environment if size == 1 else environment_of(place),
                         pass_fds=[theirs.fileno(), *([scratch.lock] if scratch else [])],
                     )
+                opened.callback(process.end)
                 self._ranks.append(_Rank(number=number, process=process, wire=wire))
                 self._open[wire.connection] = self._ranks[-1]
             if request is not None:
@@ -202,7 +202,7 @@ class Conversation:
 
         Raises a process's SteplabError.
         """
-        listener = self._listener
+        listener = self.listener
         listener.is_ready = False
         listener.on_progress(listener.progress)
         failure = self._receive()
@@ -227,10 +227,6 @@ class Conversation:
     def end(self) -> None:
         self._opened.close()
 
-    def _end_processes(self) -> None:
-        for rank in self._ranks:
-            rank.process.end()
-
     def _renew(self) -> None:
         self._started_s = self._moved_s = time.monotonic()
 
@@ -239,7 +235,7 @@ class Conversation:
             rank.wire.send(kind, value)
 
     def _receive(self) -> Failure | None:
-        listener, trouble_s = self._listener, None
+        listener, trouble_s = self.listener, None
         while not listener.answered:
             self._receive_some()
             if listener.is_ready:
@@ -291,7 +287,7 @@ class Conversation:
                 if kind == "stage":
                     rank.stage = read(message.value, STAGE)[0]
                 if rank.number == 0 or kind == "refused":
-                    self._listener.receive(message)
+                    self.listener.receive(message)
 
     def _ended_early(self) -> list[_Rank]:
         return [
@@ -324,13 +320,13 @@ class Conversation:
         while time.monotonic() < deadline_s and not all(rank.where for rank in self._open.values()):
             self._receive_some()
         guilty = self._to_blame()
-        lines = tuple(f"rank {rank.number} {_standing(rank)}" for rank in self._ranks)
+        lines = tuple(f"rank {rank.number} {standing(rank.where)}" for rank in self._ranks)
         if len(guilty) != 1:
             where = "; ".join(lines[:2]) + ("; …" if len(lines) > 2 else "")
             stage = (guilty or self._ranks)[0].stage
             return Failure(kind="timeout", message=f"the ranks {what}: {where}", phase=stage, last_lines=lines)
         (rank,) = guilty
-        message = f"{what}: it {_standing(rank)} in {rank.stage}, and the others wait for it"
+        message = f"{what}: it {standing(rank.where)} in {rank.stage}, and the others wait for it"
         return self._named(rank, Failure(kind="timeout", message=message, phase=rank.stage, last_lines=lines))
 
     def _to_blame(self) -> list[_Rank]:
@@ -344,11 +340,9 @@ class Conversation:
         return failure if self._is_alone else named(failure, rank.number, socket.gethostname())
 
 
-def _standing(rank: _Rank) -> str:
-    return "does not answer" if rank.where is None else standing(rank.where)
-
-
-def standing(where: Whereabouts) -> str:
+def standing(where: Whereabouts | None) -> str:
+    if where is None:
+        return "does not answer"
     doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")
     return f"{doing} at {where.line}"
 

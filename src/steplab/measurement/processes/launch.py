@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -33,13 +33,13 @@ from steplab.units import MIB, format_bytes
 _PROCESS_BYTES = 128 * MIB
 
 
-def measure_in_child(
-    task: StepTask,
-    *,
-    surroundings: Surroundings = HERE,
-    timeout_s: float | None = None,
-    on_progress: OnProgress = lambda progress: None,
-) -> Run:
+class Asking(TypedDict, total=False):
+    timeout_s: float | None
+    on_progress: OnProgress
+    surroundings: Surroundings
+
+
+def measure_in_child(task: StepTask, **how: Unpack[Asking]) -> Run:
     """Measure one cell in a new process; the record may be a failure, or have a note if further steps failed.
 
     Raises UserError (or the child's SteplabError) for an impossible request. KeyboardInterrupt ends the child and
@@ -50,62 +50,37 @@ def measure_in_child(
     if max(spec.layout.pp, spec.layout.tp) > 1 and spec.model.shape is None:
         why = "only steplab's own Transformer is split along tp and pp; other models can be planned so"
         raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, f"use fsdp={spec.layout.world_size}")
-    answer = ask(
-        "step",
-        task,
-        device=task.spec.device,
-        processes=task.spec.layout.world_size,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-        surroundings=surroundings,
-    )
+    answer = ask("step", task, device=spec.device, processes=spec.layout.world_size, **how)
     if isinstance(answer.result, Run):
         return answer.result
     if answer.measured is not None:
         note = f"{'memory' if task.snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
-    return Run(**new_head(), spec=task.spec, environment=answer.environment, failure=answer.result)
+    return Run(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
 
 
-def ceilings_in_child(
-    device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
-) -> Ceilings:
-    answer = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress)
+def ceilings_in_child(device: str, **how: Unpack[Asking]) -> Ceilings:
+    answer = ask("ceilings", device, **how)
     ceilings: Ceilings = answer.unless_failed(f"the ceilings of device {device} could not be measured")
     return ceilings
 
 
-def numerics_in_child(
-    spec: StepSpec | None = None,
-    *,
-    device: str = "auto",
-    timeout_s: float | None = None,
-    on_progress: OnProgress = lambda progress: None,
-) -> Numerics:
+def numerics_in_child(spec: StepSpec | None = None, *, device: str = "auto", **how: Unpack[Asking]) -> Numerics:
     """Audit a step's precision, or without one run the accumulation study; the result may be a failure.
 
     Raises UserError (or the child's SteplabError) for an impossible request.
     """
-    answer = ask("audit", AuditTask(spec=spec, device=device), timeout_s=timeout_s, on_progress=on_progress)
+    answer = ask("audit", AuditTask(spec=spec, device=device), **how)
     if isinstance(answer.result, Numerics):
         return answer.result
     return Numerics(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
 
 
-def ask(
-    job: str,
-    task: object,
-    *,
-    device: str = "auto",
-    processes: int = 1,
-    timeout_s: float | None = None,
-    on_progress: OnProgress = lambda progress: None,
-    surroundings: Surroundings = HERE,
-) -> Listener:
+def ask(job: str, task: object, *, device: str = "auto", processes: int = 1, **how: Unpack[Asking]) -> Listener:
     """Have a process do a job with one result, maybe a failure. Raises a process's SteplabError."""
-    listener = Listener(JOBS[job], on_progress)
+    listener = Listener(JOBS[job], how.get("on_progress", lambda progress: None))
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
-    failure = converse(request, listener, timeout_s, surroundings)
+    failure = converse(request, listener, how.get("timeout_s"), how.get("surroundings", HERE))
     listener.result = failure or listener.result
     if listener.result is None:  # it waits for a turn, which this job does not have
         why = "the process gave no result"

@@ -13,10 +13,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steplab.errors import SteplabError
 from steplab.measurement.machine.causes import cause_of
@@ -61,26 +62,12 @@ def named(failure: Failure, rank: int, host: str | None) -> Failure:
 class Started:
     """A process that leads its own session; its output goes to a file."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        folder: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, words: Sequence[str], **options: Any) -> None:
+        """`options`: further ones of subprocess.Popen."""
         self._written = tempfile.TemporaryFile()  # noqa: SIM115
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": self._written, "stderr": self._written}
         try:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=self._written,
-                stderr=self._written,
-                cwd=folder,
-                env=environment,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
+            self._process = subprocess.Popen(words, **streams, **options, start_new_session=True)
         except OSError as error:
             self._written.close()
             why = error.strerror or error

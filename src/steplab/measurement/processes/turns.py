@@ -80,7 +80,6 @@ class Session:
         """Timeout for sides that enter later."""
         self._on_progress, self._loads_ahead = on_progress, loads_ahead
         self._spare: Conversation | None = None
-        self._loading: Listener | None = None
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
@@ -160,27 +159,26 @@ class Session:
         task = StepTask(spec=side.spec, turns=Turns(session=self.id, label=side.label))
         request = Request(job=_JOB, task=msgspec.Raw(encode(task)), device=side.spec.device)
         self._await_spare()
-        if self._spare and self._loading and side.surroundings is HERE:
-            side.conversation, side.listener = self._spare, self._loading
-            self._spare = self._loading = None
-            side.listener.on_progress = self._on_progress
+        if self._spare and side.surroundings is HERE:
+            side.conversation, self._spare = self._spare, None
+            side.conversation.listener.on_progress = self._on_progress
             side.conversation.begin(request, self.timeout_s)
         else:
-            side.listener = Listener(JOBS[_JOB], self._on_progress)
-            side.conversation = Conversation(request, side.listener, self.timeout_s, surroundings=side.surroundings)
+            listener = Listener(JOBS[_JOB], self._on_progress)
+            side.conversation = Conversation(request, listener, self.timeout_s, surroundings=side.surroundings)
+        side.listener = side.conversation.listener
         if self._loads_ahead and not self._spare:
-            self._loading = Listener(JOBS[_JOB])
-            self._spare = Conversation(None, self._loading, None, ahead_of=_JOB)
+            self._spare = Conversation(None, Listener(JOBS[_JOB]), None, ahead_of=_JOB)
         self._heard(side, side.conversation.listen())
 
     def _await_spare(self) -> None:
-        if self._spare and self._loading and not self._loading.is_ready and self._spare.listen() is not None:
+        if self._spare and not self._spare.listener.is_ready and self._spare.listen() is not None:
             self._end_spare()
 
     def _end_spare(self) -> None:
         if self._spare:
             self._spare.end()
-        self._spare = self._loading = None
+        self._spare = None
 
     def _heard(self, side: Side, failure: Failure | None) -> None:
         assert side.listener is not None

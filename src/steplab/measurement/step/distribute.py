@@ -31,7 +31,7 @@ from steplab.model.layout import (
     loss_over_ranks,
     tensor_plan,
 )
-from steplab.model.transformer import LossFn, Transformer, call_plainly
+from steplab.model.transformer import Transformer, call_plainly
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.layout import (
     Pipeline,
@@ -46,15 +46,6 @@ from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import STAGES_A_RANK, StepSpec
 from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED
-
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
-"""Function of parameters, optimizer class and **options that returns the optimizer."""
-
-
-def make_whole(
-    parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
-) -> torch.optim.Optimizer:
-    return optimizer(parameters, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,63 +64,11 @@ class Distributed:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     pipeline: Pipeline | None = None
     """Runs both passes of a batch interleaved; None: one after the other."""
-    make_optimizer: MakeOptimizer = make_whole
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    """Function of parameters, optimizer class and **options; None: the class makes its optimizer."""
 
 
 Autocast = Callable[[], AbstractContextManager[object]]
-
-
-def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """Divide the model in place, on all ranks together; before, each has it whole on its device, with equal weights.
-    Raises UserError if the number of ranks does not fit the layout.
-    """
-    device = world.device.torch_device
-    mesh = open_mesh(_sizes(spec.layout), device.type)
-    split = spec.layout.tp > 1
-    loss = loss_over_ranks(model.loss, mesh["tp"]) if split else model.loss
-    around = loss_parallel if split else nullcontext
-    data_index, _ = data_share(mesh)
-    if spec.layout.pp > 1:
-        pipeline, module = _in_stages(model, spec, mesh, device, autocast, loss)
-        laid_out = Distributed(module=module, call=None, data_index=data_index, around=around, pipeline=pipeline)
-    else:
-        model.loss = loss
-        _lay_out(model, spec, mesh)
-        laid_out = Distributed(module=model, call=model, data_index=data_index, around=around)
-        if spec.layout.data_ranks > 1:
-            laid_out = replace(laid_out, no_sync=partial(no_gradient_sync, model, keep_gathered=not spec.reshards))
-    forget_the_whole(device)
-    return laid_out
-
-
-def prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
-    """Recompute and compile each block separately instead of in the model's forward pass."""
-    if isinstance(module, Transformer):
-        module.call_block = call_plainly
-    split = spec.layout.tp > 1
-    if split and spec.compile != "off" and module.embedding is not None:
-        arrive_whole(module.embedding)
-    checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
-    for index, block in blocks_of(module).items():
-        wrap_block(block, index, checkpointing=checkpointing, compile_mode=spec.compile, split=split)
-
-
-def _sizes(layout: Layout) -> dict[str, int]:
-    return {"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}
-
-
-def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: DeviceMesh) -> None:
-    shape = spec.model.shape
-    assert shape is not None
-    lay_out(
-        module,
-        mesh,
-        tensor_plan=tensor_plan(shape),
-        units=units_of(module),
-        wrap_units=lambda: prepare_blocks(module, spec),
-        policy=policy_of(module, spec),
-        reshard_after_forward=spec.reshards,
-    )
 
 
 def units_of(module: nn.Module) -> Sequence[Unit]:
@@ -155,9 +94,9 @@ def policy_of(module: nn.Module, spec: StepSpec) -> MixedPrecisionPolicy:
 
 
 def _in_stages(
-    model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast, loss: LossFn
+    model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast
 ) -> tuple[Pipeline, nn.Module]:
-    shape, layout = spec.model.shape, spec.layout
+    shape, layout, loss = spec.model.shape, spec.layout, model.loss
     assert shape is not None
     stages_a_rank = STAGES_A_RANK[spec.pipeline_schedule]
     numbers = stage_numbers(mesh, stages_a_rank)
@@ -165,7 +104,9 @@ def _in_stages(
     for stage in stages:
         _lay_out(stage, spec, mesh)
     parts = spec.num_microbatches
-    batch, low = spec.batch // parts, torch.bfloat16
+    batch, context = spec.batch // parts, spec.context
+    between_dtype = torch.bfloat16 if spec.precision == "bf16_pure" else torch.float32
+    logits_dtype = torch.bfloat16 if spec.precision in ("bf16", "bf16_pure") else torch.float32
     on_meta = partial(torch.empty, device="meta", requires_grad=True)
 
     def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -178,19 +119,9 @@ def _in_stages(
         device,
         schedule=spec.pipeline_schedule,
         microbatches=parts,
-        first_input=torch.empty(batch, spec.context, dtype=torch.int64, device="meta"),
-        between=on_meta(
-            batch,
-            spec.context // layout.tp,
-            shape.d_model,
-            dtype=low if spec.precision == "bf16_pure" else torch.float32,
-        ),
-        last_output=on_meta(
-            batch,
-            spec.context,
-            shape.vocab_size // layout.tp,
-            dtype=low if spec.precision in ("bf16", "bf16_pure") else torch.float32,
-        ),
+        first_input=torch.empty(batch, context, dtype=torch.int64, device="meta"),
+        between=on_meta(batch, context // layout.tp, shape.d_model, dtype=between_dtype),
+        last_output=on_meta(batch, context, shape.vocab_size // layout.tp, dtype=logits_dtype),
         loss=mean_loss,
     )
     return pipeline, nn.ModuleList(stages)
@@ -231,14 +162,26 @@ def _variant_of(spec: StepSpec) -> Variant:
 
 
 def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
-    if by_block and isinstance(module, Transformer):
-        prepare_blocks(module, spec)
+    if by_block and isinstance(module, Transformer | TransformerStage):
+        _prepare_blocks(module, spec)
     elif spec.compile == "block":
         for index, block in enumerate(repeated_blocks(module)):
             wrap_block(block, index, checkpointing="none", compile_mode="block", split=False)
     elif spec.compile != "off":
         return compiled(module, spec.compile)
     return module
+
+
+def _prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
+    """Recompute and compile each block separately instead of in the model's forward pass."""
+    if isinstance(module, Transformer):
+        module.call_block = call_plainly
+    split = spec.layout.tp > 1
+    if split and spec.compile != "off" and module.embedding is not None:
+        arrive_whole(module.embedding)
+    checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
+    for index, block in blocks_of(module).items():
+        wrap_block(block, index, checkpointing=checkpointing, compile_mode=spec.compile, split=split)
 
 
 def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: World) -> Distributed:
@@ -262,38 +205,32 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
     sharded = variant.kind == "sharded"
     strategy = "bucketed" if sharded else variant.kind
     parallel = DataParallel(called, strategy, group=world.collectives, to_owners=sharded, **choices)
+
+    def make_sharded(
+        parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
+    ) -> ShardedOptimizer:
+        """Build an optimizer whose transport is the gradients'; each module waits for its parameters."""
+        assert variant.bucket_size_mb is not None
+        made = ShardedOptimizer(
+            parameters,
+            optimizer,
+            world.collectives,
+            bucket_size_mb=variant.bucket_size_mb,
+            exchange="peer_copy" if variant.transport == "peer_copy" else "auto",
+            owners=parallel.owners,
+            **options,
+        )
+        made.overlap_with(*parts_of(module))
+        return made
+
     return replace(
         ready,
         call=parallel,
         finish_gradients=parallel.finish_gradient_synchronization,
         finish_in_parts=parallel.finish_in_parts if variant.update == OVERLAPPED else None,
         no_sync=parallel.no_sync,
-        make_optimizer=partial(_make_sharded, module, parallel, variant, world) if sharded else make_whole,
+        make_optimizer=make_sharded if sharded else None,
     )
-
-
-def _make_sharded(
-    module: nn.Module,
-    parallel: DataParallel,
-    variant: Variant,
-    world: World,
-    parameters: Sequence[nn.Parameter],
-    optimizer: type[torch.optim.Optimizer],
-    **options: Any,
-) -> ShardedOptimizer:
-    """Build an optimizer whose transport is the gradients'; each module waits for its parameters."""
-    assert variant.bucket_size_mb is not None
-    made = ShardedOptimizer(
-        parameters,
-        optimizer,
-        world.collectives,
-        bucket_size_mb=variant.bucket_size_mb,
-        exchange="peer_copy" if variant.transport == "peer_copy" else "auto",
-        owners=parallel.owners,
-        **options,
-    )
-    made.overlap_with(*parts_of(module))
-    return made
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -308,20 +245,39 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, autocast: Autocast) -> Distributed:
-    if isinstance(module, Transformer):
-        return lay_out_transformer(module, replace(spec, layout=layout), world, autocast)
+    """Divide the module in place, on all ranks together; before, each has it whole on its device, with equal weights.
+    Raises UserError if the number of ranks does not fit the layout.
+    """
     device = world.device.torch_device
-    mesh = open_mesh({"dp": layout.dp, "fsdp": layout.fsdp}, device.type)
+    mesh = open_mesh({"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}, device.type)
     data_index, _ = data_share(mesh)
+    ready = Distributed(module=module, call=module, data_index=data_index)
+    if isinstance(module, Transformer):
+        spec = replace(spec, layout=layout)
+        if layout.tp > 1:
+            module.loss = loss_over_ranks(module.loss, mesh["tp"])
+            ready = replace(ready, around=loss_parallel)
+    if layout.pp > 1:
+        assert isinstance(module, Transformer)
+        pipeline, stages = _in_stages(module, spec, mesh, device, autocast)
+        ready = replace(ready, module=stages, call=None, pipeline=pipeline)
+    else:
+        _lay_out(module, spec, mesh)
+        if layout.data_ranks > 1:
+            no_sync = partial(no_gradient_sync, module, keep_gathered=not spec.reshards)
+            ready = replace(ready, no_sync=no_sync)
+    forget_the_whole(device)
+    return ready
+
+
+def _lay_out(module: nn.Module, spec: StepSpec, mesh: DeviceMesh) -> None:
+    shape = spec.model.shape
     lay_out(
         module,
         mesh,
-        tensor_plan={},
+        tensor_plan=tensor_plan(shape) if shape and isinstance(module, Transformer | TransformerStage) else {},
         units=units_of(module),
         wrap_units=lambda: _compiled(module, spec, by_block=True),
         policy=policy_of(module, spec),
         reshard_after_forward=spec.reshards,
     )
-    forget_the_whole(device)
-    no_sync = partial(no_gradient_sync, module, keep_gathered=not spec.reshards)
-    return Distributed(module=module, call=module, data_index=data_index, no_sync=no_sync)

@@ -5,8 +5,8 @@ gradients live in the graphs' memory, and the optimizer counts steps on the devi
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.clock import Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
-from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
+from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep, on_stream
 from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
 
@@ -41,13 +41,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[None]:
         """A context for recording and the steps before: the default stream cannot be recorded."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
+        return on_stream(self._stream)
 
     def record(self, run: Callable[[], object]) -> Callable[[], object]:
         """Call `run` without executing its kernels; returns the function that executes them. Raises errors of `run` and

@@ -3,17 +3,17 @@
 They and their hooks exist only while a profiler runs, so the timed step is unchanged.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
-from torch.utils.hooks import RemovableHandle
 
-from steplab.measurement.compat import minds_hooks
+from steplab.measurement import compat
 
 _NOTHING = nullcontext()
 _NAMES_SHOWN = 3
@@ -37,31 +37,63 @@ class Spans:
         """Each submodule of `module` marks its forward pass by its dotted name. Yields the names of unmarked ones,
         because hooks would change their run.
         """
-        hooks, left_out = self._attach(module) if module is not None else ([], ())
-        self._are_on = True
-        try:
-            yield left_out
-        finally:
-            self._are_on = False
-            for hook in hooks:
-                hook.remove()
+        modules, left_out = modules_for_hooks(module) if module is not None else ({}, ())
+        modules.pop("", None)  # the model as a whole is the forward pass
+        with around_calls(modules, self._enter, self._leave):
+            self._are_on = True
+            try:
+                yield left_out
+            finally:
+                self._are_on = False
 
-    def _attach(self, module: nn.Module) -> tuple[list[RemovableHandle], tuple[str, ...]]:
-        modules, left_out = modules_for_hooks(module)
-        # the model as a whole is the forward pass
-        return [hook for name, submodule in modules.items() if name for hook in self._mark(name, submodule)], left_out
+    def _enter(self, name: str, *_: object) -> None:
+        self._open.append(_range(name, self._nvtx))
+        self._open[-1].__enter__()
 
-    def _mark(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def enter(module: nn.Module, arguments: Any) -> None:
-            self._open.append(_range(name, self._nvtx))
-            self._open[-1].__enter__()
+    def _leave(self, *_: object) -> None:
+        self._open.pop().__exit__(None, None, None)
 
-        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            self._open.pop().__exit__(None, None, None)
 
-        # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
-        before = module.register_forward_pre_hook(enter, prepend=True)
-        return before, module.register_forward_hook(leave, always_call=True)
+class Place:
+    """The module whose forward pass runs, or whose forward pass made an autograd node."""
+
+    def __init__(self) -> None:
+        self._open = [""]
+        self._boundaries = [(compat.next_sequence_number(), "")]
+
+    def enter(self, module: str, *_: object) -> None:
+        self._open.append(module)
+        self._boundaries.append((compat.next_sequence_number(), module))
+
+    def leave(self, *_: object) -> None:
+        self._open.pop()
+        self._boundaries.append((compat.next_sequence_number(), self._open[-1]))
+
+    @property
+    def module(self) -> str:
+        """Name of the module that runs; '' outside any."""
+        return self._open[-1]
+
+    def module_of(self, number: int) -> str:
+        """Name of the module that made the node of this sequence number; '' for none."""
+        # The last of several boundaries at one number counts: no node was made between them.
+        index = bisect_right(self._boundaries, number, key=lambda boundary: boundary[0])
+        return self._boundaries[index - 1][1] if index else ""
+
+
+@contextmanager
+def around_calls(
+    modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Call `enter` and `leave` around each module's forward pass, with its name ahead of the hooks' arguments."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
+            before = module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(partial(leave, name), with_kwargs=True, always_call=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        yield
 
 
 def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
@@ -71,7 +103,7 @@ def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str
     for name, module in model.named_modules():
         if any(not closed or name.startswith(f"{closed}.") for closed in left_out):
             continue
-        if minds_hooks(module):
+        if compat.minds_hooks(module):
             left_out.append(name)
         else:
             modules[name] = module

@@ -105,6 +105,7 @@ class ModelStep:
         if self.optimizer is not None and spec.updates_in_backward:
             self._update = UpdateInBackward(self.optimizer, parts_of(self.module))
         by_itself = self._update is not None and device.type == "cuda" and spec.cuda_graph == "off"
+        # Above the updates' priority; a recorded step has such a stream already.
         self._stream = torch.cuda.Stream(device, priority=FIRST) if by_itself else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in RECORD_THEIR_OWN
         self.phases = self._phases(spec)
@@ -141,7 +142,7 @@ class ModelStep:
         called = self.distributed.call
         assert called is not None  # without a pipeline
         with (
-            self._on_its_stream(),
+            on_stream(self._stream),
             torch.set_grad_enabled(self._gradients),
             self._synchronising(),
             self.distributed.around(),
@@ -153,8 +154,8 @@ class ModelStep:
 
     def backward(self) -> None:
         assert self.loss is not None
-        with self._on_its_stream(), self._synchronising(), self._updating(), self.distributed.around():
-            self.scaler.scale(self._share(self.loss)).backward()
+        with on_stream(self._stream), self._synchronising(), self._updating(), self.distributed.around():
+            self.scaler.scale(self.loss / self._num_micro_steps if self._num_micro_steps > 1 else self.loss).backward()
         self.loss = None
         if self._is_last and self.distributed.finish_gradients is None:
             self._end_backward()
@@ -178,9 +179,6 @@ class ModelStep:
             self.loss = pipeline.step(tokens_BT, targets_BT)
         self._end_backward()
 
-    def _share(self, loss: Tensor) -> Tensor:
-        return loss if self._num_micro_steps == 1 else loss / self._num_micro_steps
-
     @property
     def _is_last(self) -> bool:
         return self._micro_steps_begun % self._num_micro_steps == 0
@@ -190,18 +188,6 @@ class ModelStep:
 
     def _updating(self) -> AbstractContextManager[object]:
         return nullcontext() if self._update is None or self._is_last else self._update.paused()
-
-    @contextmanager
-    def _on_its_stream(self) -> Iterator[None]:
-        """Above the updates' priority; a recorded step has such a stream already."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
 
     def _batch(self) -> Any:
         return self.batches[(self._micro_steps_begun - 1) % len(self.batches)]
@@ -235,13 +221,27 @@ class ModelStep:
             options["masters"] = masters
         if kind is torch.optim.AdamW and spec.cuda_graph == "step":
             options["capturable"] = any(parameter.is_cuda for parameter in self._parameters)
+        make = self.distributed.make_optimizer
         try:
-            return self.distributed.make_optimizer(self._parameters, kind, **options)
+            return make(self._parameters, kind, **options) if make else kind(self._parameters, **options)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"{name} cannot take this model's parameters: {error}") from error
 
 
 BuiltStep = ModelStep | WholeStep
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run work on `stream`, after what was launched before and ahead of what follows; None: on the current one."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from steplab.measurement.clock import Phase, run_back_to_back
 from steplab.measurement.machine.device import Device, has_tf32, open_device
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.load import OtherProcesses
@@ -93,11 +94,5 @@ def _matmul_s(device: Device, n: int, dtype: torch.dtype, layout: str, repeats: 
 def _repeat(device: Device, work: Callable[[], object], repeats: int) -> tuple[float, ...]:
     for _ in range(_WARMUP if repeats > _WARMUP else 1):
         work()
-    spans = []
-    device.synchronize()
-    for _ in range(repeats):
-        start = device.mark()
-        work()
-        spans.append((start, device.mark()))
-    device.synchronize()
-    return tuple(device.seconds_between(start, end) for start, end in spans)
+    (samples,), _ = run_back_to_back([Phase(name="step", run=work)], device, repeats, lambda repeat: None)
+    return samples.best_s
