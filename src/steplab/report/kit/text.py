@@ -1,10 +1,10 @@
 """Words absent values and failures, and breaks lines in the right places."""
 
-import itertools
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from rich.cells import cell_len, chop_cells
 
 from steplab.records.failure import Failure
 from steplab.records.record import Benchmark, Record
@@ -47,14 +47,6 @@ def quoted_name(record: Record) -> str:
     return f"'{record.name}'" if record.name else ""
 
 
-def columns(text: str) -> int:
-    return len(text) if text.isascii() else sum(map(_columns_of, text))
-
-
-def _columns_of(letter: str) -> int:
-    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
 def unbroken(text: str) -> str:
     """Insert no-break spaces between figures and units, and before separating dots."""
     return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=±] )|(?<=[=±]) ", _FIXED, text)
@@ -62,7 +54,7 @@ def unbroken(text: str) -> str:
 
 def longest_piece(text: str) -> int:
     """Width of the longest piece that `flowed` does not break."""
-    return max(map(columns, unbroken(text).split(" ")))
+    return max(map(cell_len, unbroken(text).split(" ")))
 
 
 def flowed(text: str, width: int) -> list[str]:
@@ -78,24 +70,10 @@ def flowed(text: str, width: int) -> list[str]:
 def _flowed(pieces: Iterable[str], width: int) -> list[str]:
     lines = [""]
     for piece in pieces:
-        if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
+        if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(piece) > width:
             lines.append("")
-        *full, last = _cut(piece, width)
+        *full, last = filter(None, chop_cells(piece, width)) if cell_len(piece) > width else [piece]
         if full:
             lines[-1:] = [*full, ""]
         lines[-1] = f"{lines[-1]} {last}".strip(" ")
     return lines
-
-
-def _cut(word: str, width: int) -> list[str]:
-    """Cuts a word at `width` columns; it may have a megabyte, so each character is read once."""
-    if columns(word) <= width:
-        return [word]
-    begins, taken = [0], 0
-    for place, letter in enumerate(word):
-        own = _columns_of(letter)
-        taken += own
-        if taken > width and place > begins[-1]:
-            begins.append(place)
-            taken = own
-    return [word[begin:end] for begin, end in itertools.pairwise([*begins, len(word)])]
