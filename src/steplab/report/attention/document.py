@@ -28,13 +28,7 @@ from steplab.report.attention.figures import (
     telling_pass,
     time_ratio,
 )
-from steplab.report.kit.document import (
-    Document,
-    Fact,
-    Section,
-    Sentences,
-    Verdict,
-)
+from steplab.report.kit.document import Document, Fact, Section, Sentences, Verdict
 from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, TIMES
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
 from steplab.report.report import RecordReport, extremes

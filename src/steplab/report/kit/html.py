@@ -6,17 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.document import (
-    Bars,
-    Chart,
-    Document,
-    Equations,
-    Facts,
-    Section,
-    Sentences,
-    Table,
-    drawn,
-)
+from steplab.report.kit.document import Bars, Chart, Document, Equations, Facts, Section, Sentences, Table, drawn
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -65,12 +55,7 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {
-        "prose": _prose,
-        "options": _whole_options,
-        "sheet": sheet,
-        "first_rows": _first_rows,
-    }
+    made.filters |= {"prose": _prose, "options": _whole_options, "sheet": sheet, "first_rows": _first_rows}
     for kind in (Section, Chart, Bars, Table, Sentences, Facts, Equations):
         made.tests[kind.__name__.lower()] = lambda block, kind=kind: isinstance(block, kind)
     return made

@@ -6,17 +6,7 @@ from steplab import units
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Fact,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-    Verdict,
-    row_of,
-)
+from steplab.report.kit.document import Column, Document, Fact, Pairs, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import PERCENT, TIME, Quantity, in_unit
 from steplab.report.profile.words import largest_categories, time_sentence
 from steplab.report.run.one_run import run_title
