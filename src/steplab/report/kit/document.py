@@ -121,6 +121,11 @@ class Sentences:
 class Pairs:
     pairs: tuple[tuple[str, str], ...]
 
+    @classmethod
+    def of(cls, *pairs: tuple[str, str | None]) -> "Pairs":
+        """Build pairs without those that lack a text."""
+        return cls(pairs=tuple((name, text) for name, text in pairs if text))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:

@@ -54,12 +54,8 @@ def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) != 1 or not (why := cells[0].run.failure):
         return
     sizes = (("requested", why.requested_bytes), ("allocated before", why.peak_allocated_bytes))
-    pairs = [
-        ("during", why.phase),
-        *((name, units.format_bytes(size)) for name, size in sizes if size is not None),
-        ("signal", why.signal),
-    ]
-    yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
+    known = [(name, units.format_bytes(size)) for name, size in sizes if size is not None]
+    yield Pairs.of(("during", why.phase), *known, ("signal", why.signal))
     yield Section.of("Last lines it wrote", Sentences(texts=why.last_lines, role="code"))
 
 
