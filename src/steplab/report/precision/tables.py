@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from statistics import median
 
-from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, MatmulAudit, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
@@ -26,11 +24,11 @@ def type_table(audit: Audit) -> Table:
         "types",
         figures.module_groups(audit),
         (
-            Column(key="name", header="module"),
-            Column(key="modules", quantity=NUMBER, rank=2, value=lambda group: len(group.modules)),
-            Column(key="class", rank=3, value=lambda group: group.first.kind),
+            Column(key="name", header="module", value=figures.name_of),
+            Column(key="modules", quantity=NUMBER, rank=2, value=len),
+            Column(key="class", rank=3, value=lambda group: group[0].kind),
             *(
-                Column(key=key, header=key.replace("_", " "), rank=rank, value=partial(_types_of, key))
+                Column(key=key, rank=rank, value=_types_of(key))
                 for key, rank in zip(figures.TYPES, (0, 1, 0, 1, 1), strict=True)
             ),
         ),
@@ -38,8 +36,8 @@ def type_table(audit: Audit) -> Table:
     )
 
 
-def _types_of(key: str, group: figures.ModuleGroup) -> str:
-    return figures.shorts(getattr(group.first, key))
+def _types_of(key: str) -> Callable[[Sequence[ModuleAudit]], str]:
+    return lambda group: figures.shorts(getattr(group[0], key))
 
 
 def operation_table(numerics: Numerics) -> Table:
@@ -63,7 +61,7 @@ def matmul_table(audit: Audit) -> Table:
         figures.matmul_groups(audit),
         (
             Column(key="pass", value=lambda group: group[0].phase),
-            Column(key="module", value=lambda group: without_numbers(group[0].module) or figures.THE_MODEL),
+            Column(key="module", value=figures.name_of),
             Column(key="num_modules", header="modules", quantity=NUMBER, rank=2, value=len),
             Column(key="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
             Column(key="node", header="autograd node", rank=3, value=lambda group: group[0].node),
@@ -133,10 +131,10 @@ def loss_table(audit: Audit) -> Table:
     whole = [(kind, found) for kind in figures.KINDS if (found := figures.all_elements(audit, kind))]
     rows: list[Row] = [{"module": "all", "of": kind, **_counts(found)} for kind, found in whole]
     losers = [
-        (group.name, kind, found)
+        (figures.name_of(group), kind, found)
         for group in figures.module_groups(audit)
         for kind in figures.KINDS
-        if (found := group.elements(kind)) and figures.num_lost(found)
+        if (found := figures.added(figures.elements_of(module, kind) for module in group)) and figures.num_lost(found)
     ]
     first = len(rows) + _MOST_LOSERS
     rows += [
