@@ -1,6 +1,5 @@
 """Compares each setting with its baseline, over otherwise equal runs."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ from steplab.records.comparison import Decision, Ratio
 from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
 from steplab.report.kit.document import MOST_ROWS, Bar, Bars, Column, Segment, Table
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import TIMES
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.specs.step import STEP_FIELDS
@@ -95,20 +95,16 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name not in (field, "repeat"))
 
-    before = defaultdict[tuple[Scalar, ...], list[RunCell]](list)
-    for cell in cells:
-        if cell.values[field] == base:
-            before[rest(cell)].append(cell)
-    pairs, starts = list[Pair](), defaultdict[tuple[Scalar, ...], list[Pair]](list)
+    before = grouped((cell for cell in cells if cell.values[field] == base), rest)
+    pairs, in_turns = list[Pair](), list[Pair]()
     for cell in cells:
         if cell.values[field] == value and (others := before.get(rest(cell))):
             beside = [other for other in others if took_turns(other.run, cell.run)]
             alike = [other for other in others if other.values["repeat"] == cell.values["repeat"]]
             for other in (beside or alike)[-1:]:
                 if ratio := judged(other.run, cell.run):
-                    pair = Pair(starts=((other, cell),), judged=ratio)
-                    (starts[rest(cell)] if beside else pairs).append(pair)
-    for each in starts.values():
+                    (in_turns if beside else pairs).append(Pair(starts=((other, cell),), judged=ratio))
+    for each in grouped(in_turns, lambda pair: rest(pair.after)).values():
         both = tuple(pair.starts[0] for pair in each)
         pairs.append(Pair(starts=both, judged=of_starts([pair.judged for pair in each])))
     return sorted(pairs, key=lambda pair: pair.ratio)
