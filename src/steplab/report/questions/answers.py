@@ -51,7 +51,7 @@ def questions_document(
             if question.headline and answer:
                 headlines.append(answer)
             shown.append({"question": question.asks, "answer": told, "grade": grade, "command": question.measure})
-        chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
+        chapters.append(Section.of(chapter.title, *parts, anchor=re.sub(r"\W+", "-", chapter.title.lower()).strip("-")))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     partly = sum(str(row["grade"]).startswith("partly") for row in data)
     told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}"
@@ -413,7 +413,3 @@ def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable
         raise _Missing
     pooled = sum(map(bool, growths))
     return f"{median(factors):.1f}×{f' (the median of {pooled} series)' if pooled > 1 else ''}"
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"\W+", "-", title.lower()).strip("-")

@@ -104,37 +104,29 @@ def precision_words(precision: str) -> str:
     return _PRECISIONS.get(precision, precision)
 
 
+_DOUBTS = ("MFU over ", "HFU over ", "MFU and HFU over ")
+_CHOICE = "attention auto: "
+
+
 def gaps(run: Run) -> list[str]:
-    told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
+    told = [note for note in run.notes if not note.startswith((*_DOUBTS, NOT_FINITE, _CHOICE))]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
 
 
 def doubts(run: Run) -> list[str]:
-    return [note for note in run.notes if _is_doubt(note)]
+    return [note for note in run.notes if note.startswith(_DOUBTS)]
 
 
 def headline_doubts(run: Run) -> list[str]:
     """Notes that results are not finite, and doubts about the MFU of the causal convention."""
     told = run.utilization("mfu", "causal")
-    of_numbers = [note for note in run.notes if _is_of_numbers(note)]
+    of_numbers = [note for note in run.notes if note.startswith(NOT_FINITE)]
     return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
 
 
 def choices(run: Run) -> list[str]:
-    return [note for note in run.notes if _is_choice(note)]
-
-
-def _is_choice(note: str) -> bool:
-    return note.startswith("attention auto: ")
-
-
-def _is_of_numbers(note: str) -> bool:
-    return note.startswith(NOT_FINITE)
-
-
-def _is_doubt(note: str) -> bool:
-    return note.startswith(("MFU over ", "HFU over ", "MFU and HFU over "))
+    return [note for note in run.notes if note.startswith(_CHOICE)]
 
 
 def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
