@@ -146,14 +146,12 @@ def memory_bars(run: DdpRun) -> Bars | None:
 
 def _memory_bar(cell: DdpCell, memory: StateMemory) -> Bar:
     name, expected = cell.contender.label, figures.expected_at(cell, memory.moment)
-    return Bar(
-        label=name,
+    parts = [(_WORDS.get(kind, kind), number, _bytes(memory, kind)) for number, kind in enumerate(CATEGORIES, start=1)]
+    return Bar.of(
+        name,
+        parts,
+        units.format_bytes,
         figure=units.format_bytes(memory.known_bytes + (memory.other_bytes or 0)),
-        segments=tuple(
-            Segment(value=size, color=number, tip=f"{name}: {_WORDS.get(kind, kind)} {units.format_bytes(size)}")
-            for number, kind in enumerate(CATEGORIES, start=1)
-            if (size := _bytes(memory, kind))
-        ),
         mark=expected.known_bytes if expected and expected.known_bytes else None,
         mark_tip=f"{name}, by formula: {units.format_bytes(expected.known_bytes)}" if expected else "",
     )

@@ -188,6 +188,18 @@ class Bar:
     bad: bool = False
     """True if `figure` is the reason why there is no value."""
 
+    @classmethod
+    def of(
+        cls, label: str, parts: Iterable[tuple[str, int, float]], show: Callable[[float], str], **more: Any
+    ) -> "Bar":
+        """Build a bar with a segment for each part above zero, given as (words, colour number, value)."""
+        segments = tuple(
+            Segment(value=value, color=color, tip=f"{label}: {words} {show(value)}")
+            for words, color, value in parts
+            if value > 0
+        )
+        return cls(label=label, segments=segments, **more)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars:
