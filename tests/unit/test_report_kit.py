@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-from rich.cells import cell_len
 
 from steplab.errors import UserError
 from steplab.printing import plain
@@ -32,7 +31,7 @@ from steplab.report.kit.pictures import Beside
 from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.kit.table import drawn, sheet
-from steplab.report.kit.text import ABSENT, flowed
+from steplab.report.kit.text import ABSENT, columns, flowed
 
 ROWS: tuple[Row, ...] = (
     {"name": "a_b", "ranks": 2, "time_s": 0.0123, "size_bytes": 3 * 1024**2, "share": 0.5, "status": "ok", "extra": 1},
@@ -85,7 +84,7 @@ def test_a_terminal_has_texts_of_raw_values_and_says_once_what_rows_share() -> N
 @pytest.mark.parametrize("width", range(12, 90, 3))
 def test_no_line_is_wider_than_the_terminal_and_no_row_is_lost(width: int) -> None:
     text = render(document(), width=width)
-    assert max(map(cell_len, text.splitlines())) <= max(width, 24)
+    assert max(map(columns, text.splitlines())) <= max(width, 24)
     assert re.search(r"12\.3 ms", text)
     assert "c<d>" in text
 
@@ -200,7 +199,7 @@ def test_lines_do_not_break_between_a_figure_and_its_unit() -> None:
     assert flowed("漢字a漢", 4) == ["漢字", "a漢"]
     assert flowed("漢字", 1) == ["漢", "字"]
     assert flowed("a\u0301" * 5, 4) == ["a\u0301" * 4, "a\u0301"]  # an accent takes no column
-    assert set(map(cell_len, flowed("漢" * 100_000, 80))) == {80}  # each character is looked at once
+    assert set(map(columns, flowed("漢" * 100_000, 80))) == {80}  # each character is looked at once
 
 
 def test_an_unknown_format_is_refused() -> None:

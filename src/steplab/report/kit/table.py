@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rich.cells import cell_len
-
 from steplab.printing import plain
 from steplab.records.rows import Scalar
 from steplab.report.kit.document import RESULT, Column, Row, Table
-from steplab.report.kit.text import ABSENT, flowed, longest_piece, reason
+from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, reason
 
 _T = TypeVar("_T")
 
@@ -133,7 +131,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
         shown, below = _folded(shown)
         chosen = _fitting(shown, width)
     if not chosen:
-        label = max((cell_len(column.heading) for column in shown.columns), default=0)
+        label = max((columns(column.heading) for column in shown.columns), default=0)
         return Drawn(
             header=(),
             rows=tuple(
@@ -151,7 +149,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
         for index, size, own in zip(chosen, widths, broken, strict=True):
             right = shown.columns[index].quantity.numeric
             padded = [*own, *[""] * (height - len(own))]
-            placed.append([" " * (size - cell_len(t)) + t if right else t + " " * (size - cell_len(t)) for t in padded])
+            placed.append([" " * (size - columns(t)) + t if right else t + " " * (size - columns(t)) for t in padded])
         return tuple(_GAP.join(pieces).rstrip() for pieces in zip(*placed, strict=True))
 
     rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
@@ -180,7 +178,7 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
 def _least(shown: Sheet, index: int) -> int:
     """Minimum width that cuts no number and no unwrapped text; reasons in numeric columns may break between words."""
     column = shown.columns[index]
-    measured = longest_piece if column.quantity.numeric else cell_len
+    measured = longest_piece if column.quantity.numeric else columns
     widest = max((measured(row[index]) for row in shown.rows), default=0)
     if column.wraps_from is not None:
         widest = min(widest, column.wraps_from)
@@ -190,7 +188,7 @@ def _least(shown: Sheet, index: int) -> int:
 def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
     given = [_least(shown, index) for index in chosen]
     whole = [
-        max(cell_len(text) for text in (shown.columns[index].heading, *(row[index] for row in shown.rows)))
+        max(columns(text) for text in (shown.columns[index].heading, *(row[index] for row in shown.rows)))
         for index in chosen
     ]
     left = width - sum(given) - len(_GAP) * (len(chosen) - 1)

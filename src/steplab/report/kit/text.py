@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich.cells import cell_len, chop_cells
-
 from steplab.records.failure import Failure
 from steplab.records.record import Benchmark, Record
 from steplab.units import counted
@@ -47,6 +45,12 @@ def quoted_name(record: Record) -> str:
     return f"'{record.name}'" if record.name else ""
 
 
+def columns(text: str) -> int:
+    from rich.cells import cell_len
+
+    return len(text) if text.isascii() else cell_len(text)
+
+
 def unbroken(text: str) -> str:
     """Insert no-break spaces between figures and units, and before separating dots."""
     return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=±] )|(?<=[=±]) ", _FIXED, text)
@@ -54,7 +58,7 @@ def unbroken(text: str) -> str:
 
 def longest_piece(text: str) -> int:
     """Width of the longest piece that `flowed` does not break."""
-    return max(map(cell_len, unbroken(text).split(" ")))
+    return max(map(columns, unbroken(text).split(" ")))
 
 
 def flowed(text: str, width: int) -> list[str]:
@@ -68,11 +72,13 @@ def flowed(text: str, width: int) -> list[str]:
 
 
 def _flowed(pieces: Iterable[str], width: int) -> list[str]:
+    from rich.cells import chop_cells
+
     lines = [""]
     for piece in pieces:
-        if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(piece) > width:
+        if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
             lines.append("")
-        *full, last = filter(None, chop_cells(piece, width)) if cell_len(piece) > width else [piece]
+        *full, last = filter(None, chop_cells(piece, width)) if columns(piece) > width else [piece]
         if full:
             lines[-1:] = [*full, ""]
         lines[-1] = f"{lines[-1]} {last}".strip(" ")
