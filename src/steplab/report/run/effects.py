@@ -55,10 +55,6 @@ class Pair:
     def decision(self) -> Decision:
         return self.judged.decision
 
-    @property
-    def never_settles(self) -> bool:
-        return never_settles(self.before.run) or never_settles(self.after.run)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
@@ -112,7 +108,7 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 def effect_words(effect: Effect) -> list[str]:
     told = _outcome(effect)
-    if restless := sum(pair.never_settles for pair in effect.pairs):
+    if restless := sum(any(never_settles(cell.run) for cell in pair.starts[-1]) for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
         told[-1] += f" {where} step time did not settle."
     return told
