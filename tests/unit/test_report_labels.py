@@ -8,7 +8,7 @@ from tests.sure import sure
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.kit.labels import shortened, text_width
+from steplab.report.kit.labels import cut, text_width
 from steplab.report.run.cells import COMPARED, HOW, cells_of, label, over_size, varying
 from steplab.report.run.phases import phases
 from steplab.report.run.verdict import facts, runs_verdict
@@ -113,8 +113,8 @@ def test_a_width_is_that_of_the_letters() -> None:
 
 
 def test_what_is_shortened_keeps_both_ends() -> None:
-    assert shortened("abcdefghij", 6) == "ab…hij"
-    assert shortened("abc", 3) == "abc"
+    assert cut("abcdefghij", 6) == "ab…hij"
+    assert cut("abc", 3) == "abc"
 
 
 # --- the parts of a step ----------------------------------------------------------------------------------

@@ -10,31 +10,10 @@ from steplab import units
 from steplab.ops.attention.implementations import implementation
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.comparison import Ratio
+from steplab.report.attention import figures
 from steplab.report.attention.charts import memory_charts, rate_charts
-from steplab.report.attention.figures import (
-    PASS_WORDS,
-    SCATTERED,
-    account_table,
-    attention_rows,
-    cell_tables,
-    default_peer,
-    mean_speeds,
-    notes_of,
-    peers_of,
-    scatter,
-    shape_label,
-    speed,
-    speed_table,
-    telling_pass,
-    time_ratio,
-)
-from steplab.report.kit.document import (
-    Document,
-    Fact,
-    Section,
-    Sentences,
-    Verdict,
-)
+from steplab.report.attention.figures import PASS_WORDS, SCATTERED
+from steplab.report.kit.document import Document, Fact, Section, Sentences, Verdict
 from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, TIMES
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
 from steplab.report.report import RecordReport, extremes
@@ -87,7 +66,7 @@ class _Comparison:
 
 
 def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
-    name = telling_pass(run.cells)
+    name = figures.telling_pass(run.cells)
     told: list[str] = []
     if name is not None:
         comparisons = _comparisons(run.cells, peer, name)
@@ -97,13 +76,13 @@ def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
 
 
 def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) -> list[_Comparison]:
-    peers, shapes = peers_of(cells, peer), [cell.spec.shape for cell in cells]
+    peers, shapes = figures.peers_of(cells, peer), [cell.spec.shape for cell in cells]
     found = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
         pairs = [
             (cell, peers[cell.spec.shape], value)
             for cell in cells
-            if cell.spec.column == column and (value := speed(cell, peers, name)) is not None
+            if cell.spec.column == column and (value := figures.speed(cell, peers, name)) is not None
         ]
         if not pairs:
             continue
@@ -111,9 +90,9 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
         found.append(
             _Comparison(
                 column=column,
-                ratios=tuple(time_ratio(cell, theirs, name) for cell, theirs, _ in pairs),
+                ratios=tuple(figures.time_ratio(cell, theirs, name) for cell, theirs, _ in pairs),
                 speeds=tuple(value for _, _, value in pairs),
-                slowest_at=shape_label(slowest.spec.shape, shapes),
+                slowest_at=figures.shape_label(slowest.spec.shape, shapes),
                 chose_peer=all(_chose(cell, theirs) for cell, theirs, _ in pairs),
             )
         )
@@ -184,7 +163,7 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
         between = most if len(rates) == 1 else f"{least} to {most}"
         yield (
             f"{_called(column)} computes {PASS_WORDS[name]} at {between}"
-            f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
+            f"{'' if len(rates) == 1 else ', the most'} at {figures.shape_label(best.spec.shape, shapes)}."
         )
 
 
@@ -210,7 +189,7 @@ def _absent_package(cell: AttentionCell) -> str | None:
 
 def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     timed = [cell for cell in cells if cell.samples(name)]
-    noisy = [cell for cell in timed if scatter(cell, name) > SCATTERED]
+    noisy = [cell for cell in timed if figures.scatter(cell, name) > SCATTERED]
     if noisy:
         yield (
             f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "
@@ -245,10 +224,10 @@ def attention_cell_line(cell: AttentionCell) -> str:
 
 
 def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
-    if means := mean_speeds(run.cells, peer):
+    if means := figures.mean_speeds(run.cells, peer):
         yield Section.of("Speed over all shapes", means)
-    telling = telling_pass(run.cells)
-    if telling and (speeds := speed_table(run.cells, peer, telling)):
+    telling = figures.telling_pass(run.cells)
+    if telling and (speeds := figures.speed_table(run.cells, peer, telling)):
         yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)
     if telling:
         yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", *rate_charts(run.cells, telling, run.device_name))
@@ -256,8 +235,8 @@ def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     yield Section.of("FLOP/s of the other passes", *chain.from_iterable(others), folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
         yield Section.of(title, *memory_charts(run.cells, saved))
-    yield from cell_tables(run.cells, peer)
-    yield Section.notes([*run.notes, *notes_of(run.cells)])
+    yield from figures.cell_tables(run.cells, peer)
+    yield Section.notes([*run.notes, *figures.notes_of(run.cells)])
 
 
 def account_document(account: AttentionAccount) -> Document:
@@ -277,7 +256,7 @@ def account_document(account: AttentionAccount) -> Document:
     if account.asked:
         title = f"Plain attention of {account.asked.label} fits; its sequence doubled until it does not: "
         title += account.spec.label
-    table = account_table(account)
+    table = figures.account_table(account)
     return Document(
         title=title,
         verdict=Verdict(sentences=(answer,)),
@@ -287,10 +266,10 @@ def account_document(account: AttentionAccount) -> Document:
 
 
 def _tiles(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Fact]:
-    if name := telling_pass(cells):
+    if name := figures.telling_pass(cells):
         passes = PASS_WORDS[name]
         yield from extremes(
-            attention_rows(cells, peer),
+            figures.attention_rows(cells, peer),
             ("column", "shape"),
             (f"{name}_speed", max, TIMES, f"largest speed-up over {peer}, {passes}"),
             (f"{name}_flops_per_s", max, FLOPS_PER_S, f"fastest, {passes}"),
@@ -303,7 +282,7 @@ def report_against(peer: str | None) -> RecordReport:
     """Report an attention benchmark relative to `peer`; None: the first measured of sdpa_flash, sdpa and plain."""
 
     def against(run: AttentionRun) -> str | None:
-        return peer or default_peer(run.cells)
+        return peer or figures.default_peer(run.cells)
 
     return RecordReport(
         chapter="Attention",
@@ -314,7 +293,7 @@ def report_against(peer: str | None) -> RecordReport:
         answer=lambda run: attention_verdict(run, against(run)),
         sections=lambda run: _sections(run, against(run)),
         tiles=lambda run: _tiles(run.cells, against(run)),
-        rows=lambda run: attention_rows(run.cells, against(run)),
+        rows=lambda run: figures.attention_rows(run.cells, against(run)),
     )
 
 

@@ -50,14 +50,11 @@ def _panels(
     profile: Sequence[CommFit],
 ) -> list[Panel]:
     groups = grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
-    differ = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
-    values: dict[str, list[float]] = {}
-    for cell in cells:
-        if (value := y(cell)) is not None:
-            values.setdefault(cell.spec.transport, []).append(value)
+    differ = [len(set(names)) > 1 for names in zip(*groups, strict=True)]
     panels = []
     for (way, dtype, ranks), group in groups.items():
-        if way not in values:
+        values = [value for cell in cells if cell.spec.transport == way and (value := y(cell)) is not None]
+        if not values:
             continue
         lines = grouped(group, lambda cell: cell.spec.collective)
         fits = [fit for fit in profile if (fit.way, fit.dtype, fit.world_size) == (way, dtype, ranks)]
@@ -66,7 +63,7 @@ def _panels(
             Panel(
                 title=", ".join(word for word, differs in told if differs),
                 lines={name: [_point(cell, y(cell)) for cell in some] for name, some in lines.items()},
-                scale=scale_of(values[way]),
+                scale=scale_of(values),
                 curves=[_curve(lines[fit.collective], fit) for fit in fits if fit.collective in lines],
             )
         )

@@ -146,20 +146,15 @@ def memory_bars(run: DdpRun) -> Bars | None:
 
 def _memory_bar(cell: DdpCell, memory: StateMemory) -> Bar:
     name, expected = cell.contender.label, figures.expected_at(cell, memory.moment)
-    return Bar(
-        label=name,
+    parts = [(_WORDS.get(kind, kind), number, _bytes(memory, kind)) for number, kind in enumerate(CATEGORIES, start=1)]
+    return Bar.of(
+        name,
+        parts,
+        units.format_bytes,
         figure=units.format_bytes(memory.known_bytes + (memory.other_bytes or 0)),
-        segments=tuple(_memory_segments(name, memory)),
         mark=expected.known_bytes if expected and expected.known_bytes else None,
         mark_tip=f"{name}, by formula: {units.format_bytes(expected.known_bytes)}" if expected else "",
     )
-
-
-def _memory_segments(name: str, memory: StateMemory) -> Iterator[Segment]:
-    for number, kind in enumerate(CATEGORIES, start=1):
-        if size := _bytes(memory, kind):
-            tip = f"{name}: {_WORDS.get(kind, kind)} {units.format_bytes(size)}"
-            yield Segment(value=size, color=number, tip=tip)
 
 
 def _bytes(memory: StateMemory, kind: str) -> int:
@@ -191,7 +186,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         return
     next_best = figures.best(c for c in compared if c.contender.kind not in ("torch_ddp", winner.contender.kind))
     verb = "has the shortest step and adds"
-    if _saves(winner):
+    if (ratio := figures.step_ratio(winner)) and ratio.decision == "lower":
         yield _saved(winner)
         winner, verb = next_best or winner, "adds"
     yield _adds(winner, verb)
@@ -200,11 +195,6 @@ def _sentences(run: DdpRun) -> Iterator[str]:
     if theirs is winner and next_best:
         yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
-
-
-def _saves(cell: DdpCell) -> bool:
-    ratio = figures.step_ratio(cell)
-    return ratio is not None and ratio.decision == "lower"
 
 
 def _saved(cell: DdpCell) -> str:

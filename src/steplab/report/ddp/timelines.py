@@ -1,7 +1,7 @@
 import math
 
 from steplab import units
-from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpCell, DdpRun
+from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpRun
 from steplab.report.ddp import figures
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
@@ -17,7 +17,8 @@ def timelines(run: DdpRun) -> Chart | None:
     """
     drawable = (cell for cell in run.cells if cell.traced and cell.traced.timeline.kernel)
     families = grouped(drawable, lambda cell: cell.contender.family).values()
-    traced = [(cell, cell.traced) for cell in (min(family, key=_step_s) for family in families) if cell.traced]
+    fastest = (min(family, key=lambda cell: figures.step_s(cell) or math.inf) for family in families)
+    traced = [(cell, cell.traced) for cell in fastest if cell.traced]
     if not traced:
         return None
     pictured = []
@@ -38,7 +39,3 @@ def timelines(run: DdpRun) -> Chart | None:
         "computation overlaps with it. A profiler slows the host, so a step is longer here."
     )
     return steps_chart(pictured, note)
-
-
-def _step_s(cell: DdpCell) -> float:
-    return figures.step_s(cell) or math.inf

@@ -121,6 +121,11 @@ class Sentences:
 class Pairs:
     pairs: tuple[tuple[str, str], ...]
 
+    @classmethod
+    def of(cls, *pairs: tuple[str, str | None]) -> "Pairs":
+        """Build pairs without those that lack a text."""
+        return cls(pairs=tuple((name, text) for name, text in pairs if text))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
@@ -182,6 +187,18 @@ class Bar:
     strong: bool = False
     bad: bool = False
     """True if `figure` is the reason why there is no value."""
+
+    @classmethod
+    def of(
+        cls, label: str, parts: Iterable[tuple[str, int, float]], show: Callable[[float], str], **more: Any
+    ) -> "Bar":
+        """Build a bar with a segment for each part above zero, given as (words, colour number, value)."""
+        segments = tuple(
+            Segment(value=value, color=color, tip=f"{label}: {words} {show(value)}")
+            for words, color, value in parts
+            if value > 0
+        )
+        return cls(label=label, segments=segments, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

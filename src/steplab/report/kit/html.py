@@ -4,19 +4,9 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from steplab.report.kit.document import (
-    Bars,
-    Chart,
-    Document,
-    Equations,
-    Facts,
-    Section,
-    Sentences,
-    Table,
-    drawn,
-)
+from steplab.report.kit.document import Block, Document, Table, drawn
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -65,13 +55,8 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {
-        "prose": _prose,
-        "options": _whole_options,
-        "sheet": sheet,
-        "first_rows": _first_rows,
-    }
-    for kind in (Section, Chart, Bars, Table, Sentences, Facts, Equations):
+    made.filters |= {"prose": _prose, "options": _whole_options, "sheet": sheet, "first_rows": _first_rows}
+    for kind in get_args(Block):
         made.tests[kind.__name__.lower()] = lambda block, kind=kind: isinstance(block, kind)
     return made
 

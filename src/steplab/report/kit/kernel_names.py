@@ -4,6 +4,7 @@ from itertools import takewhile
 
 from steplab.printing import plain
 from steplab.report.kit.grouping import grouped
+from steplab.report.kit.labels import cut
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
 _ENABLE_IF = re.compile(r"^(?:std::)?enable_if<.*?>::type\s+")
@@ -96,8 +97,3 @@ def _readable(name: str) -> str:
 def last_part(range: str) -> str:
     """Last name of a range: blocks.*.attention.scores -> scores, blocks.* -> blocks; '' for an empty range."""
     return plain(range).removesuffix(".*").rpartition(".")[2]
-
-
-def cut(text: str, most: int) -> str:
-    tail = most // 2
-    return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"

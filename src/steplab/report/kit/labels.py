@@ -24,11 +24,11 @@ def _letter_width(letter: str) -> float:
     return float(text_to_path.get_text_width_height_descent(latin, font, ismath=False)[0])
 
 
-def shortened(text: str, most: int) -> str:
-    head = most // 3
-    tail = most - 1 - head
-    return text if len(text) <= most else f"{text[:head]}…{text[len(text) - tail :]}"
+def cut(text: str, most: int) -> str:
+    """Text without its middle, if it is longer than `most` characters."""
+    tail = most // 2
+    return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
 def short_name(name: str) -> str:
-    return shortened(" ".join(plain(name).split()), _LONGEST_NAME)
+    return cut(" ".join(plain(name).split()), _LONGEST_NAME)

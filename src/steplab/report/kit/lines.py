@@ -87,19 +87,11 @@ def line_chart(plot: Plot, panels: Sequence[Panel]) -> Chart:
 def point_bars(plot: Plot, points: Sequence[Point]) -> Bars:
     """Draw measurements that share no size as bars."""
     bars = []
+    limit: dict[str, Any] = {"mark": plot.limit, "mark_tip": plot.limit_name}
     for point in points:
         if point.y is not None:
-            segment = Segment(value=point.y, color=1, tip=_tip(point))
-            bars.append(
-                Bar(
-                    label=point.name,
-                    figure=point.figure,
-                    segments=(segment,),
-                    detail=point.detail,
-                    mark=plot.limit,
-                    mark_tip=plot.limit_name,
-                )
-            )
+            segments = (Segment(value=point.y, color=1, tip=_tip(point)),)
+            bars.append(Bar(label=point.name, figure=point.figure, segments=segments, detail=point.detail, **limit))
         elif point.failure:
             bars.append(Bar(label=point.name, figure=why_failed(point.failure), bad=True))
     return Bars(bars=tuple(bars), note=plot.note, first=_FIRST_BARS)

@@ -19,15 +19,11 @@ class Quantity:
         return value if self.numeric and isinstance(value, str) else self.write(value)
 
 
-def _decimal(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-
-
 BY_NAME = Quantity(str)
 TEXT = Quantity(str, numeric=False)
 LABEL = Quantity(str)
 """A number that is a name, such as a rank or a batch size; printed as Python does."""
-NUMBER = Quantity(_decimal)
+NUMBER = Quantity(lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.6g}")
 COUNT = Quantity(units.format_count)
 TIME = Quantity(units.format_time)
 BYTES = Quantity(units.format_bytes)

@@ -18,7 +18,8 @@ def terminal_width() -> int:
 
 
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
-    return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
+    style: Style = _styled if color else lambda text, look: text
+    return "\n".join(_document(document, width or terminal_width(), style)).rstrip("\n")
 
 
 Style = Callable[[str, str], str]
@@ -27,10 +28,6 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
 
 def _styled(text: str, style: str) -> str:
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text and style else text
-
-
-def _bare(text: str, style: str) -> str:
-    return text
 
 
 def _document(document: Document, width: int, style: Style) -> Iterator[str]:

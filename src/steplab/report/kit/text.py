@@ -1,8 +1,6 @@
 """Words absent values and failures, and breaks lines in the right places."""
 
-import itertools
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,11 +46,9 @@ def quoted_name(record: Record) -> str:
 
 
 def columns(text: str) -> int:
-    return len(text) if text.isascii() else sum(map(_columns_of, text))
+    from rich.cells import cell_len
 
-
-def _columns_of(letter: str) -> int:
-    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+    return len(text) if text.isascii() else cell_len(text)
 
 
 def unbroken(text: str) -> str:
@@ -76,26 +72,14 @@ def flowed(text: str, width: int) -> list[str]:
 
 
 def _flowed(pieces: Iterable[str], width: int) -> list[str]:
+    from rich.cells import chop_cells
+
     lines = [""]
     for piece in pieces:
         if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
             lines.append("")
-        *full, last = _cut(piece, width)
+        *full, last = filter(None, chop_cells(piece, width)) if columns(piece) > width else [piece]
         if full:
             lines[-1:] = [*full, ""]
         lines[-1] = f"{lines[-1]} {last}".strip(" ")
     return lines
-
-
-def _cut(word: str, width: int) -> list[str]:
-    """Cuts a word at `width` columns; it may have a megabyte, so each character is read once."""
-    if columns(word) <= width:
-        return [word]
-    begins, taken = [0], 0
-    for place, letter in enumerate(word):
-        own = _columns_of(letter)
-        taken += own
-        if taken > width and place > begins[-1]:
-            begins.append(place)
-            taken = own
-    return [word[begin:end] for begin, end in itertools.pairwise([*begins, len(word)])]

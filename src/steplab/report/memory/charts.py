@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
 from steplab.report.kit.charts import color_number
-from steplab.report.kit.document import Bar, Bars, Segment
+from steplab.report.kit.document import Bar, Bars
 from steplab.report.memory.categories import category_word, color_of, legend_of
 from steplab.report.memory.figures import error_text, parts, profile_of, watched, whole, with_owners
 from steplab.report.run.cells import RunCell, label, varying
@@ -32,18 +32,18 @@ def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPredicti
 
 def _peak_bar(cell: RunCell, fields: Sequence[str], prediction: MemoryPrediction | None) -> Bar:
     profile, name = profile_of(cell), label(cell, fields)
-    segments = []
-    for part in parts(profile):
-        if part.num_bytes:
-            tip = f"{name}: {category_word(part.category)} {units.format_bytes(part.num_bytes)}"
-            tip += f", {units.format_share(part.share)} of the peak"
-            segments.append(Segment(value=part.num_bytes, color=color_number(color_of(part.category)), tip=tip))
+    found = [(category_word(p.category), color_number(color_of(p.category)), p.num_bytes) for p in parts(profile)]
     error = whole(profile, prediction).error if prediction else None
     predicted = f"predicted {units.format_bytes(prediction.peak_bytes)}" if prediction else ""
-    return Bar(
-        label=name,
+
+    def show(size: float) -> str:
+        return f"{units.format_bytes(size)}, {units.format_share(size / profile.peak_bytes)} of the peak"
+
+    return Bar.of(
+        name,
+        found,
+        show,
         figure=units.format_bytes(profile.peak_bytes),
-        segments=tuple(segments),
         mark=prediction.peak_bytes if prediction else None,
         mark_tip=predicted,
         detail=predicted if error is None else f"{predicted}, {error_text(error, 1)}",

@@ -1,4 +1,6 @@
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TypeVar
 
@@ -8,7 +10,8 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table
-from steplab.report.kit.quantities import BYTES, NUMBER, SHARE, Quantity
+from steplab.report.kit.grouping import grouped
+from steplab.report.kit.quantities import BYTES, NUMBER, SHARE, Quantity, quotient
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.figures import Part, allocated_bytes, error_text, parts, saved_bytes, whole
 from steplab.specs.model import TransformerShape
@@ -85,6 +88,7 @@ def is_compiled(tensors: SavedTensors) -> bool:
 _Item = TypeVar("_Item")
 _MOST_ROWS = 40
 _FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8
+_NONE = LeftOut(count=0, num_bytes=0)
 
 
 def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> tuple[Row, ...]:
@@ -146,8 +150,10 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
 
 
 def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | None = None) -> Table:
-    looks = (
+    columns = (
         Column(key="requested_bytes", header="size"),
+        Column(key="count", quantity=NUMBER, rank=1),
+        Column(key="together_bytes", header="total"),
         Column(key="category", value=lambda made: category_word(made.category)),
         Column(key="what", header="shaped as", rank=2, wraps_from=20, value=lambda made: _shaped_as(made, run.spec)),
         Column(key="module", rank=3),
@@ -159,25 +165,9 @@ def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | 
         Column(key="op", header="operator", rank=8),
         Column(key="folder", rank=9, wraps_from=24, value=lambda made: _place(made)[0]),
     )
-    groups = _alike(allocations, looks, allocated_bytes)
-    rest = [made for _, group in groups[_MOST_ROWS:] for made in group]
-    left_out = _left_out(len(groups) - _MOST_ROWS, allocated_bytes(rest))
-    size, *others = looks
-    return Table(
-        name="allocations",
-        columns=(
-            size,
-            Column(key="count", quantity=NUMBER, rank=1),
-            Column(key="together_bytes", header="total"),
-            *others,
-        ),
-        rows=tuple(
-            {**look, "count": sum(made.count for made in group), "together_bytes": allocated_bytes(group)}
-            for look, group in groups[:_MOST_ROWS]
-        ),
-        caption=" ".join(filter(None, (left_out, remark))),
-        first=_FIRST_ALLOCATIONS,
-    )
+    figures = {"count": _count, "together_bytes": allocated_bytes}
+    table = _alike("allocations", allocations, columns, figures, allocated_bytes, _NONE, first=_FIRST_ALLOCATIONS)
+    return replace(table, caption=" ".join(filter(None, (table.caption, remark))))
 
 
 def _shaped_as(made: Allocation, spec: StepSpec | None) -> str | None:
@@ -190,64 +180,59 @@ def _place(made: Allocation) -> tuple[str, str, str]:
     return folder, line, function
 
 
-_LOOKS = (
-    Column(key="module", rank=1),
-    Column(key="saved_by", value=lambda tensors: node_name(tensors.op)),
-    Column(key="shape", value=lambda tensors: shape_text(tensors.shape)),
-    Column(key="dtype", rank=4),
-    Column(key="category", rank=5, value=lambda tensors: category_word(tensors.category)),
-)
-
-
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
     """Tabulate saved tensors, equal ones together, most bytes first.
 
     The total includes `left_out`, the kinds beyond the record's limit.
     """
-    groups = _alike(saved, _LOOKS, saved_bytes)
-    rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
-    beyond = left_out or LeftOut(count=0, num_bytes=0)
+    beyond = left_out or _NONE
     total = saved_bytes(saved) + beyond.num_bytes
-    num_left = max(len(groups) - _MOST_ROWS, 0) + beyond.count
-    *before, category = _LOOKS
-    return Table(
-        name="saved",
-        columns=(
-            *before,
-            Column(key="count", quantity=NUMBER, rank=3),
-            Column(key="stored_bytes", header="memory"),
-            Column(key="share", quantity=SHARE, rank=2),
-            category,
-        ),
-        rows=tuple(
-            {
-                **look,
-                "count": sum(tensors.count for tensors in group),
-                "stored_bytes": saved_bytes(group),
-                "share": saved_bytes(group) / total if total else None,
-            }
-            for look, group in groups[:_MOST_ROWS]
-        ),
-        caption=_left_out(num_left, saved_bytes(rest) + beyond.num_bytes),
-        first=_FIRST_SAVED,
+    columns = (
+        Column(key="module", rank=1),
+        Column(key="saved_by", value=lambda tensors: node_name(tensors.op)),
+        Column(key="shape", value=lambda tensors: shape_text(tensors.shape)),
+        Column(key="dtype", rank=4),
+        Column(key="count", quantity=NUMBER, rank=3),
+        Column(key="stored_bytes", header="memory"),
+        Column(key="share", quantity=SHARE, rank=2),
+        Column(key="category", rank=5, value=lambda tensors: category_word(tensors.category)),
     )
+
+    def share(alike: list[SavedTensors]) -> Scalar:
+        return quotient(saved_bytes(alike), total)
+
+    figures = {"count": _count, "stored_bytes": saved_bytes, "share": share}
+    return _alike("saved", saved, columns, figures, saved_bytes, beyond, first=_FIRST_SAVED)
 
 
 def _alike(
-    items: Iterable[_Item], looks: Sequence[Column], size: Callable[[list[_Item]], int]
-) -> list[tuple[Row, list[_Item]]]:
-    found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
-    for item in items:
-        seen = {column.key: column.of_item(item) for column in looks}
-        found.setdefault(tuple(seen.values()), (seen, []))[1].append(item)
-    return sorted(found.values(), key=lambda group: -size(group[1]))
+    name: str,
+    items: Iterable[_Item],
+    columns: Sequence[Column],
+    figures: Mapping[str, Callable[[list[_Item]], Scalar]],
+    size: Callable[[list[_Item]], int],
+    beyond: LeftOut,
+    *,
+    first: int,
+) -> Table:
+    """Tabulate equal items together, most bytes first; columns in `figures` are of all of them, others of each."""
+    looks = [column for column in columns if column.key not in figures]
+    groups = grouped(items, lambda item: tuple(column.of_item(item) for column in looks)).values()
+    largest = sorted(groups, key=lambda group: -size(group))
+    rows = [
+        {column.key: column.of_item(group[0]) for column in looks} | {key: of(group) for key, of in figures.items()}
+        for group in largest[:_MOST_ROWS]
+    ]
+    told = ""
+    if count := len(largest[_MOST_ROWS:]) + beyond.count:
+        num_bytes = size(list(chain(*largest[_MOST_ROWS:]))) + beyond.num_bytes
+        held = f"{units.format_bytes(num_bytes)} together" if num_bytes else "without memory of their own"
+        told = f"The table leaves out {units.counted(count, 'smaller kind')}, {held}."
+    return Table(name=name, columns=tuple(columns), rows=tuple(rows), caption=told, first=first)
 
 
-def _left_out(count: int, num_bytes: int) -> str:
-    if count <= 0:
-        return ""
-    held = f"{units.format_bytes(num_bytes)} together" if num_bytes else "without memory of their own"
-    return f"The table leaves out {units.counted(count, 'smaller kind')}, {held}."
+def _count(alike: Iterable[Allocation | SavedTensors]) -> int:
+    return sum(each.count for each in alike)
 
 
 def shape_text(shape: Sequence[int]) -> str:

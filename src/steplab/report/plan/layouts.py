@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.rows import Row
-from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table, Verdict, even, row_of
+from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import LABEL, MESSAGE, NUMBER
 from steplab.report.plan.document import parameter_words
 from steplab.report.plan.time import mfu_words
@@ -226,38 +226,21 @@ def _time_bars(shown: list[LayoutCandidate]) -> Bars:
 
 
 def _time_bar(each: LayoutCandidate, time: LayoutTime) -> Bar:
-    show = units.format_time
-    return Bar(
-        label=each.options,
-        figure=show(time.seconds),
-        segments=tuple(
-            Segment(value=getattr(time, name), color=color, tip=f"{words}: {show(getattr(time, name))}")
-            for name, words, color in _PARTS
-            if getattr(time, name) > 0
-        ),
-        mark=time.high_s,
-        mark_tip=f"at most {show(time.high_s)}",
-    )
+    show, high_s = units.format_time, time.high_s
+    parts = [(words, color, getattr(time, name)) for name, words, color in _PARTS]
+    most = f"at most {show(high_s)}"
+    return Bar.of(each.options, parts, show, figure=show(time.seconds), mark=high_s, mark_tip=most)
 
 
 def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
-    bars = []
+    bars, show, usable = [], units.format_bytes, float(plan.usable_bytes)
+    capacity = f"a GPU has {show(plan.usable_bytes)}"
     for each in shown:
         peak, reserved, device = each.peak_bytes or 0, each.reserved_bytes or 0, each.device_bytes or 0
-        bars.append(
-            Bar(
-                label=each.options,
-                figure=units.format_bytes(reserved),
-                segments=tuple(
-                    Segment(value=value, color=color, tip=f"{words}: {units.format_bytes(value)}")
-                    for (words, color), value in zip(_MEMORY, (peak, reserved - peak, device - reserved), strict=True)
-                    if value > 0
-                ),
-                mark=float(plan.usable_bytes),
-                mark_tip=f"a GPU has {units.format_bytes(plan.usable_bytes)}",
-                detail=each.worst_rank,
-            )
-        )
+        values = (peak, reserved - peak, device - reserved)
+        parts = [(words, color, value) for (words, color), value in zip(_MEMORY, values, strict=True)]
+        figure, detail = show(reserved), each.worst_rank
+        bars.append(Bar.of(each.options, parts, show, figure=figure, mark=usable, mark_tip=capacity, detail=detail))
     return Bars(
         bars=tuple(bars),
         legend=tuple((color, "■", words) for words, color in _MEMORY),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.layout_plan import LayoutTime
-from steplab.records.prediction import FitVerdict, MemoryPrediction
+from steplab.records.prediction import FitVerdict
 from steplab.records.rows import Row
 from steplab.records.step_time import PhaseTimes, PlannedStep
 from steplab.report.kit.document import MOST_ROWS, Block, Column, Document, Section, Sentences, Table, Verdict
@@ -53,8 +53,9 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
     rows: list[Row] = []
     for (told, step), seen in zip(_named(steps), measured or ({},) * len(steps), strict=True):
         memory, on = step.memory, step.time or step.layout
+        card = smallest_card(memory) if memory else None
         row: Row = {"step": told, "peak_bytes": memory.peak_bytes if memory else None}
-        row |= {"fits": _smallest(memory) if memory else None, "gpu": on.gpu if on else None}
+        row |= {"fits": card.gpu if card else "none" if memory else None, "gpu": on.gpu if on else None}
         if time := _time(step):
             row |= {"time_s": time.seconds, "low_s": time.low_s, "high_s": time.high_s}
             row |= {"bound": time.bound} if isinstance(time, PhaseTimes) else {}
@@ -83,11 +84,6 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
         "`steplab plan memory` and `steplab plan time` show the components of one step.",
         first=MOST_ROWS,
     )
-
-
-def _smallest(memory: MemoryPrediction) -> str:
-    card = smallest_card(memory)
-    return card.gpu if card else "none"
 
 
 def _named(steps: Sequence[PlannedStep]) -> Iterator[tuple[str, PlannedStep]]:

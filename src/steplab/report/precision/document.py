@@ -4,18 +4,8 @@ from steplab.records.numerics import Accumulation, Audit, Numerics, OperationAud
 from steplab.records.run import Run
 from steplab.report.kit.document import Document, Section, Sentences, Verdict
 from steplab.report.kit.text import why_failed
-from steplab.report.precision import words
+from steplab.report.precision import tables, words
 from steplab.report.precision.figures import SMALLEST_EXPONENT, all_elements, not_finite, title_of_sums
-from steplab.report.precision.tables import (
-    data_tables,
-    loss_table,
-    matmul_table,
-    operation_table,
-    scaling_table,
-    sum_table,
-    timing_table,
-    type_table,
-)
 from steplab.report.precision.words import COMPUTED_IN, NORMS, title
 from steplab.report.report import NOTHING, Chapter, Context, JointReport, several_answers
 from steplab.specs.step import AUTOCAST
@@ -107,8 +97,8 @@ def _verdict(records: Sequence[Numerics], context: Context = NOTHING) -> Verdict
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()
-    further = _sums(accumulations), Section.of("Time and memory of a step", timing_table(runs))
-    data = data_tables(audits, accumulations, runs)
+    further = _sums(accumulations), Section.of("Time and memory of a step", tables.timing_table(runs))
+    data = tables.data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
         return Document(title="Precision", verdict=_verdict(audits), sections=(*parts, *further), data=data)
@@ -142,22 +132,22 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
     yield Section.of("Findings", Sentences.of(words.told(numerics, audit), "finding"))
-    yield Section.of("Types by module", type_table(audit))
-    yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
-    yield Section.of("Matrix products, after every cast", matmul_table(audit))
-    yield Section.of("Overflow and underflow", loss_table(audit))
+    yield Section.of("Types by module", tables.type_table(audit))
+    yield Section.of("Operations of the forward pass, and autocast's rule for each", tables.operation_table(numerics))
+    yield Section.of("Matrix products, after every cast", tables.matmul_table(audit))
+    yield Section.of("Overflow and underflow", tables.loss_table(audit))
     if audit.loss_scaling:
-        yield Section.of("Loss scaling: all gradients", scaling_table(audit.loss_scaling))
+        yield Section.of("Loss scaling: all gradients", tables.scaling_table(audit.loss_scaling))
 
 
 def _sums(accumulations: Sequence[Accumulation]) -> Section:
-    return Section.of(title_of_sums(accumulations), sum_table(accumulations))
+    return Section.of(title_of_sums(accumulations), tables.sum_table(accumulations))
 
 
 def _blocks(numerics: Sequence[Numerics], context: Context) -> Iterator[Section]:
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in context.runs if run.study in studies]
-    yield Section.of("One step in each precision", timing_table(timed))
+    yield Section.of("One step in each precision", tables.timing_table(timed))
     yield from (_part(record, context.answered) for record in numerics if record.spec)
     yield _sums(_accumulations(numerics))
 

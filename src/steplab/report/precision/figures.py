@@ -1,6 +1,6 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from fractions import Fraction
 from itertools import takewhile
 
@@ -25,18 +25,9 @@ TYPES = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
 KINDS = ("outputs", "output gradients", "parameter gradients")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleGroup:
-    name: str
+def name_of(group: Sequence[ModuleAudit | MatmulAudit]) -> str:
     """Module name without layer numbers, such as blocks.*.attention, or THE_MODEL."""
-    modules: tuple[ModuleAudit, ...]
-
-    @property
-    def first(self) -> ModuleAudit:
-        return self.modules[0]
-
-    def elements(self, kind: str) -> Elements | None:
-        return added(elements_of(module, kind) for module in self.modules)
+    return without_numbers(group[0].module) or THE_MODEL
 
 
 def elements_of(module: ModuleAudit, kind: str) -> Elements | None:
@@ -56,12 +47,9 @@ def shorts(dtypes: Iterable[str]) -> str:
     return ", ".join(map(short, dtypes)) or "–"
 
 
-def module_groups(audit: Audit) -> list[ModuleGroup]:
-    def key(module: ModuleAudit) -> tuple[object, ...]:
-        return (without_numbers(module.module), module.kind, *(getattr(module, name) for name in TYPES))
-
-    groups = grouped(audit.modules, key).values()
-    return [ModuleGroup(name=without_numbers(group[0].module) or THE_MODEL, modules=tuple(group)) for group in groups]
+def module_groups(audit: Audit) -> list[list[ModuleAudit]]:
+    found = grouped(audit.modules, lambda m: (without_numbers(m.module), m.kind, *(getattr(m, name) for name in TYPES)))
+    return list(found.values())
 
 
 def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:

@@ -2,60 +2,42 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from statistics import median
 
-from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, MatmulAudit, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity, quotient
-from steplab.report.precision.figures import (
-    KINDS,
-    THE_MODEL,
-    TYPES,
-    ModuleGroup,
-    all_elements,
-    elements_of,
-    explanation,
-    line,
-    matmul_groups,
-    module_groups,
-    not_finite,
-    num_lost,
-    printed,
-    short,
-    shorts,
-)
+from steplab.report.precision import figures
 from steplab.report.precision.words import RULES, why
 from steplab.report.run.columns import COLUMNS, rows_table
 
 _TEXT = 24  # least width of wrapped sentences
 _MOST_LOSERS = 12  # rows
-_TYPES = Quantity(lambda names: shorts(names.split()), numeric=False)
+_TYPES = Quantity(lambda names: figures.shorts(names.split()), numeric=False)
 _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
     return Table.of(
         "types",
-        module_groups(audit),
+        figures.module_groups(audit),
         (
-            Column(key="name", header="module"),
-            Column(key="modules", quantity=NUMBER, rank=2, value=lambda group: len(group.modules)),
-            Column(key="class", rank=3, value=lambda group: group.first.kind),
+            Column(key="name", header="module", value=figures.name_of),
+            Column(key="modules", quantity=NUMBER, rank=2, value=len),
+            Column(key="class", rank=3, value=lambda group: group[0].kind),
             *(
-                Column(key=key, header=key.replace("_", " "), rank=rank, value=partial(_types_of, key))
-                for key, rank in zip(TYPES, (0, 1, 0, 1, 1), strict=True)
+                Column(key=key, rank=rank, value=_types_of(key))
+                for key, rank in zip(figures.TYPES, (0, 1, 0, 1, 1), strict=True)
             ),
         ),
         caption="*: any layer. gradients: of the parameters; output gradients: backward's input to the module.",
     )
 
 
-def _types_of(key: str, group: ModuleGroup) -> str:
-    return shorts(getattr(group.first, key))
+def _types_of(key: str) -> Callable[[Sequence[ModuleAudit]], str]:
+    return lambda group: figures.shorts(getattr(group[0], key))
 
 
 def operation_table(numerics: Numerics) -> Table:
@@ -76,15 +58,15 @@ def operation_table(numerics: Numerics) -> Table:
 def matmul_table(audit: Audit) -> Table:
     return Table.of(
         "matmuls",
-        matmul_groups(audit),
+        figures.matmul_groups(audit),
         (
             Column(key="pass", value=lambda group: group[0].phase),
-            Column(key="module", value=lambda group: without_numbers(group[0].module) or THE_MODEL),
+            Column(key="module", value=figures.name_of),
             Column(key="num_modules", header="modules", quantity=NUMBER, rank=2, value=len),
             Column(key="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
             Column(key="node", header="autograd node", rank=3, value=lambda group: group[0].node),
-            Column(key="operands", value=lambda group: " × ".join(map(short, group[0].inputs))),
-            Column(key="result", value=lambda group: shorts(group[0].outputs)),
+            Column(key="operands", value=lambda group: " × ".join(map(figures.short, group[0].inputs))),
+            Column(key="result", value=lambda group: figures.shorts(group[0].outputs)),
             Column(key="calls", quantity=NUMBER, value=lambda group: sum(each.calls for each in group)),
             *(_fp8_columns if any(each.fp8 for each in audit.matmuls) else ()),
         ),
@@ -139,26 +121,25 @@ _COUNTS = (
 def _counts(found: Elements) -> Row:
     counts = ("num_overflowed", "num_zero", "num_underflowed", "num_below_range", "num_subnormal", "largest")
     return row_of(found, "num_elements", *counts) | {
-        "num_not_finite": not_finite(found) if found.num_overflowed is None else None,
+        "num_not_finite": figures.not_finite(found) if found.num_overflowed is None else None,
         "underflowed_share": found.num_underflowed / found.num_elements if found.num_underflowed else None,
         "subnormal_share": found.num_subnormal / found.num_elements if found.num_subnormal else None,
     }
 
 
 def loss_table(audit: Audit) -> Table:
-    rows: list[Row] = [
-        {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
-    ]
+    whole = [(kind, found) for kind in figures.KINDS if (found := figures.all_elements(audit, kind))]
+    rows: list[Row] = [{"module": "all", "of": kind, **_counts(found)} for kind, found in whole]
     losers = [
-        (group.name, kind, found)
-        for group in module_groups(audit)
-        for kind in KINDS
-        if (found := group.elements(kind)) and num_lost(found)
+        (figures.name_of(group), kind, found)
+        for group in figures.module_groups(audit)
+        for kind in figures.KINDS
+        if (found := figures.added(figures.elements_of(module, kind) for module in group)) and figures.num_lost(found)
     ]
     first = len(rows) + _MOST_LOSERS
     rows += [
         {"module": name, "of": kind, **_counts(found)}
-        for name, kind, found in sorted(losers, key=lambda loser: -num_lost(loser[2]))
+        for name, kind, found in sorted(losers, key=lambda loser: -figures.num_lost(loser[2]))
     ]
     return Table(
         name="losses",
@@ -194,17 +175,17 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
         name="accumulation",
         columns=(
             Column(key="sum"),
-            Column(key="result", quantity=Quantity(printed)),
+            Column(key="result", quantity=Quantity(figures.printed)),
             Column(key="num_rounded", header="additions rounded", quantity=NUMBER, rank=1),
             Column(key="why", wraps_from=_TEXT),
         ),
         rows=tuple(
             {
-                "sum": line(a),
+                "sum": figures.line(a),
                 **row_of(a, "accumulator", "addend"),
                 "cast": "cast first" if a.cast else "as it is",
                 **row_of(a, "number", "addend_value", "num_additions", "num_rounded", "result"),
-                "why": explanation(a),
+                "why": figures.explanation(a),
             }
             for a in accumulations
         ),
@@ -275,10 +256,10 @@ def _module_rows(numerics: Numerics) -> list[Row]:
 
 
 def _module_row(module: ModuleAudit) -> Row:
-    row: Row = {"module": module.module or THE_MODEL, "class": module.kind}
-    row |= {name: _types(getattr(module, name)) for name in TYPES}
-    for kind in KINDS:
-        counted = row_of(elements_of(module, kind), *_ELEMENTS)
+    row: Row = {"module": module.module or figures.THE_MODEL, "class": module.kind}
+    row |= {name: _types(getattr(module, name)) for name in figures.TYPES}
+    for kind in figures.KINDS:
+        counted = row_of(figures.elements_of(module, kind), *_ELEMENTS)
         row |= {f"{kind.replace(' ', '_')}_{name}": count for name, count in counted.items()}
     return row
 
@@ -303,7 +284,7 @@ def _matmul_rows(numerics: Numerics) -> list[Row]:
         _head(numerics)
         | {
             "pass": matmul.phase,
-            "module": matmul.module or THE_MODEL,
+            "module": matmul.module or figures.THE_MODEL,
             "operator": matmul.op,
             "node": matmul.node,
             "inputs": _types(matmul.inputs),

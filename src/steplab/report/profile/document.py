@@ -16,19 +16,10 @@ from steplab.report.kit.document import (
     records_in_full,
 )
 from steplab.report.kit.grouping import spread
-from steplab.report.profile import words
+from steplab.report.profile import tables, words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import device_time
 from steplab.report.profile.roofline import roofline
-from steplab.report.profile.tables import (
-    attention_table,
-    category_table,
-    host_call_table,
-    kernel_rows,
-    kernel_table,
-    phase_table,
-    ranks_section,
-)
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
@@ -52,7 +43,7 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
         subtitle=run_subtitle(run),
         verdict=profile_verdict(run, run.profile, findings),
         sections=(Section.of(TITLE, *blocks, anchor="profiles"),),
-        data=kernel_rows(run.profile),
+        data=tables.kernel_rows(run.profile),
     )
 
 
@@ -90,21 +81,21 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield Section.of(
         f"{words.device_word(profile)} time by phase",
         device_time(run, profile),
-        phase_table(run, profile),
+        tables.phase_table(run, profile),
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield Section.of("Categories", category_table(run, profile), *told)
+    yield Section.of("Categories", tables.category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences.of(words.top_kernel_sentences(profile), "finding")
-        yield Section.of(f"Top {words.kernels_word(profile)}", tops, kernel_table(profile))
+        yield Section.of(f"Top {words.kernels_word(profile)}", tops, tables.kernel_table(profile))
     if rows := attention_rows(run, profile):
         notes = Sentences.of(attention_notes(run, rows), "note")
-        yield Section.of("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
+        yield Section.of("Attention", tables.attention_table(rows), words.softmax_sentence(run, profile), notes)
     if run.traced_ranks:
-        yield ranks_section(run.traced_ranks)
+        yield tables.ranks_section(run.traced_ranks)
     yield Section.of("Roofline", later(roofline, run, profile))
     yield Section.of("Communication", words.communication_sentence(run, profile))
     yield Section.of("Timeline of one step", later(timeline_chart, profile))
-    yield Section.of("Host calls that wait or copy", host_call_table(profile))
+    yield Section.of("Host calls that wait or copy", tables.host_call_table(profile))
     yield Section.notes(note for note in profile.notes if note not in profile.doubts)  # which begin the section

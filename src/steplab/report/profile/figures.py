@@ -5,6 +5,7 @@ Records hold totals over all profiled steps; times here are per step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 
 from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, PhaseTime, Profile
@@ -138,14 +139,5 @@ def _merge(
 
 
 def _median_of_medians(parts: list[KernelStats]) -> float:
-    ordered = sorted(parts, key=lambda part: part.median_s)
-    calls = sum(part.calls for part in ordered)
-    middle = []
-    for rank in ((calls - 1) // 2, calls // 2):
-        passed = 0
-        for part in ordered:
-            passed += part.calls
-            if passed > rank:
-                middle.append(part.median_s)
-                break
-    return median(middle) if middle else 0.0
+    of_calls = [median_s for part in parts for median_s in repeat(part.median_s, part.calls)]
+    return median(of_calls) if of_calls else 0.0

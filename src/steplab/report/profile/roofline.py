@@ -10,7 +10,7 @@ from steplab.costs.roofline import Roofline
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
 from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
-from steplab.report.kit.document import Chart, Legend
+from steplab.report.kit.document import Chart
 from steplab.report.kit.kernel_names import last_part
 from steplab.specs.hardware import find_hardware
 
@@ -100,27 +100,21 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
     if not points:
         return None
     roofs = find_roofs(run)
-    peaks = [(dtype, peak) for dtype in _dtypes(points) if (peak := roofs.peak(dtype))]
+    dtypes = dict.fromkeys(point.dtype for point in points if point.dtype)
+    peaks = [(dtype, peak) for dtype in dtypes if (peak := roofs.peak(dtype))]
     with drawing(_WIDTH, _HEIGHT, "roofline of the step's operators") as picture:
         axes = _frame(picture, points, peaks)
         _draw_roofs(axes, roofs, peaks)
         for point in points:
             _draw_point(picture, axes, point)
         _name_largest(axes, points)
+    phases = {point.op.phase for point in points}
+    marks = tuple((_GREY, glyph, phase) for phase, (_, glyph) in _MARKERS.items() if phase in phases)
     return Chart(
         pictures=(picture.picture(),),
-        legend=(*category_legend({point.op.category for point in points}), *_phase_legend(points)),
+        legend=(*category_legend({point.op.category for point in points}), *marks),
         note=_note(run, every, points, roofs, peaks),
     )
-
-
-def _phase_legend(points: Sequence[Point]) -> Legend:
-    phases = {point.op.phase for point in points}
-    return tuple((_GREY, glyph, phase) for phase, (_, glyph) in _MARKERS.items() if phase in phases)
-
-
-def _dtypes(points: Sequence[Point]) -> list[str]:
-    return list(dict.fromkeys(point.dtype for point in points if point.dtype))
 
 
 def _frame(picture: Drawing, points: Sequence[Point], peaks: Sequence[tuple[str, float]]) -> "Axes":

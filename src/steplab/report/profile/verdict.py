@@ -6,17 +6,7 @@ from steplab import units
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Fact,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-    Verdict,
-    row_of,
-)
+from steplab.report.kit.document import Column, Document, Fact, Pairs, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import PERCENT, TIME, Quantity, in_unit
 from steplab.report.profile.words import largest_categories, time_sentence
 from steplab.report.run.one_run import run_title
@@ -43,7 +33,8 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
             yield time_sentence(run, run.profile)
             yield largest_categories(run, run.profile)
         return
-    worth = [finding for finding in findings.findings if _is_worth(finding, findings.step_s)]
+    least_s = _LEAST * (findings.step_s or 0.0)
+    worth = [finding for finding in findings.findings if finding.gain_s is None or finding.gain_s >= least_s]
     if not worth:
         yield f"No change saves {units.format_limit(_LEAST)} of the step."
         return
@@ -53,20 +44,12 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
         yield f"Also: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
 
 
-def _is_worth(finding: Finding, step_s: float | None) -> bool:
-    return finding.gain_s is None or finding.gain_s >= _LEAST * (step_s or 0.0)
-
-
 def saving_sentence(finding: Finding, step_s: float | None) -> str:
-    return f"{finding.title}: {_saving(finding, step_s)}."
-
-
-def _saving(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
-        return "its saving cannot be predicted from this record"
+        return f"{finding.title}: its saving cannot be predicted from this record."
     change = _options(finding) or "changing that"
     behind = f", after the change for {finding.after}" if finding.after else ""
-    return f"{change} saves {saving_words(finding, step_s)}{behind}"
+    return f"{finding.title}: {change} saves {saving_words(finding, step_s)}{behind}."
 
 
 def _options(finding: Finding) -> str:

@@ -51,7 +51,7 @@ def questions_document(
             if question.headline and answer:
                 headlines.append(answer)
             shown.append({"question": question.asks, "answer": told, "grade": grade, "command": question.measure})
-        chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
+        chapters.append(Section.of(chapter.title, *parts, anchor=re.sub(r"\W+", "-", chapter.title.lower()).strip("-")))
     open_ones = [str(row["question"]) for row in data if row["answer"] is None]
     partly = sum(str(row["grade"]).startswith("partly") for row in data)
     told = f"Answered: {len(data) - len(open_ones)} of {counted(len(data), 'question')}"
@@ -248,27 +248,23 @@ class _View:
             name = tuple(row.get(key) for key in keys)
             line = made.setdefault(name, dict(zip(keys, name, strict=True)))
             if question.across:
-                at = row.get(question.across)
-                key = f"at {at}"
-                columns[key] = Column(key=key, header=_said(question.across, at), quantity=_quantity(first))
                 failed = "OOM" if row.get("status") == "out_of_memory" else "failed"
-                line[key] = self.value(row, first) if row.get("status", "ok") == "ok" else failed
-            else:
-                for number, each in enumerate(question.columns):
-                    key, quantity = f"column {number}", _quantity(each)
-                    columns[key] = Column(key=key, header=each.header or _words(each.value), quantity=quantity)
-                    line.setdefault(key, self.value(row, each))  # rows of one name: the first in order
-                    if each.interval:
-                        columns[f"{key} ends"] = Column(key=f"{key} ends", header="95 % interval", quantity=LABEL)
-                        ends = [row.get(f"{each.value.removesuffix('_s')}_{end}_s") for end in ("low", "high")]
-                        known = [quantity.show(end) for end in ends if end is not None]
-                        line[f"{key} ends"] = " to ".join(dict.fromkeys(known)) or None
+                found = self.value(row, first) if row.get("status", "ok") == "ok" else failed
+                line[f"at {row.get(question.across)}"] = found
+                continue
+            for number, each in enumerate(question.columns):
+                key, quantity = f"column {number}", _quantity(each)
+                columns[key] = Column(key=key, header=each.header or _words(each.value), quantity=quantity)
+                line.setdefault(key, self.value(row, each))  # rows of one name: the first in order
+                if each.interval:
+                    columns[f"{key} ends"] = Column(key=f"{key} ends", header="95 % interval", quantity=LABEL)
+                    ends = [row.get(f"{each.value.removesuffix('_s')}_{end}_s") for end in ("low", "high")]
+                    known = [quantity.show(end) for end in ends if end is not None]
+                    line[f"{key} ends"] = " to ".join(dict.fromkeys(known)) or None
         lines = list(made.values())[: question.most or None]
-        if question.across:
-            order = sorted({row.get(question.across) for row in rows}, key=_place)
-            shown = [columns[f"at {at}"] for at in order]
-        else:
-            shown = list(columns.values())
+        sizes = sorted({row.get(question.across) for row in rows}, key=_place) if question.across else []
+        across = [Column(key=f"at {at}", header=_said(question.across, at), quantity=_quantity(first)) for at in sizes]
+        shown = across or list(columns.values())
         yield from _bars(question, keys, lines, shown)
         yield Table(
             name=question.asks, columns=(*labels, *shown), rows=tuple(lines), caption=self._caption(question, rows)
@@ -413,7 +409,3 @@ def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable
         raise _Missing
     pooled = sum(map(bool, growths))
     return f"{median(factors):.1f}×{f' (the median of {pooled} series)' if pooled > 1 else ''}"
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"\W+", "-", title.lower()).strip("-")

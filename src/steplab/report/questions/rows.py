@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steplab.costs.data_parallel import Link, buckets_of
-from steplab.records.profile import OUTSIDE, Profile
+from steplab.records.profile import OUTSIDE, KernelStats, Profile
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, run_row, step_key
 from steplab.records.run import Run
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.report import RecordReport, report_of
 from steplab.stats import summarize
@@ -26,23 +27,16 @@ class Sheet:
     """Oldest first."""
 
 
-def _settings_of(run: Run) -> Row:
-    assert run.spec is not None
-    kind = run.environment.device.kind if run.environment else None
-    return step_key(run.spec) | {"warmup": run.spec.warmup, "device": run.device_name, "device_kind": kind}
-
-
-def _runs(records: Sequence[Record]) -> Iterator[tuple[Run, Row]]:
-    for record in records:
-        if isinstance(record, Run) and record.spec is not None:
-            known: Row = {"id": record.id}
-            yield record, known | _settings_of(record)
-
-
 def _of_runs(records: Sequence[Record], rows: Callable[[Run, Row], Iterator[Row]], *further: str) -> Sheet:
-    found = list(_runs(records))
-    settings = dict.fromkeys(key for _, row in found for key in row if key != "id")
-    return Sheet((*settings, *further), [row for run, known in found for row in rows(run, known)])
+    sheet, settings = Sheet(()), dict[str, None]()
+    for run in records:
+        if isinstance(run, Run) and run.spec is not None:
+            kind = run.environment.device.kind if run.environment else None
+            own: Row = step_key(run.spec) | {"warmup": run.spec.warmup, "device": run.device_name, "device_kind": kind}
+            settings |= dict.fromkeys(own)
+            sheet.rows += rows(run, {"id": run.id, **own})
+    sheet.settings = (*settings, *further)
+    return sheet
 
 
 _OF_PHASE = ("mean", "deviation", "low", "high")
@@ -71,34 +65,25 @@ def _run_rows(run: Run, known: Row) -> Iterator[Row]:
 
 def _kernel_rows(run: Run, known: Row) -> Iterator[Row]:
     for phase, kernels, profile in _phases(run):
-        busy_s = sum(kernel.total_s for kernel in kernels)
-        by_name: dict[tuple[str, str], list[Any]] = {}
-        for kernel in kernels:
-            by_name.setdefault((kernel.name, kernel.category), []).append(kernel)
-        short = short_kernels(name for name, _ in by_name)
-        for (name, category), some in by_name.items():
-            total_s = sum(kernel.total_s for kernel in some)
-            yield known | {
-                "phase": phase,
-                "kernel": short[name],
-                "category": category,
-                "kernel_s": total_s / profile.num_steps,
-                "calls": round(sum(kernel.calls for kernel in some) / profile.num_steps, 1),
-                "busy_share": total_s / busy_s if busy_s else None,
-            }
+        short = short_kernels(kernel.name for kernel in kernels)
+        for (name, category), some in grouped(kernels, lambda kernel: (kernel.name, kernel.category)).items():
+            time_s, busy_share = _times(some, kernels, profile)
+            calls = round(sum(kernel.calls for kernel in some) / profile.num_steps, 1)
+            row: Row = {"phase": phase, "kernel": short[name], "category": category, "kernel_s": time_s}
+            yield known | row | {"calls": calls, "busy_share": busy_share}
 
 
 def _category_rows(run: Run, known: Row) -> Iterator[Row]:
     for phase, kernels, profile in _phases(run):
-        busy_s = sum(kernel.total_s for kernel in kernels)
-        for category in dict.fromkeys(kernel.category for kernel in kernels):
-            total_s = sum(kernel.total_s for kernel in kernels if kernel.category == category)
-            yield known | {
-                "phase": phase,
-                "category": category,
-                "kernels_s": total_s / profile.num_steps,
-                "busy_share": total_s / busy_s if busy_s else None,
-            }
+        for category, some in grouped(kernels, lambda kernel: kernel.category).items():
+            time_s, busy_share = _times(some, kernels, profile)
+            yield known | {"phase": phase, "category": category, "kernels_s": time_s, "busy_share": busy_share}
+
+
+def _times(some: Sequence[KernelStats], every: Sequence[KernelStats], profile: Profile) -> tuple[float, float | None]:
+    """Seconds per step of some kernels, and their share of those of `every`."""
+    total_s, busy_s = (sum(kernel.total_s for kernel in kernels) for kernels in (some, every))
+    return total_s / profile.num_steps, total_s / busy_s if busy_s else None
 
 
 _CATEGORY = {"scores": "matmul", "softmax": "softmax", "values": "matmul"}
@@ -116,7 +101,7 @@ def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
                 yield known | {"part": part, "part_s": total_s, "flops": sum(flops) / profile.num_steps}
 
 
-def _phases(run: Run) -> list[tuple[str, list[Any], Profile]]:
+def _phases(run: Run) -> list[tuple[str, list[KernelStats], Profile]]:
     if run.profile is None:
         return []
     kernels = [kernel for kernel in run.profile.kernels if kernel.phase != OUTSIDE]

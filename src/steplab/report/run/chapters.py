@@ -11,24 +11,11 @@ from steplab.report.kit.document import MOST_ROWS, Block, Column, Pairs, Section
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import LABEL, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
-from steplab.report.run import charts
+from steplab.report.run import charts, one_run
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import steady_step, warmup_curves, worth_a_curve
 from steplab.report.run.first_steps import first_steps_table
-from steplab.report.run.one_run import (
-    WARMUP_COUNTS,
-    choices,
-    doubts,
-    gaps,
-    phase_names,
-    spread_words,
-    steady_sentence,
-    steady_words,
-    step_time_pairs,
-    utilization_blocks,
-    warmup_means,
-)
 from steplab.report.run.phases import phases
 
 TERMS = (
@@ -67,12 +54,8 @@ def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) != 1 or not (why := cells[0].run.failure):
         return
     sizes = (("requested", why.requested_bytes), ("allocated before", why.peak_allocated_bytes))
-    pairs = [
-        ("during", why.phase),
-        *((name, units.format_bytes(size)) for name, size in sizes if size is not None),
-        ("signal", why.signal),
-    ]
-    yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
+    known = [(name, units.format_bytes(size)) for name, size in sizes if size is not None]
+    yield Pairs.of(("during", why.phase), *known, ("signal", why.signal))
     yield Section.of("Last lines it wrote", Sentences(texts=why.last_lines, role="code"))
 
 
@@ -82,8 +65,8 @@ def step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) > 1:
         yield later(charts.step_times, cells)
     elif timing := cells[0].run.timing:
-        yield step_time_pairs(cells[0].run, timing)
-        yield Sentences.of(choices(cells[0].run), "note")
+        yield one_run.step_time_pairs(cells[0].run, timing)
+        yield Sentences.of(one_run.choices(cells[0].run), "note")
 
 
 def phases_of_steps(cells: Sequence[RunCell]) -> Iterator[Block | None]:
@@ -107,7 +90,7 @@ def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
 
     yield Table.of(
         "phases",
-        (*phase_names(run), "step"),
+        (*one_run.phase_names(run), "step"),
         (
             Column(key="phase", value=str),
             Column(key="time_s", header="back to back", value=time_s),
@@ -128,7 +111,7 @@ def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
         ),
         "Medians.",
     )
-    parts_s = [seconds for name in phase_names(run) if (seconds := time_s(name)) is not None]
+    parts_s = [seconds for name in one_run.phase_names(run) if (seconds := time_s(name)) is not None]
     ratio = sum(parts_s) / whole_s if whole_s else 1.0
     if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
         share = units.format_percent(ratio)
@@ -145,7 +128,7 @@ def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
     if not timings:
         return
     if len(cells) == 1:
-        yield Sentences.of([steady_sentence(curve(timings[0]))])
+        yield Sentences.of([one_run.steady_sentence(curve(timings[0]))])
     else:
         long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= stats.FEWEST_FOR_STEADY]
         firsts = Counter(map(steady_step, long_enough))
@@ -168,13 +151,13 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
     for cell in chosen:
         timing = cell.run.timing
         assert timing is not None  # chosen for its curve
-        row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
-        for count, mean_s in warmup_means(timing).items():
+        row: Row = {"run": label(cell, fields), "steady": one_run.steady_words(curve(timing))}
+        for count, mean_s in one_run.warmup_means(timing).items():
             row |= {f"{count}_s": mean_s, f"{count}": quotient(mean_s, cell.run.median_s)}
         rows.append(row)
     columns = [
         column
-        for count in WARMUP_COUNTS
+        for count in one_run.WARMUP_COUNTS
         for column in (
             Column(key=f"{count}_s", header=f"after {count}"),
             Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
@@ -209,7 +192,7 @@ def ranks(cells: Sequence[RunCell]) -> Iterator[Block]:
         ),
         "Medians.",
     )
-    if told := spread_words(found):
+    if told := one_run.spread_words(found):
         yield Sentences.of([f"{told}."])
 
 
@@ -224,13 +207,13 @@ def _peak_bytes(rank: RankSamples) -> int | None:
 def utilization(cells: Sequence[RunCell]) -> Iterable[Block]:
     """Show one run's utilization by FLOP convention, or several runs' doubts; the runs' table has their shares."""
     if len(cells) > 1:
-        return _told_once(cells, doubts)
+        return _told_once(cells, one_run.doubts)
     run = cells[0].run
-    return (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
+    return (*one_run.utilization_blocks(run.utilizations), Sentences.of(one_run.doubts(run), "warning"))
 
 
 def runs(cells: Sequence[RunCell]) -> Iterable[Block]:
-    return (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
+    return (runs_table(cells), *_told_once(cells, one_run.choices)) if len(cells) > 1 else ()
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
@@ -257,11 +240,11 @@ def _spread(run: Run) -> Row:
 
 
 def missing(cells: Sequence[RunCell]) -> list[Block]:
-    return _told_once(cells, _missing if len(cells) > 1 else gaps)
+    return _told_once(cells, _missing if len(cells) > 1 else one_run.gaps)
 
 
 def _missing(run: Run) -> list[str]:
-    return gaps(run) + ([why_failed(run.failure)] if run.failure else [])
+    return one_run.gaps(run) + ([why_failed(run.failure)] if run.failure else [])
 
 
 def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:

@@ -1,6 +1,5 @@
 """Compares each setting with its baseline, over otherwise equal runs."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ from steplab.records.comparison import Decision, Ratio
 from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
 from steplab.report.kit.document import MOST_ROWS, Bar, Bars, Column, Segment, Table
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import TIMES
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.specs.step import STEP_FIELDS
@@ -55,10 +55,6 @@ class Pair:
     def decision(self) -> Decision:
         return self.judged.decision
 
-    @property
-    def never_settles(self) -> bool:
-        return never_settles(self.before.run) or never_settles(self.after.run)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
@@ -95,20 +91,16 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name not in (field, "repeat"))
 
-    before = defaultdict[tuple[Scalar, ...], list[RunCell]](list)
-    for cell in cells:
-        if cell.values[field] == base:
-            before[rest(cell)].append(cell)
-    pairs, starts = list[Pair](), defaultdict[tuple[Scalar, ...], list[Pair]](list)
+    before = grouped((cell for cell in cells if cell.values[field] == base), rest)
+    pairs, in_turns = list[Pair](), list[Pair]()
     for cell in cells:
         if cell.values[field] == value and (others := before.get(rest(cell))):
             beside = [other for other in others if took_turns(other.run, cell.run)]
             alike = [other for other in others if other.values["repeat"] == cell.values["repeat"]]
             for other in (beside or alike)[-1:]:
                 if ratio := judged(other.run, cell.run):
-                    pair = Pair(starts=((other, cell),), judged=ratio)
-                    (starts[rest(cell)] if beside else pairs).append(pair)
-    for each in starts.values():
+                    (in_turns if beside else pairs).append(Pair(starts=((other, cell),), judged=ratio))
+    for each in grouped(in_turns, lambda pair: rest(pair.after)).values():
         both = tuple(pair.starts[0] for pair in each)
         pairs.append(Pair(starts=both, judged=of_starts([pair.judged for pair in each])))
     return sorted(pairs, key=lambda pair: pair.ratio)
@@ -116,7 +108,7 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 def effect_words(effect: Effect) -> list[str]:
     told = _outcome(effect)
-    if restless := sum(pair.never_settles for pair in effect.pairs):
+    if restless := sum(any(never_settles(cell.run) for cell in pair.starts[-1]) for pair in effect.pairs):
         where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
         told[-1] += f" {where} step time did not settle."
     return told

@@ -104,37 +104,29 @@ def precision_words(precision: str) -> str:
     return _PRECISIONS.get(precision, precision)
 
 
+_DOUBTS = ("MFU over ", "HFU over ", "MFU and HFU over ")
+_CHOICE = "attention auto: "
+
+
 def gaps(run: Run) -> list[str]:
-    told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
+    told = [note for note in run.notes if not note.startswith((*_DOUBTS, NOT_FINITE, _CHOICE))]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
 
 
 def doubts(run: Run) -> list[str]:
-    return [note for note in run.notes if _is_doubt(note)]
+    return [note for note in run.notes if note.startswith(_DOUBTS)]
 
 
 def headline_doubts(run: Run) -> list[str]:
     """Notes that results are not finite, and doubts about the MFU of the causal convention."""
     told = run.utilization("mfu", "causal")
-    of_numbers = [note for note in run.notes if _is_of_numbers(note)]
+    of_numbers = [note for note in run.notes if note.startswith(NOT_FINITE)]
     return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
 
 
 def choices(run: Run) -> list[str]:
-    return [note for note in run.notes if _is_choice(note)]
-
-
-def _is_choice(note: str) -> bool:
-    return note.startswith("attention auto: ")
-
-
-def _is_of_numbers(note: str) -> bool:
-    return note.startswith(NOT_FINITE)
-
-
-def _is_doubt(note: str) -> bool:
-    return note.startswith(("MFU over ", "HFU over ", "MFU and HFU over "))
+    return [note for note in run.notes if note.startswith(_CHOICE)]
 
 
 def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
@@ -181,41 +173,32 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
-    summary, show = stats.summarize(run.samples_s), units.format_time
+    summary, show, tokens = stats.summarize(run.samples_s), units.format_time, run.tokens_per_step
+    first_s, host_s, energy = timing.first_step_s, timing.back_to_back_host_s, timing.energy
+    throughput = "" if run.spec else f"{ABSENT} (the loop named no tokens_per_step)"
+    if tokens:
+        throughput = f"{units.format_rate(tokens / summary.median, ' tokens/s')} ({tokens} tokens per step)"
+    between = "median from the end of a step to the beginning of the next; it is not in the step time"
+    compiling = "extra time of the very first step, which is in no other figure"
     pairs = [
         ("median", show(summary.median)),
+        ("95 % interval", f"{show(summary.low)} to {show(summary.high)}" if summary.is_interval else ""),
         ("mean", show(summary.mean) + (f" ± {show(summary.stdev)}" if summary.stdev is not None else "")),
         ("quartiles", f"{show(summary.quartile_1)} to {show(summary.quartile_3)}"),
         ("range", f"{show(summary.minimum)} to {show(summary.maximum)}"),
+        ("throughput", throughput),
+        ("parameters", units.format_count(run.model.num_parameters) if run.model else ""),
+        ("between steps", f"{show(median(timing.between_s))}, {between}" if timing.between_s else ""),
+        ("compile", f"{show(first_s - summary.median)}, {compiling}" if first_s is not None else ""),
+        ("host clock", f"{show(host_s / summary.count)} per step over the whole loop, as a check" if host_s else ""),
     ]
-    if summary.is_interval:
-        pairs.insert(1, ("95 % interval", f"{show(summary.low)} to {show(summary.high)}"))
-    if run.tokens_per_step:
-        rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
-        pairs.append(("throughput", f"{rate} ({run.tokens_per_step} tokens per step)"))
-    elif run.spec is None:
-        pairs.append(("throughput", f"{ABSENT} (the loop named no tokens_per_step)"))
-    if run.model:
-        pairs.append(("parameters", units.format_count(run.model.num_parameters)))
-    if timing.between_s:
-        told = "median from the end of a step to the beginning of the next; it is not in the step time"
-        pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))
-    if timing.first_step_s is not None:
-        compiling = timing.first_step_s - summary.median
-        told = "extra time of the very first step, which is in no other figure"
-        pairs.append(("compile", f"{show(compiling)}, {told}"))
-    if timing.back_to_back_host_s is not None:
-        per_step = timing.back_to_back_host_s / summary.count
-        pairs.append(("host clock", f"{show(per_step)} per step over the whole loop, as a check"))
-    if energy := timing.energy:
-        tokens = (
-            f", {units.three_digits(run.tokens_per_step / energy.per_step_j)} tokens/J" if run.tokens_per_step else ""
-        )
+    if energy:
+        of_tokens = f", {units.three_digits(tokens / energy.per_step_j)} tokens/J" if tokens else ""
         told = f"{units.format_rate(energy.mean_power_w, 'W')} on average over {show(energy.seconds)}"
-        pairs.append(("energy", f"{units.format_rate(energy.per_step_j, 'J')} a step{tokens}; {told}"))
+        pairs.append(("energy", f"{units.format_rate(energy.per_step_j, 'J')} a step{of_tokens}; {told}"))
         if energy.limited_share is not None:
             pairs.append(("power limit", f"lowered the clock {units.format_share(energy.limited_share)} of that time"))
-    return Pairs(pairs=tuple(pairs))
+    return Pairs.of(*pairs)
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
@@ -253,9 +236,8 @@ def memory_blocks(run: Run) -> Iterator[Block]:
         )
     else:
         yield Sentences.of(["Peaks of live tensors are not known: this device's allocator does not count them."])
-    pairs = []
-    if run.memory.total_bytes is not None:
-        pairs.append(("device memory", units.format_bytes(run.memory.total_bytes)))
-    if run.memory.host_peak_bytes is not None:
-        pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
-    yield Pairs(pairs=tuple(pairs))
+    total, host = run.memory.total_bytes, run.memory.host_peak_bytes
+    yield Pairs.of(
+        ("device memory", None if total is None else units.format_bytes(total)),
+        ("host peak", None if host is None else f"{units.format_bytes(host)} resident, libraries included"),
+    )

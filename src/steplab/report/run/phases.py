@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.run import Run
@@ -23,14 +23,9 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
     note = f" {len(shown)} of {len(chosen)} runs, spread from the fastest to the slowest." if shown != chosen else ""
     names = list(dict.fromkeys(name for cell in shown for name in phase_names(cell.run)))
     fields = varying(chosen)
+    several = len(shown) > 1
     bars = tuple(
-        Bar(
-            label=label(cell, fields),
-            figure=units.format_time(cell.run.median_s or 0.0),
-            segments=tuple(_segments(cell.run, names)),
-            detail=_shares(cell.run) if cell.run.spec and len(shown) > 1 else "",
-        )
-        for cell in shown
+        _bar(cell.run, names, label(cell, fields), detailed=several and cell.run.spec is not None) for cell in shown
     )
     note = f"Share of each part, by median time back to back; at the right, the median step.{note}"
     if any(_covered(cell.run) < _SEEN for cell in shown):
@@ -66,16 +61,17 @@ def _covered(run: Run) -> float:
     return min(sum(totals.values()) / whole, 1.0) if whole else 1.0
 
 
-def _shares(run: Run) -> str:
-    times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
-    whole_s = run.median_s or sum(times.values()) or 1.0
-    return ", ".join(f"{name} {units.format_share(time_s / whole_s)}" for name, time_s in times.items())
-
-
-def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
-    times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
+def _bar(run: Run, names: Sequence[str], name: str, *, detailed: bool) -> Bar:
+    times = {phase: run.phase_s(phase) or 0.0 for phase in phase_names(run)}
     total, covered = sum(times.values()) or 1.0, _covered(run)
-    whole_s = run.median_s or total
-    for name, time_s in times.items():
-        tip = f"{name}: {units.format_time(time_s)}, {units.format_share(time_s / whole_s)} of the step"
-        yield Segment(value=covered * time_s / total, color=color_number(series_color(names.index(name))), tip=tip)
+    shares = {phase: units.format_share(time_s / (run.median_s or total)) for phase, time_s in times.items()}
+    segments = tuple(
+        Segment(
+            value=covered * time_s / total,
+            color=color_number(series_color(names.index(phase))),
+            tip=f"{phase}: {units.format_time(time_s)}, {shares[phase]} of the step",
+        )
+        for phase, time_s in times.items()
+    )
+    detail = ", ".join(f"{phase} {share}" for phase, share in shares.items()) if detailed else ""
+    return Bar(label=name, figure=units.format_time(run.median_s or 0.0), segments=segments, detail=detail)
