@@ -358,7 +358,7 @@ def test_a_narrow_terminal_gets_fewer_figures_each_of_them_whole_and_no_colour(r
     told = " ".join(text.split())
     for row in shown(phase_table(run, profile)):
         assert row["busy"] in told
-        assert {*row.get("busy / unprofiled time", "").split()} <= {*told.split()}
+        assert {*row.get("busy vs unprofiled", "").split()} <= {*told.split()}
     for row in shown(category_table(run, profile)):
         assert f"{row['step']}" in told
     assert not any(re.fullmatch(r"[ %]*", line) and "%" in line for line in text.splitlines())

@@ -195,12 +195,12 @@ _ADDED: tuple[Figure[DdpCell], ...] = (
     Figure(key="exposed_s", header="exposed", note="Exposed is the difference.", find=exposed_s),
     Figure(
         key="exposed_low_s",
-        header="exposed, min",
+        header="exposed min",
         rank=1,
         note="Min and max are its bounds by the 95 % interval of their ratio.",
         find=_bound(0),
     ),
-    Figure(key="exposed_high_s", header="exposed, max", rank=1, find=_bound(1)),
+    Figure(key="exposed_high_s", header="exposed max", rank=1, find=_bound(1)),
 )
 _SENT: tuple[Figure[DdpCell], ...] = (
     Figure(
