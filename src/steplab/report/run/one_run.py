@@ -8,6 +8,7 @@ from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import Block, Column, Pairs, Sentences, Table
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE
 from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
+from steplab.report.run.columns import CONVENTIONS
 from steplab.specs.step import describe
 from steplab.stats import Summary
 
@@ -219,6 +220,8 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
+    counted = [used.convention for used in utilizations if used.convention in CONVENTIONS]
+    told = [f"{name.replace('_', ' ')}, {CONVENTIONS[name]}" for name in counted]
     yield Table.of(
         "utilization",
         utilizations,
@@ -231,6 +234,7 @@ def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
             Column(key="num_devices", header="devices", quantity=COUNT, quiet="1"),
             Column(key="dtype", header="type"),
         ),
+        f"FLOPs: {'; '.join(told)}." if told else "",
     )
     yield Sentences.of(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations), "note")
 
