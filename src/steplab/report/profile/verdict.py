@@ -50,7 +50,11 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     first, *others = worth[:_MOST_TOLD]
     yield saving_sentence(first, findings.step_s)
     if others:
-        yield f"Also: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+        yield f"Also: {'; '.join(f'{other.title} ({_also(other, first)})' for other in others)}."
+
+
+def _also(finding: Finding, first: Finding) -> str:
+    return f"{saved_words(finding)}{', after that change' if finding.after == first.kind else ''}"
 
 
 def _is_worth(finding: Finding, step_s: float | None) -> bool:
