@@ -48,7 +48,7 @@ def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
-    source = "; the median ratio of neighbouring turns" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
+    source = "; of neighbouring turns, not of these times" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
     return f"{ratio.ratio:.3f} times as long ({between}{source})"
 
 
@@ -65,10 +65,20 @@ def _answers(
         yield f"{_label(first)} alone was measured, so there is nothing to compare it with."
 
 
+def leaning_word(ratio: Ratio) -> str:
+    """slower or faster, if the whole interval is so, but not beyond the threshold; else empty."""
+    if ratio.why or ratio.low is None or ratio.high is None:
+        return ""
+    slower, faster = ratio.decision == "undecided" and ratio.low > 1, ratio.decision == "not higher" and ratio.high < 1
+    return "slower" if slower else "faster" if faster else ""
+
+
 def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
     told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
     within = units.format_percent(ratio.threshold)
+    if leaning := leaning_word(ratio):
+        return f"{b} is probably {leaning} than {a}, but perhaps by less than {within}: {told}."
     if ratio.decision == "same":
         return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
