@@ -239,7 +239,9 @@ def _cells(run: CommRun) -> Table:
 
 
 def _profile(profile: Sequence[CommFit]) -> Table:
-    caption = "Time of a call = α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
+    caption = (
+        "Time of a call = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
+    )
     if any(fit.rms_relative is not None for fit in profile):
         caption += (
             " Residual is the root mean square of the relative differences, and worst the largest of them, positive "

@@ -74,7 +74,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
         return
     yield (
         "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n o + s / w alone. "
-        "Exposed, with the overhead of every call, are n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        "Exposed are all overheads and the last bucket, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
         f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
         f"o = {units.format_time(model.call_s)} and backward takes {units.format_time(model.backward_s)}: the best "
         f"bucket size is {model.best_bucket_mb:.3g} MB."

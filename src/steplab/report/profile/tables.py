@@ -200,7 +200,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
         Column(key="moved_bytes", header="bytes", rank=5),
         Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
         Column(key="flops_per_s", header="achieved", rank=2),
-        Column(key="bytes_per_s", header="moving", rank=3),
+        Column(key="bytes_per_s", header="bandwidth", rank=3),
         Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
     )
     of_work = [column.key for column in columns[2:]]

@@ -129,9 +129,14 @@ def top_kernel_sentences(profile: Profile) -> list[str]:
 
 def kernel_words(kernel: TopKernel, profile: Profile) -> str:
     return (
-        f"{kernel.short}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
+        f"{kernel.short}, {_calls(kernel.calls)}, {units.format_time(kernel.time_s)}, "
         f"{units.format_percent(kernel.share)} of the {kernels_word(profile).removesuffix('s')} time"
     )
+
+
+def _calls(calls: float) -> str:
+    text = calls_text(calls)
+    return f"{text} call{'' if text == '1' else 's'}"
 
 
 def calls_text(calls: float) -> str:
