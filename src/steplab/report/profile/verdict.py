@@ -171,7 +171,7 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         if finding.limited_from_s is not None:
-            return f"It saves {saved_words(finding)}, but the changes before it already save the whole step."
+            return f"It saves {saved_words(finding)}, but the changes above already save the whole step."
         return "This record does not allow a prediction of the saving."
     return f"The change saves {saving_words(finding, step_s)}."
 

@@ -177,7 +177,7 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
     low, high = units.format_time(medians[0]), units.format_time(medians[-1])
     return (
         f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "
-        f"is {units.format_time(apart)} ({share}) behind the fastest, by the median"
+        f"is a median of {units.format_time(apart)} ({share}) behind the fastest"
     )
 
 
