@@ -77,19 +77,19 @@ def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
     told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
     within = units.format_percent(ratio.threshold)
-    if leaning := leaning_word(ratio):
-        return f"{b} is probably {leaning} than {a}, but perhaps by less than {within}: {told}."
+    leaning = leaning_word(ratio)
+    probably = f"{b} is probably {leaning} than {a}, but perhaps by less than {within}"
     if ratio.decision == "same":
         return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
         if num_starts > 1:
             more = f" More starts may decide, such as --starts {2 * num_starts}."
-        return f"Not decided whether {b} differs from {a} by more than {within}: {told}{_but(ratio)}.{more}"
+        open_ = probably if leaning else f"Not decided whether {b} differs from {a} by more than {within}"
+        return f"{open_}: {told}{_but(ratio)}.{more}"
     if ratio.decision == "not higher":
-        return (
-            f"{b} is not slower than {a} by more than {within}; whether it is faster is not known: {told}{_but(ratio)}."
-        )
+        open_ = f"{b} is not slower than {a} by more than {within}; whether it is faster is not known"
+        return f"{probably if leaning else open_}: {told}{_but(ratio)}."
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {told}."
 
