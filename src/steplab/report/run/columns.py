@@ -87,7 +87,7 @@ def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
 CONVENTIONS = {
     "causal": "without masked scores",
     "full": "with masked scores",
-    "params": "by parameters and tokens alone",
+    "params": "by parameters × tokens",
     "counted": "as torch counts operators",
     "given": "as stated by you",
     "as_executed": "with recomputation",
