@@ -590,7 +590,7 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
     walked = ADVICE_REPORT.document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
     for document in (compared, walked):
         text = " ".join(render(document, "table", width=300).split())
-        source = "; the median ratio of neighbouring turns" * said
+        source = "; of neighbouring turns, not of these times" * said
         assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
 
 
@@ -627,17 +627,24 @@ def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
 
 
 @pytest.mark.parametrize(
-    ("decision", "walked", "in_turns"),
+    ("decision", "b_s", "walked", "in_turns"),
     [
-        ("higher", "slower", "B (the other) is slower than A"),
-        ("lower", "kept", "B (the other) is faster than A"),
-        ("same", "no gain", "B (the other) takes as long as A"),
-        ("not higher", "not decided", "whether it is faster is not known"),
-        ("undecided", "not decided", "Not decided whether B (the other) differs from A"),
+        ("higher", 0.019, "slower", "B (the other) is slower than A"),
+        ("lower", 0.019, "kept", "B (the other) is faster than A"),
+        ("same", 0.019, "no gain", "B (the other) takes as long as A"),
+        ("not higher", 0.0199, "not decided", "whether it is faster is not known"),
+        (
+            "not higher",
+            0.019,
+            "gain perhaps below 1 %",
+            "B (the other) is probably faster than A, but perhaps by less than 1.0 %",
+        ),
+        ("undecided", 0.0203, "no gain", "B (the other) is probably slower than A, but perhaps by less than 1.0 %"),
+        ("undecided", 0.019, "not decided", "Not decided whether B (the other) differs from A"),
     ],
 )
-def test_whatever_was_decided_is_said(decision: Decision, walked: str, in_turns: str) -> None:
-    told = ratio(0.020, 0.019, decision)
+def test_whatever_was_decided_is_said(decision: Decision, b_s: float, walked: str, in_turns: str) -> None:
+    told = ratio(0.020, b_s, decision)
     advice = some_advice()
     (found, *_) = advice.tried
     advice = dataclasses.replace(advice, tried=(dataclasses.replace(found, kept=decision == "lower", ratio=told),))

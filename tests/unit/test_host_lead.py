@@ -61,12 +61,12 @@ def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> Non
         return dataclasses.replace(cell, ranks=ranks)
 
     measured = dataclasses.replace(run, cells=tuple(map(with_leads, run.cells)))
-    said = [sentence for sentence in ddp_verdict(measured).cautions if "launch-bound" in sentence]
+    said = [sentence for sentence in ddp_verdict(measured).cautions if "waits for Python" in sentence]
     assert said == [
-        f"Warning: nearly launch-bound (host lead under 1 % of the step): {late.contender.label}. Exposed "
-        "communication there includes the device's waits for the host."
+        f"Warning: the GPU waits for Python, which is less than 1 % of a step ahead: {late.contender.label}. Exposed "
+        "communication there includes these waits."
     ]
     found = {row["variant"]: row["host_lead_s"] for row in ddp_rows(measured)}
     assert found[late.contender.label] == 0.004
     assert set(found.values()) == {0.2, 0.004}
-    assert not [sentence for sentence in ddp_verdict(run).cautions if "launch-bound" in sentence]
+    assert not [sentence for sentence in ddp_verdict(run).cautions if "waits for Python" in sentence]

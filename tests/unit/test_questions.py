@@ -254,7 +254,7 @@ def test_answers_are_the_samples_own(recorded: list[Record], answered: Document)
         n: Any = row["column 4"]
         serial_s: Any = row["column 2"]
         assert serial_s == pytest.approx(n * model.call_s + model.gradient_bytes / (n * model.bytes_per_s), rel=0.05)
-    in_time = [row for row in table.rows if row["variant"] != "bucketed 1 MB"]  # that one was launch-bound
+    in_time = [row for row in table.rows if row["variant"] != "bucketed 1 MB"]  # that one waited for Python
     ratios = [row["column 0"] / row["column 2"] for row in in_time]  # type: ignore[operator]
     assert (
         f"{min(ratios):.2f}× to {max(ratios):.2f}×"

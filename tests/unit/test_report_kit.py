@@ -96,6 +96,22 @@ def test_columns_of_the_highest_rank_give_way_first() -> None:
     assert "12.3 ms" in text
 
 
+def test_the_note_of_a_column_goes_with_it() -> None:
+    noted = tuple(dataclasses.replace(column, note=f"{column.heading}: explained.") for column in TABLE.columns)
+    section = Section.of("Cells", dataclasses.replace(TABLE, columns=noted))
+    for width, shown in ((100, True), (44, False)):
+        text = " ".join(render(Document(title="t", sections=(section,)), width=width).split())
+        assert ("share: explained." in text) is shown
+        assert "median time: explained." in text
+
+
+def test_a_column_without_a_heading_of_its_own_is_named_after_the_one_before() -> None:
+    headed = tuple(dataclasses.replace(c, header="size") if c.key == "share" else c for c in TABLE.columns)
+    shown = drawn(sheet(dataclasses.replace(TABLE, columns=(*headed[:3], *headed[4:], headed[3]))), 44)
+    assert [column.key for column in shown.left_out] == ["share"]
+    assert shown.left_out_names == ("median time size",)
+
+
 def test_room_that_is_left_goes_first_to_the_columns_that_lack_least() -> None:
     long = Column(key="long", header="long", wraps_from=4)
     table = Table(name="t", columns=(Column(key="a", header="b c"), long), rows=({"a": "word", "long": "one two six"},))
@@ -221,7 +237,7 @@ def test_the_caption_explains_the_columns_that_a_table_has_and_no_other() -> Non
     )
     rows = tuple(dict(row) for row in ROWS)
     table = dataclasses.replace(TABLE, columns=noted, rows=rows)
-    assert sheet(table).caption == "Medians. Median time is explained."
+    assert sheet(table).below == "Medians. Median time is explained."
 
 
 @pytest.mark.parametrize(

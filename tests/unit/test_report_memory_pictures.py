@@ -14,7 +14,7 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryPhase, Memor
 from steplab.records.run import Run
 from steplab.report.kit.charts import css_color
 from steplab.report.kit.labels import text_width
-from steplab.report.memory.categories import color_of, legend_of
+from steplab.report.memory.categories import category_word, color_of, legend_of
 from steplab.report.memory.charts import peak_bars
 from steplab.report.memory.timeline import NUM_COLUMNS, fullest_moments, memory_timeline
 from steplab.report.run.cells import cells_of
@@ -191,7 +191,7 @@ def test_the_bars_are_as_long_as_the_bytes_and_a_stroke_marks_the_prediction() -
         sizes = {name: size for name, size in profile_of(cell.run).at_peak.items() if size}
         assert sorted(segment.value for segment in bar.segments) == sorted(sizes.values())
         for name, size in sizes.items():
-            assert any(f": {name.replace('_', ' ')} {units.format_bytes(size)}, " in s.tip for s in bar.segments)
+            assert any(f": {category_word(name)} {units.format_bytes(size)}, " in s.tip for s in bar.segments)
         assert bar.mark == (prediction.peak_bytes if cell.run is BF16 else None)
     (told,) = [bar.detail for bar in chart.bars if bar.detail]
     assert told == f"predicted {units.format_bytes(prediction.peak_bytes)}, +3.0 %"

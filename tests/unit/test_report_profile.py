@@ -184,13 +184,13 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
             span_of(0.100, 0.300, 0.01, 0.200),
             False,
             # As `steplab explain` counts it: what the device does not work, whatever the gaps were under the profiler.
-            "launch-bound: idle about 100 ms of 200 ms unprofiled",
+            "waits for host, about 100 ms of 200 ms unprofiled",
         ),
         (
             # More gaps under the profiler than without: never "about 0 s", for -5.6 % is somewhere.
             span_of(0.0528, 0.013, 0.006, 0.0559),
             False,
-            "-5.5 %: launch-bound: idle about 3.10 ms of 55.9 ms unprofiled",
+            "-5.5 %: waits for host, about 3.10 ms of 55.9 ms unprofiled",
         ),
         (span_of(0.100, 0.001, 0.02, 0.121), False, "with the 20.0 ms of gaps between kernels it agrees, -0.8 %"),
         # The gaps do not make up for the difference, so they are not named as its reason.
@@ -358,7 +358,7 @@ def test_a_narrow_terminal_gets_fewer_figures_each_of_them_whole_and_no_colour(r
     told = " ".join(text.split())
     for row in shown(phase_table(run, profile)):
         assert row["busy"] in told
-        assert {*row.get("busy / unprofiled time", "").split()} <= {*told.split()}
+        assert {*row.get("busy vs unprofiled", "").split()} <= {*told.split()}
     for row in shown(category_table(run, profile)):
         assert f"{row['step']}" in told
     assert not any(re.fullmatch(r"[ %]*", line) and "%" in line for line in text.splitlines())

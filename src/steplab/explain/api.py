@@ -87,7 +87,9 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
                     saves_s=left_s or None,
                     limited_from_s=finding.saves_s,
                     at_most=left_s > 0,
-                    prediction=f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}.",
+                    prediction=f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}."
+                    if left_s
+                    else finding.prediction,
                 )
             left_s -= finding.saves_s or 0.0
         yield finding

@@ -110,9 +110,11 @@ def _with_masters(finding: Finding, case: Case, profile: Profile, weights_s: flo
 
 
 def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weights_s: float) -> Finding:
-    saves_s, prediction = _gain(case, profile, weights_s)
+    saves_s, work_s, prediction = _gain(case, profile, weights_s)
+    share = format_percent(work_s / case.busy_s(profile))
     return replace(
         finding,
+        title=f"Autocast's casts and fp32 work take {share} of the device's work",
         fields={"precision": "bf16_pure"} if case.spec else {},
         note=(
             "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
@@ -124,18 +126,19 @@ def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weight
     )
 
 
-def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """Seconds saved and their derivation. bf16 weights need no casts; autocast's fp32 work (softmax, norms, loss,
-    residual stream) and AdamW move half the bytes."""
+def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, float, str]:
+    """Seconds saved, seconds of casts and fp32 work, and the derivation. bf16 weights need no casts; autocast's fp32
+    work (softmax, norms, loss, residual stream) and AdamW move half the bytes."""
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(profile, wide)
     update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
     saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
-    return saves_s, (
+    prediction = (
         f"At most: no casts, also of activations ({format_time(others_s)}), and autocast's work "
         f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
         + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
         + "."
         + case.host_limit(profile, saves_s)
     )
+    return saves_s, weights_s + others_s + wide_s, prediction

@@ -104,7 +104,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
         del saved[1]  # zero would be no measurement: without a dry run unpadded products are unknown
     return Finding(
         kind="fusable_elementwise",
-        title=f"{share} of the device's work is elementwise, in kernels that could be fused",
+        title=f"{'Kernels' if case.is_gpu else 'Operators'} that could be fused take {share} of the device's work",
         saw=(
             f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take "
             f"{format_time(fusing.fusable_s)} of {format_time(busy_s)} per step.{_most(case, profile)}"
@@ -147,7 +147,7 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
         return saves_s, told + case.host_limit(profile, saves_s)
     device_s = case.busy_s(profile) + fusing.gaps_s - fusing.saves_s
     told += (
-        " The step is launch-bound: it is assumed to last as long as its launches, where compiling leaves "
+        " Launches limit the step: it is assumed to last as long as they do, where compiling leaves "
         f"{format_percent(shares.host)} of Python's time, or as the device's work if that is longer."
     )
     return max(0.0, case.step_s - max(device_s, shares.host * case.step_s)), told

@@ -60,7 +60,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         at_most=True,
         prediction=(
             "At most that idle time, and at most Python's time in the calls: without them every later launch comes "
-            "that much earlier. A launch-bound step would still wait."
+            "that much earlier. The GPU would still wait where launches take longer than kernels."
         ),
         fields=fields,
     )

@@ -34,9 +34,10 @@ def launch_bound(case: Case) -> Finding | None:
         note += _SYNCS_FIRST
     fuses = case.is_eager and bool(fields)
     fused_s = fusing_of(case, profile).fused_s if fuses else 0.0
+    share = format_percent(waiting_s / case.length_s(profile))
     return Finding(
         kind="launch_bound",
-        title=f"The GPU waits for the CPU, {format_percent(waiting_s / case.length_s(profile))} of the step",
+        title=f"The GPU waits for the CPU{_where(profile)}, {share} of the step",
         saw=_saw(case, profile, waiting_s),
         why=(
             "The CPU launches the GPU's kernels, in a few microseconds each. Where kernels end before the next ones "
@@ -91,7 +92,7 @@ def _graph_fields(spec: StepSpec) -> dict[str, str]:
 
 def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
     told = (
-        "Under the profiler the next kernel was not yet launched for "
+        f"Under the profiler the next kernel was not yet launched{_where(profile)} for "
         f"{format_time(profiled_wait_s(case, profile, model_phases(profile)))} of a step of "
         f"{format_time(profile.window_s / profile.num_steps)}, with {profile.num_launches / profile.num_steps:.0f} "
         "launches."
@@ -100,8 +101,12 @@ def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
         return told + " The step was not timed without a profiler, which slows Python: the real share is smaller."
     return told + (
         f" Without it a step takes {format_time(case.step_s)}, and the device works for "
-        f"{format_time(case.busy_s(profile))} of it; in forward and backward it waits for {format_time(waiting_s)}."
+        f"{format_time(case.busy_s(profile))} of it; it waits{_where(profile)} for {format_time(waiting_s)}."
     )
+
+
+def _where(profile: Profile) -> str:
+    return " in forward and backward" if len(model_phases(profile)) < len(profile.phases) else ""
 
 
 def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) -> tuple[Evidence, ...]:
@@ -127,7 +132,10 @@ def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) ->
 
 def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool, whole_step: bool) -> str:
     if case.step_s is None:
-        return "At most the idle time while Python launches, as profiled; the profiler itself caused part of it."
+        return (
+            "At most the idle time while Python launches, as profiled, less what other findings explain; the profiler "
+            "itself caused part of it."
+        )
     if not replays:
         return "At most: no wait remains."
     told = (

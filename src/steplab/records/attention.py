@@ -143,6 +143,7 @@ def _time(name: str) -> Figure[AttentionCell]:
     return Figure(
         key=f"{name}_s",
         header=name,
+        note=BOTH if name == "both" else "",
         find=lambda cell: cell.median_s(name),
         group="time",
         samples=lambda cell: cell.samples(name),
@@ -151,9 +152,17 @@ def _time(name: str) -> Figure[AttentionCell]:
 
 
 def _rate(name: str) -> Figure[AttentionCell]:
-    return Figure(key=f"{name}_flops_per_s", header=f"{name} rate", find=lambda cell: cell.flops_per_s(name), rank=2)
+    return Figure(
+        key=f"{name}_flops_per_s",
+        header=f"{name} rate",
+        find=lambda cell: cell.flops_per_s(name),
+        rank=2,
+        note="Rates: of 4 B H Sq Sk D FLOPs forward, half of that if causal, and 2.5 times as many backward, whatever "
+        "is executed.",
+    )
 
 
+BOTH = "Both: forward + backward."
 PASS_TIMES: tuple[Figure[AttentionCell], ...] = tuple(map(_time, PASSES))
 PASS_RATES: tuple[Figure[AttentionCell], ...] = (
     *map(_rate, PASSES),
@@ -187,7 +196,12 @@ MEMORY: tuple[Figure[AttentionCell], ...] = (
 
 
 def _errors(
-    end: str, read: Callable[[TensorError], Scalar], words: str | None = None, rank: int = 0, unit: str = "error"
+    end: str,
+    read: Callable[[TensorError], Scalar],
+    words: str | None = None,
+    rank: int = 0,
+    unit: str = "error",
+    note: str = "",
 ) -> Iterator[Figure[AttentionCell]]:
     """Yield one figure per tensor, read from its errors. `words` completes the header; None: no table shows it."""
 
@@ -196,13 +210,21 @@ def _errors(
 
     for tensor, name in TENSORS.items():
         header = None if words is None else f"{name}{words}"
-        yield Figure(key=f"{tensor}_{end}", header=header, unit=unit, find=find(tensor), rank=rank)
+        yield Figure(key=f"{tensor}_{end}", header=header, unit=unit, find=find(tensor), rank=rank, note=note)
 
 
 ERRORS: tuple[Figure[AttentionCell], ...] = (
     *_errors("error_ratio", lambda error: error.ratio, "", unit="times"),
-    *_errors("error", lambda error: error.relative, " relative", 1),
-    *_errors("max_abs", lambda error: error.max_abs, " largest", 2),
+    *_errors(
+        "error",
+        lambda error: error.relative,
+        " relative",
+        1,
+        note="Relative: the norm of the difference over the norm of the result.",
+    ),
+    *_errors(
+        "max_abs", lambda error: error.max_abs, " largest", 2, note="Largest: the largest difference of one element."
+    ),
     *_errors("plain_error", lambda error: error.plain_relative),
     *_errors("plain_max_abs", lambda error: error.plain_max_abs),
 )

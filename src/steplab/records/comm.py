@@ -204,9 +204,17 @@ COMM_FIGURES: tuple[Figure[CommCell], ...] = (
         header="alone",
         find=lambda cell: max((median(times.alone_s) for times in cell.ranks if times.alone_s), default=None),
         rank=3,
+        note="Alone: one call after a barrier, by the host's clock.",
     ),
     Figure(key="fastest_rank_s", find=lambda cell: min((times.median_s for times in cell.ranks), default=None)),
-    Figure(key="rank_spread", header="spread", unit="percent", find=lambda cell: cell.rank_spread, rank=2),
+    Figure(
+        key="rank_spread",
+        header="spread",
+        unit="percent",
+        find=lambda cell: cell.rank_spread,
+        rank=2,
+        note="Spread: how much longer the slowest rank's median is than the fastest's.",
+    ),
     Figure(key="checked_elements", find=lambda cell: getattr(cell.check, "num_elements", None)),
     Figure(key="wrong_elements", find=lambda cell: getattr(cell.check, "num_wrong", None)),
 )

@@ -12,7 +12,7 @@ from steplab.report.kit.document import Block, Column, Section, Sentences, Table
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import made, why_failed
 from steplab.report.report import RecordReport
-from steplab.report.turns.document import alternating_caution, ratio_words
+from steplab.report.turns.document import alternating_caution, leaning_word, ratio_words
 from steplab.specs.changes import OPT_IN
 from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.resolve import command
@@ -149,9 +149,9 @@ def _table(advice: Advice) -> Table:
             Column(key="least_saved_s", header="saved, low", rank=2),
             Column(key="most_saved_s", header="saved, high", rank=2),
             Column(key="after_s", header="step time", bar=True),
-            Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
+            Column(key="saved_share", header="of the step", quantity=PERCENT, rank=3),
             Column(key="peak_bytes", header="peak memory", rank=1),
-            Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),
+            Column(key="added_bytes", header="memory added", quantity=_SIGNED_BYTES, rank=4),
             Column(key="result", quantity=TEXT, wraps_from=12),
             Column(key="took_s", header="took", rank=6),
             Column(key="run_id", header="record", quantity=LABEL, rank=5),
@@ -207,6 +207,8 @@ def _result(tried: Tried) -> str:
 def _decision(tried: Tried) -> str:
     if tried.failure:
         return "failed"
+    if not tried.kept and tried.ratio and (leaning := leaning_word(tried.ratio)):
+        return "no gain" if leaning == "slower" else f"gain perhaps below {units.format_limit(tried.ratio.threshold)}"
     decision: Decision = "lower" if tried.kept else tried.ratio.decision if tried.ratio else "undecided"
     words: dict[Decision, str] = {"higher": "slower", "same": "no gain", "lower": "kept"}
     return words.get(decision, "not decided")

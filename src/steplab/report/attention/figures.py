@@ -3,7 +3,16 @@ from statistics import geometric_mean, median, quantiles
 
 from steplab import units
 from steplab.comparison.samples import compare_samples
-from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, TENSORS, AttentionAccount, AttentionCell
+from steplab.records.attention import (
+    BOTH,
+    ERRORS,
+    MEMORY,
+    PASS_RATES,
+    PASS_TIMES,
+    TENSORS,
+    AttentionAccount,
+    AttentionCell,
+)
 from steplab.records.comparison import Ratio
 from steplab.records.figure import Figure, values
 from steplab.records.rows import Row, Scalar
@@ -126,7 +135,13 @@ Value = Callable[[AttentionCell], Scalar]
 
 
 def by_shape(
-    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
+    cells: Sequence[AttentionCell],
+    value: Value,
+    quantity: Quantity,
+    caption: str,
+    *,
+    ratio: Value | None = None,
+    ratio_note: str = "",
 ) -> Table:
     """Tabulate `value`, one row per shape and one column per implementation, each followed by its `ratio`.
 
@@ -145,7 +160,7 @@ def by_shape(
         for name in columns
         for column in (
             Column(key=name, header=name, quantity=quantity),
-            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
+            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1, note=ratio_note),
         )
     ]
     return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
@@ -179,11 +194,9 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
         return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
 
     caption = f"Median time of {PASS_WORDS[name]}."
-    if peer in columns:
-        caption += f" × is the speed relative to {peer}."
     if any(scatter(cell, name) > SCATTERED for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
-    return by_shape(cells, time, TIME, caption, ratio=ratio)
+    return by_shape(cells, time, TIME, caption, ratio=ratio, ratio_note=f"×: speed relative to {peer}.")
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
@@ -208,7 +221,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
                 column
                 for name in PASSES
                 for column in (
-                    Column(key=name, header=name, quantity=TIMES, bar=True),
+                    Column(key=name, header=name, quantity=TIMES, bar=True, note=BOTH if name == "both" else ""),
                     Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
                 )
             ),
@@ -234,8 +247,7 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
 
     caption = (
         "Median times; implementations alternate. On a GPU caches are cold, and the device is kept "
-        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
-        "times as many backward, whatever is executed."
+        "busy until the host has launched the pass."
     )
     yield Section.of(
         "Time and rate", table("times", (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES), rows, caption, RESULT)
@@ -245,10 +257,7 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
         known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
         yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
-    caption = (
-        "Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
-        "over the norm of the result; largest is the largest difference of one element."
-    )
+    caption = "Multiples of the error of plain attention in the same type."
     yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))
 
 

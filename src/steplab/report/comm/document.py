@@ -195,12 +195,11 @@ def bandwidth_table(cells: Sequence[CommCell]) -> Table:
 
 _TIMED_ONE_BY_ONE = "Calls are timed one by one, each after a barrier, by the host's clock."
 _TIMED_BACK_TO_BACK = (
-    "Calls follow each other back to back and are timed by events on the device, short ones in groups of "
-    "calls_per_sample. Alone is one call after a barrier, by the host's clock."
+    "Calls follow each other back to back and are timed by events on the device, short ones several at a time."
 )
 _TIMED_EACH = (
     "Calls follow each other back to back with an event around each: times of short messages, and α, include event "
-    "and launch overhead. Alone is one call after a barrier, by the host's clock."
+    "and launch overhead."
 )
 
 
@@ -234,14 +233,15 @@ def _cells(run: CommRun) -> Table:
         name="cells",
         columns=tuple(column for column in columns if on_device or column.key != "alone_s"),
         rows=tuple(comm_rows(run.cells)),
-        caption=f"Times of the slowest rank. {how} Spread is how much longer the slowest rank's median is than the "
-        "fastest's. Results were checked before they were timed.",
+        caption=f"Times of the slowest rank. {how} Results were checked before they were timed.",
         empty="nothing was measured",
     )
 
 
 def _profile(profile: Sequence[CommFit]) -> Table:
-    caption = "Time of a call = α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
+    caption = (
+        "Time of a call = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
+    )
     if any(fit.rms_relative is not None for fit in profile):
         caption += (
             " Residual is the root mean square of the relative differences, and worst the largest of them, positive "

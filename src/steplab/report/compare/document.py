@@ -84,7 +84,7 @@ _COLUMNS = (
         note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, and single times "
         "have no interval.",
     ),
-    Column(key="p", quantity=LABEL, value=_p, note="p is of the Mann-Whitney test."),
+    Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
     Column(key="decision", value=_decision),
 )
 

@@ -100,7 +100,7 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         doubts = " ".join(comparison.doubts)
-        yield f"Warning: {doubts} Intervals cover how starts differ on such machines; for narrower ones, {remedy}."
+        yield f"Warning: {doubts} Intervals cover how runs differ on such machines; for narrower ones, {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process, and processes of the same step differ by more than steps within one: "
@@ -146,7 +146,7 @@ def _what_changed(change: KernelChange) -> str:
         return f"{_kernels(gone, short)} no longer called"
     calls = [sum(kernel.calls for kernel in kernels) for kernels in (change.a, change.b)]
     if calls[0] != calls[1]:
-        return f"the same kernels in {_count(calls[1])} calls instead of {_count(calls[0])}"
+        return f"the same kernels in {_calls(calls[1])} instead of {calls[0]:g}"
     return f"the same kernels take {change.b_s / change.a_s:.2f}× the time"
 
 
@@ -166,7 +166,7 @@ def _small(kernel: KernelCount) -> bool:
 
 def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
     named = [
-        f"{short[kernel.name]} ({_count(kernel.calls)} calls, {units.format_time(kernel.time_s)})"
+        f"{short[kernel.name]} ({_calls(kernel.calls)}, {units.format_time(kernel.time_s)})"
         for kernel in kernels[:_NAMED]
     ]
     if len(kernels) > _NAMED:
@@ -174,8 +174,8 @@ def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
     return units.listed(named)
 
 
-def _count(calls: float) -> str:
-    return f"{calls:g}"
+def _calls(calls: float) -> str:
+    return f"{calls:g} call{'' if calls == 1 else 's'}"
 
 
 # --- memory -----------------------------------------------------------------------------------------------

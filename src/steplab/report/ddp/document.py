@@ -74,7 +74,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
         return
     yield (
         "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n o + s / w alone. "
-        "Exposed, with the overhead of every call, are n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        "Exposed are all overheads and the last bucket, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
         f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
         f"o = {units.format_time(model.call_s)} and backward takes {units.format_time(model.backward_s)}: the best "
         f"bucket size is {model.best_bucket_mb:.3g} MB."
@@ -115,6 +115,7 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
     told = [f"step {show(figures.step_s(cell) or 0.0)}"]
     told += ["shortest step"] if cell is winner else []
     told += ["torch DDP's best bucket size"] if cell is theirs else []
+    told += ["doubtful: wide interval"] if figures.is_vague(cell) else []
     tip = f"{name}: {show(added_s)} exposed{between}"
     return Bar(
         label=name,
@@ -191,7 +192,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         winner, verb = next_best or winner, "adds"
     yield _adds(winner, verb)
     if theirs and theirs is not winner:
-        yield f"That is {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}."
+        yield _against(winner, theirs)
     if theirs is winner and next_best:
         yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
@@ -208,6 +209,8 @@ def _saved(cell: DdpCell) -> str:
 
 def _adds(cell: DdpCell, verb: str) -> str:
     without = units.format_time(figures.baseline_s(cell) or 0.0)
+    if (figures.exposed_s(cell) or 0.0) <= 0:
+        return f"{cell.contender.label} {verb} no exposed communication above the noise to a step of {without}."
     return f"{cell.contender.label} {verb} {_added(cell)} of exposed communication to a step of {without}."
 
 
@@ -220,14 +223,15 @@ def _added(cell: DdpCell) -> str:
 
 
 def _against(winner: DdpCell, theirs: DdpCell) -> str:
-    """Example: '0.30 of the 17.1 ms (16.2 ms to 18.0 ms)', or a remark that the intervals overlap."""
+    """Example: 'That is 0.30 of the 17.1 ms (16.2 ms to 18.0 ms) that …', or a remark that the intervals overlap."""
+    adds = f"torch DDP adds at its best bucket size, {_size(theirs)}"
     added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
     own, other = figures.exposed_range_s(winner), figures.exposed_range_s(theirs)
-    if own and other and own[1] >= other[0]:
-        return f"within the uncertainty of the {_added(theirs)}"
     if added_s <= 0 or theirs_s <= 0:
-        return f"versus the {_added(theirs)}"
-    return f"{added_s / theirs_s:.2f} of the {_added(theirs)}"
+        return f"torch DDP adds {_added(theirs)} at its best bucket size, {_size(theirs)}."
+    if own and other and own[1] >= other[0]:
+        return f"That is within the uncertainty of the {_added(theirs)} that {adds}."
+    return f"That is {added_s / theirs_s:.2f} of the {_added(theirs)} that {adds}."
 
 
 def _size(cell: DdpCell) -> str:
@@ -266,8 +270,12 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         )
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
-            f"Warning: nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication "
-            "there includes the device's waits for the host."
+            f"Warning: the GPU waits for Python, which is less than 1 % of a step ahead: {', '.join(late)}. Exposed "
+            "communication there includes these waits."
+        )
+    if vague := [cell.contender.label for cell in figures.timed(run) if figures.is_vague(cell)]:
+        yield (
+            f"Warning: doubtful, with an interval wider than half of what the messages take alone: {', '.join(vague)}."
         )
     if apart := [cell.contender.label for cell in run.cells if (cell.deviation or 0.0) > _APART]:
         yield (
@@ -334,8 +342,8 @@ def _tiles(run: DdpRun) -> Iterator[Fact]:
         added,
         ("variant",),
         ("step_s", min, TIME, "shortest step with communication"),
-        ("exposed_s", max, TIME, "most added to a step"),
-        ("hidden", max, SHARE, "most communication hidden"),
+        ("exposed_s", max, TIME, "most exposed communication"),
+        ("hidden", max, SHARE, "largest share of communication hidden"),
         ("peak_bytes", min, BYTES, "least peak of a rank"),
     )
 

@@ -11,6 +11,7 @@ from steplab.comparison.samples import compare_samples
 from steplab.records import timing
 from steplab.records.comparison import Ratio
 from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory, TracedSteps
+from steplab.records.disturbances import WAITS
 from steplab.records.figure import Figure, values
 from steplab.records.profile import PHASES
 from steplab.records.rows import Row
@@ -99,10 +100,16 @@ def hidden(cell: DdpCell) -> float | None:
 
     None if the interval of exposed communication is too wide.
     """
-    added_s, bounds, whole_s = exposed_s(cell), exposed_range_s(cell), alone_s(cell)
-    if added_s is None or bounds is None or not whole_s or bounds[1] - bounds[0] > _WIDEST * whole_s:
+    added_s, whole_s = exposed_s(cell), alone_s(cell)
+    if added_s is None or exposed_range_s(cell) is None or not whole_s or is_vague(cell):
         return None
     return 1 - max(added_s, 0.0) / whole_s
+
+
+def is_vague(cell: DdpCell) -> bool:
+    """True if the interval of exposed communication is wider than half of communication alone."""
+    bounds, whole_s = exposed_range_s(cell), alone_s(cell)
+    return bounds is not None and bool(whole_s) and bounds[1] - bounds[0] > _WIDEST * (whole_s or 0.0)
 
 
 def alone_s(cell: DdpCell) -> float | None:
@@ -125,9 +132,10 @@ def best_ddp(cells: Iterable[DdpCell]) -> DdpCell | None:
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
+    """What torch DDP adds at its best bucket size; None unless its whole interval is above zero."""
     found = best_ddp(cells)
-    added = exposed_s(found) if found else None
-    return added if added and added > 0 else None
+    added, bounds = (exposed_s(found), exposed_range_s(found)) if found else (None, None)
+    return added if added and added > 0 and (bounds is None or bounds[0] > 0) else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:
@@ -195,12 +203,12 @@ _ADDED: tuple[Figure[DdpCell], ...] = (
     Figure(key="exposed_s", header="exposed", note="Exposed is the difference.", find=exposed_s),
     Figure(
         key="exposed_low_s",
-        header="exposed, min",
+        header="exposed min",
         rank=1,
         note="Min and max are its bounds by the 95 % interval of their ratio.",
         find=_bound(0),
     ),
-    Figure(key="exposed_high_s", header="exposed, max", rank=1, find=_bound(1)),
+    Figure(key="exposed_high_s", header="exposed max", rank=1, find=_bound(1)),
 )
 _SENT: tuple[Figure[DdpCell], ...] = (
     Figure(
@@ -249,6 +257,13 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     note="Host ahead is Python's least lead over the device at the end of a phase, including the hold before the step.",
     find=host_lead_s,
 )
+
+
+def _warnings(cell: DdpCell) -> str | None:
+    found = {WAITS: waits_for_host(cell), "wide interval": is_vague(cell)}
+    return ", ".join(word for word, is_so in found.items() if is_so) or None
+
+
 _OTHERS: tuple[Figure[DdpCell], ...] = (
     Figure(
         key="deviation",
@@ -260,7 +275,7 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
         find=lambda cell: cell.deviation,
     ),
     Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),
-    Figure(key="warnings", find=lambda cell: "launch-bound" if waits_for_host(cell) else None),
+    Figure(key="warnings", find=_warnings),
     Figure(key="traced_step_s", find=lambda cell: cell.traced.step_s if cell.traced else None),
     Figure(key="traced_communication_s", find=_traced(lambda traced: traced.communication_s)),
 )
@@ -283,7 +298,10 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
 
     def of_phase(name: str) -> Figure[DdpCell]:
         header = {"gradient sync": "sync", "optimizer": "opt. step"}.get(name, name)
-        return Figure(key=f"{name.replace(' ', '_')}_s", header=header, rank=5, find=lambda cell: usual_s(cell, name))
+        note = "Sync: gradient sync, after backward." if header == "sync" else ""
+        return Figure(
+            key=f"{name.replace(' ', '_')}_s", header=header, rank=5, note=note, find=lambda cell: usual_s(cell, name)
+        )
 
     return (
         Figure(key="step_s", header="step", find=usual_s),
@@ -293,7 +311,8 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
             header="× DDP",
             unit="times",
             rank=1,
-            note="× DDP is exposed over torch DDP's at the bucket size with the shortest step.",
+            note="× DDP is exposed over torch DDP's at the bucket size with the shortest step, if that is surely above "
+            "zero.",
             find=of_best,
         ),
         *_SENT,

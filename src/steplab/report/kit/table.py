@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,15 +26,22 @@ class Sheet:
     said: tuple[tuple[str, ...], ...]
     """Words for cells that move below their row; empty for columns that stay and for usual values."""
     caption: str
-    """Values common to all rows, then the table's caption and column notes."""
-    footnotes: tuple[str, ...]
+    """Values common to all rows, then the table's caption."""
+    notes: tuple[tuple[str, ...], ...]
+    """By column: its definition, and the texts that its footnotes' numbers stand for."""
     failures: frozenset[int]
     bars: Mapping[int, tuple[float, ...]]
     """Bar lengths from 0 to 1, one per row, by column index."""
 
     @property
     def below(self) -> str:
-        return " ".join(filter(None, (self.caption, *self.footnotes)))
+        return self.below_without(())
+
+    def below_without(self, left_out: Collection[Column]) -> str:
+        """The small print, without the notes of columns that are not shown."""
+        own = zip(self.columns, self.notes, strict=True)
+        notes = dict.fromkeys(note for column, notes in own if column not in left_out for note in notes)
+        return " ".join(filter(None, (self.caption, *notes)))
 
 
 def sheet(table: Table) -> Sheet:
@@ -49,21 +56,21 @@ def sheet(table: Table) -> Sheet:
             shared.append(column.said(value))
         else:
             kept.append(column)
-    captions = dict.fromkeys((table.caption, *(column.note for column in kept)))
-    parts = [" · ".join(filter(None, shared)), " ".join(filter(None, captions))]
-    footnotes: list[str] = []
+    said = " · ".join(filter(None, shared))
+    notes = [[column.note] if column.note else [] for column in kept]
+    parts = [f"{said}." if said and (table.caption or any(notes)) else said, table.caption]
     cells = [[_text(column, row) for row in table.rows] for column in kept]
-    for column, texts in zip(kept, cells, strict=True):
-        notes = [text for text, count in Counter(texts).items() if len(text) >= _FOOTNOTE_FROM and count > 1]
-        if notes and column.shared and not column.quantity.numeric:
-            texts[:] = [f"note {notes.index(text) + 1}" if text in notes else text for text in texts]
-            footnotes += [f"{column.heading}, note {number}: {text}." for number, text in enumerate(notes, start=1)]
+    for column, texts, own in zip(kept, cells, notes, strict=True):
+        long = [text for text, count in Counter(texts).items() if len(text) >= _FOOTNOTE_FROM and count > 1]
+        if long and column.shared and not column.quantity.numeric:
+            texts[:] = [f"note {long.index(text) + 1}" if text in long else text for text in texts]
+            own += [f"{column.heading}, note {number}: {text}." for number, text in enumerate(long, start=1)]
     return Sheet(
         columns=tuple(kept),
         rows=tuple(zip(*cells, strict=True)) if kept else ((),) * len(table.rows),
         said=tuple(tuple(_said(column, row) for column in kept) for row in table.rows),
-        caption=". ".join(plain(part) for part in parts if part),
-        footnotes=tuple(footnotes),
+        caption=" ".join(plain(part) for part in parts if part),
+        notes=tuple(tuple(map(plain, own)) for own in notes),
         failures=failures,
         bars={index: _lengths(column, table.rows) for index, column in enumerate(kept) if column.bar},
     )
@@ -115,7 +122,8 @@ def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
 class Drawn:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[Column, ...]
+    left_out_names: tuple[str, ...]
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
@@ -139,6 +147,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
                 for row, words in zip(shown.rows, below, strict=True)
             ),
             left_out=(),
+            left_out_names=(),
         )
     widths = _widths(shown, chosen, width)
 
@@ -156,8 +165,18 @@ def drawn(shown: Sheet, width: int) -> Drawn:
     return Drawn(
         header=(*lines([column.heading for column in shown.columns]), rule),
         rows=tuple((*lines(row), *_indented(words, width)) for row, words in zip(shown.rows, below, strict=True)),
-        left_out=tuple(dict.fromkeys(c.heading for index, c in enumerate(shown.columns) if index not in chosen)),
+        left_out=tuple(column for index, column in enumerate(shown.columns) if index not in chosen),
+        left_out_names=tuple(dict.fromkeys(_names_without(shown.columns, chosen))),
     )
+
+
+def _names_without(columns: Sequence[Column], chosen: Sequence[int]) -> Iterator[str]:
+    """Headings of the columns that are not shown; with the heading before, if a shown column has the same."""
+    seen = {columns[index].heading for index in chosen}
+    for index, column in enumerate(columns):
+        if index not in chosen:
+            before = f"{columns[index - 1].heading} " if index and column.heading in seen else ""
+            yield f"{before}{column.heading}"
 
 
 def _indented(words: str, width: int) -> list[str]:

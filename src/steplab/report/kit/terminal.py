@@ -107,11 +107,12 @@ def _table(table: Table, width: int, style: Style) -> Iterator[str]:
     yield from seen.header
     for index, lines in enumerate(seen.rows[: table.first]):
         yield from (style(line, "red") if index in shown.failures else line for line in lines)
-    notes = [shown.below] if shown.below else []
+    below = shown.below_without(seen.left_out)
+    notes = [below] if below else []
     if table.first is not None and len(table.rows) > table.first:
         notes.append(f"{units.counted(len(table.rows) - table.first, 'more row')}; --format md has all.")
     if seen.left_out:
-        names = ", ".join(seen.left_out)
+        names = ", ".join(seen.left_out_names)
         notes.append(f"Not shown at this width: {names}; a wider terminal or --format md has them.")
     for note in notes:
         yield from (style(line, "dim") for line in flowed(note, min(width, _LONGEST_LINE)))

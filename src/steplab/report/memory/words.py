@@ -44,7 +44,7 @@ def _moment(profile: MemoryProfile) -> str:
     if not line:
         return f", reached {where}"
     if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph knows its source line
-        return f", reached {where}, by an allocation that goes back to {profile.peak_source}"
+        return f", reached {where}, by an allocation whose forward line is {profile.peak_source}"
     return f", reached {where}, by an allocation{line}"
 
 

@@ -24,7 +24,7 @@ def precision_verdict(numerics: Numerics) -> Verdict:
     if audit is None:
         return Verdict()
     if low is None:
-        return Verdict(sentences=(f"{title(numerics)} keeps every tensor in fp32, so nothing underflows.",))
+        return Verdict(sentences=("Every tensor stays in fp32, so nothing underflows.",))
     sentences = (*_keep(numerics, audit, low), *_scale(audit, low), *_loss(audit))
     return Verdict(sentences=sentences, cautions=tuple(_cautions(audit)))
 

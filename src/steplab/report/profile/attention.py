@@ -100,7 +100,9 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline)
 
 def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     roofs = find_roofs(run)
-    notes = [
+    parts = any(row.part in ATTENTION_PARTS for row in rows)
+    notes = ["Scores, softmax and values: all kernels of these modules, of any category."] if parts else []
+    notes += [
         "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "
         "read or written once, the least there is to move. Rates and shares are of the operators for which both are "
         "counted."

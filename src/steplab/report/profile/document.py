@@ -69,7 +69,7 @@ def profile_blocks(cells: Sequence[RunCell], findings: Mapping[str, Findings] | 
         first = [findings_section(found[cell.id])] if cell.id in found else []
         return Section.of_record(words.heading(run, profile), told, [*first, *_sections(run, profile)], title=title)
 
-    yield Sentences.of(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
+    yield Sentences.of([words.caution(cell.run for cell in profiled)] if profiled else [], "note")
     yield from records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
 
 

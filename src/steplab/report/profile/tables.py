@@ -90,25 +90,37 @@ def phase_table(run: Run, profile: Profile) -> Table:
                 for key, header in parts
                 for column in (
                     Column(key=f"{key}_s", header=header),
-                    Column(key=f"{key}_share", header="share", quantity=PERCENT, rank=2, value=partial(_share, key)),
+                    Column(
+                        key=f"{key}_share",
+                        header="share",
+                        quantity=PERCENT,
+                        rank=2,
+                        note="Shares are of the window.",
+                        value=partial(_share, key),
+                    ),
                 )
             ),
-            Column(key="window_s", header="window", rank=1),
+            Column(
+                key="window_s",
+                header="window",
+                rank=1,
+                note="Window: from the end of the phase before to the end of the phase's last "
+                f"{words.kernels_word(profile).removesuffix('s')}.",
+            ),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
             Column(
                 key="timed_s",
                 header="unprofiled",
-                note="Unprofiled is the median of the same phase in the timed steps.",
+                note="Unprofiled: the median of the phase in the timed steps.",
             ),
             Column(
                 key="agreement",
-                header="busy / unprofiled time",
+                header="busy vs unprofiled",
                 wraps_from=24,
                 value=lambda span: words.agreement(span, profile),
             ),
         ),
-        caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
-        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it.",
+        caption="Time per step.",
     )
 
 
@@ -150,15 +162,31 @@ def kernel_table(profile: Profile) -> Table:
             Column(key="short", header=word, wraps_from=36),
             Column(key="category", rank=2),
             Column(key="phase", rank=1),
-            Column(key="range", rank=3, value=lambda kernel: kernel.ranges[0]),
-            Column(key="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
+            Column(
+                key="range",
+                rank=3,
+                note="Range: the module, or named range, with most of its time.",
+                value=lambda kernel: kernel.ranges[0],
+            ),
+            Column(
+                key="ranges",
+                quantity=_CALLS,
+                rank=5,
+                note="Ranges: how many it runs in.",
+                value=lambda kernel: len(kernel.ranges),
+            ),
             Column(key="calls", quantity=_CALLS, rank=1),
             Column(key="time_s", header="time"),
             Column(key="share", quantity=PERCENT, bar=True),
-            Column(key="median_s", header="median", rank=4, value=median),
+            Column(
+                key="median_s",
+                header="median",
+                rank=4,
+                note="Median: of a call; ≈ marks the median of several ranges' medians.",
+                value=median,
+            ),
         ),
-        caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "
-        "median of several ranges' medians. The range is the one with the most time; ranges is their number.",
+        caption=f"Calls and time per step; share of the time of all {word}s.",
         first=_TOP,
     )
 
@@ -172,7 +200,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> Table:
         Column(key="moved_bytes", header="bytes", rank=5),
         Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
         Column(key="flops_per_s", header="achieved", rank=2),
-        Column(key="bytes_per_s", header="moving", rank=3),
+        Column(key="bytes_per_s", header="bandwidth", rank=3),
         Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
     )
     of_work = [column.key for column in columns[2:]]

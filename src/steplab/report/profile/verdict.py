@@ -41,7 +41,11 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     first, *others = worth[:_MOST_TOLD]
     yield saving_sentence(first, findings.step_s)
     if others:
-        yield f"Also: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+        yield f"Also: {'; '.join(f'{other.title} ({_also(other, first)})' for other in others)}."
+
+
+def _also(finding: Finding, first: Finding) -> str:
+    return f"{saved_words(finding)}{', after that change' if finding.after == first.kind else ''}"
 
 
 def saving_sentence(finding: Finding, step_s: float | None) -> str:
@@ -150,7 +154,7 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         if finding.limited_from_s is not None:
-            return f"It saves {saved_words(finding)}, but the changes before it already save the whole step."
+            return f"It saves {saved_words(finding)}, but the changes above already save the whole step."
         return "This record does not allow a prediction of the saving."
     return f"The change saves {saving_words(finding, step_s)}."
 

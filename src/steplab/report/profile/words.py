@@ -1,5 +1,7 @@
 """Words a profile in sentences; figures are per step."""
 
+from collections.abc import Iterable
+
 from steplab import units
 from steplab.records.profile import ATTENTION_PARTS, Profile
 from steplab.records.run import Run
@@ -7,7 +9,7 @@ from steplab.report.profile.attention import part_of, work_of
 from steplab.report.profile.figures import TOLERANCE, Span, TopKernel, passes, shown_categories, top_kernels, whole
 from steplab.report.profile.roofline import find_roofs
 
-PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
+_PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here."
 _MOST_CATEGORIES = 3
 
 
@@ -30,10 +32,11 @@ def heading(run: Run, profile: Profile) -> str:
     return f"{steps} on {where}, profiled with {profile.source}{file}"
 
 
-def caution(run: Run) -> str:
-    if run.timing is None:
-        return "The profiler slows the host, so only shares, kernels and gaps count here. No other steps were timed."
-    return PROFILED
+def caution(runs: Iterable[Run]) -> str:
+    timed = {run.timing is not None for run in runs}
+    if timed == {True}:
+        return f"{_PROFILED} Step time is measured without it."
+    return f"{_PROFILED} {'Some runs were not' if True in timed else 'No step was'} timed without it."
 
 
 def agreement(span: Span, profile: Profile) -> str | None:
@@ -52,12 +55,12 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
     waits_for_host = span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s)
     with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
     if abs(with_gaps) <= TOLERANCE:
-        alone = "; the host is late under the profiler alone" if waits_for_host else ""
+        alone = "; the host is late only under the profiler" if waits_for_host else ""
         gaps = f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees"
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
-        return f"launch-bound: idle about {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
+        return f"waits for host, about {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
         # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
@@ -126,9 +129,14 @@ def top_kernel_sentences(profile: Profile) -> list[str]:
 
 def kernel_words(kernel: TopKernel, profile: Profile) -> str:
     return (
-        f"{kernel.short}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
+        f"{kernel.short}, {_calls(kernel.calls)}, {units.format_time(kernel.time_s)}, "
         f"{units.format_percent(kernel.share)} of the {kernels_word(profile).removesuffix('s')} time"
     )
+
+
+def _calls(calls: float) -> str:
+    text = calls_text(calls)
+    return f"{text} call{'' if text == '1' else 's'}"
 
 
 def calls_text(calls: float) -> str:
@@ -176,5 +184,5 @@ def overlap_note(run: Run, profile: Profile) -> str | None:
         return None
     return (
         f"{kernels_word(profile).capitalize()} ran side by side: their durations add up to "
-        f"{units.format_time(total_s)}, the busy time is {units.format_time(busy_s)}."
+        f"{units.format_time(total_s)}, and categories divide the busy time, {units.format_time(busy_s)}."
     )

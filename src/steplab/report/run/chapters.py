@@ -160,7 +160,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         for count in one_run.WARMUP_COUNTS
         for column in (
             Column(key=f"{count}_s", header=f"after {count}"),
-            Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
+            Column(key=f"{count}", header="×", quantity=TIMES, rank=1, note="×: relative to the run's median."),
         )
     ]
     if len(cells) > 1:
@@ -170,8 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean time of the N steps after the first 0, 1, 2 or 5, where N is the run's number of measured steps. "
-        "×: relative to the run's median. Compile time is left out.",
+        caption="Mean of as many steps as the run measured, after the first 0, 1, 2 or 5; without compile time.",
     )
 
 
@@ -219,16 +218,18 @@ def runs(cells: Sequence[RunCell]) -> Iterable[Block]:
 def runs_table(cells: Sequence[RunCell]) -> Table:
     table = rows_table([run_row(cell.run) | _spread(cell.run) for cell in cells])
     at = next(index + 1 for index, column in enumerate(table.columns) if column.key == "step_time_s")
-    spread = tuple(Column(key=key, header=header, quantity=TIME, rank=5) for key, header in _SPREAD.items())
-    caption = (
-        f"{table.caption} Low and high are the 95 % interval of the median, or the range of fewer than six steps."
-        if table.caption
-        else ""
+    return replace(table, columns=(*table.columns[:at], *_SPREAD, *table.columns[at:]), first=MOST_ROWS)
+
+
+_SPREAD = tuple(
+    Column(key=key, header=header, quantity=TIME, rank=5, note=note)
+    for key, header, note in (
+        ("low_s", "low", "Low and high: the 95 % interval of the median, or the range of fewer than six steps."),
+        ("high_s", "high", ""),
+        ("mean_s", "mean", ""),
+        ("stdev_s", "sd", ""),
     )
-    return replace(table, columns=(*table.columns[:at], *spread, *table.columns[at:]), caption=caption, first=MOST_ROWS)
-
-
-_SPREAD = {"low_s": "low", "high_s": "high", "mean_s": "mean", "stdev_s": "sd"}
+)
 
 
 def _spread(run: Run) -> Row:

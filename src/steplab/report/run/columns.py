@@ -6,9 +6,11 @@ the caption.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from steplab.records.disturbances import MEANINGS
 from steplab.records.registry import KINDS
-from steplab.records.rows import Row
+from steplab.records.rows import Row, Scalar
 from steplab.records.run_figures import RUN_FIGURES
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
 from steplab.report.kit.quantities import LABEL, Quantity
@@ -68,7 +70,7 @@ def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, 
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
     return Table(
         name="runs",
-        columns=tuple(_with_conventions(_columns_of(rows) if columns is None else columns, rows)),
+        columns=tuple(_explained(_columns_of(rows) if columns is None else columns, rows)),
         rows=tuple(rows),
         caption=" ".join(sentences),
         empty=empty,
@@ -82,15 +84,39 @@ def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
     return tuple(replace(column, rank=_MEMORY_RANKS.get(column.key, column.rank)) for column in COLUMNS)
 
 
-def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
-    headings = {"hfu": "HFU (as executed)"}
+CONVENTIONS = {
+    "causal": "without masked scores",
+    "full": "with masked scores",
+    "params": "by parameters × tokens",
+    "counted": "as torch counts operators",
+    "given": "as stated by you",
+    "as_executed": "with recomputation",
+}
+"""FLOPs that a utilization counts."""
+
+
+def _warning(words: Scalar) -> str:
+    told = (f"{word} ({MEANINGS[word]})" if word in MEANINGS else word for word in str(words).split(", "))
+    return f"warning: {', '.join(told)}"
+
+
+def _explained(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Complete headings and notes by what the rows have: conventions of FLOPs, and words of warning."""
+    warned = " ".join(str(row.get("warnings") or "") for row in rows)
+    meanings = [f"{word.capitalize()}: {meaning}." for word, meaning in MEANINGS.items() if word in warned]
+    conventions = {str(row["mfu_convention"]) for row in rows if row.get("mfu_convention") is not None}
+    added: dict[str, dict[str, Any]] = {
+        "hfu": {"header": "HFU (as executed)"},
+        "warnings": {"note": " ".join(meanings), "shared": _warning},
+    }
     if len(conventions) == 1:
-        headings["mfu"] = f"MFU ({conventions.pop()})"
+        (convention,) = conventions
+        note = f"{convention.capitalize()}: FLOPs {CONVENTIONS[convention]}." if convention in CONVENTIONS else ""
+        added["mfu"] = {"header": f"MFU ({convention})", "note": note}
     return [
-        replace(column, header=headings.get(column.key, column.heading))
+        replace(column, **{"header": column.heading} | added.get(column.key, {}))
         for column in columns
-        if not (column.key == "mfu_convention" and "mfu" in headings)
+        if not (column.key == "mfu_convention" and "mfu" in added)
     ]
 
 

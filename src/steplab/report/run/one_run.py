@@ -8,6 +8,7 @@ from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import Block, Column, Pairs, Sentences, Table
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE
 from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
+from steplab.report.run.columns import CONVENTIONS
 from steplab.specs.step import describe
 from steplab.stats import Summary
 
@@ -168,7 +169,7 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
     low, high = units.format_time(medians[0]), units.format_time(medians[-1])
     return (
         f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "
-        f"is {units.format_time(apart)} ({share}) behind the fastest, by the median"
+        f"is a median of {units.format_time(apart)} ({share}) behind the fastest"
     )
 
 
@@ -202,6 +203,8 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
+    counted = [used.convention for used in utilizations if used.convention in CONVENTIONS]
+    told = [f"{name.replace('_', ' ')}, {CONVENTIONS[name]}" for name in counted]
     yield Table.of(
         "utilization",
         utilizations,
@@ -214,6 +217,7 @@ def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
             Column(key="num_devices", header="devices", quantity=COUNT, quiet="1"),
             Column(key="dtype", header="type"),
         ),
+        f"FLOPs: {'; '.join(told)}." if told else "",
     )
     yield Sentences.of(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations), "note")
 

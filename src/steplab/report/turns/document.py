@@ -48,7 +48,7 @@ def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
-    source = "; the median ratio of neighbouring turns" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
+    source = "; of neighbouring turns, not of these times" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
     return f"{ratio.ratio:.3f} times as long ({between}{source})"
 
 
@@ -65,21 +65,31 @@ def _answers(
         yield f"{_label(first)} alone was measured, so there is nothing to compare it with."
 
 
+def leaning_word(ratio: Ratio) -> str:
+    """slower or faster, if the whole interval is so, but not beyond the threshold; else empty."""
+    if ratio.why or ratio.low is None or ratio.high is None:
+        return ""
+    slower, faster = ratio.decision == "undecided" and ratio.low > 1, ratio.decision == "not higher" and ratio.high < 1
+    return "slower" if slower else "faster" if faster else ""
+
+
 def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
     told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
     within = units.format_percent(ratio.threshold)
+    leaning = leaning_word(ratio)
+    probably = f"{b} is probably {leaning} than {a}, but perhaps by less than {within}"
     if ratio.decision == "same":
         return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
         if num_starts > 1:
             more = f" More starts may decide, such as --starts {2 * num_starts}."
-        return f"Not decided whether {b} differs from {a} by more than {within}: {told}{_but(ratio)}.{more}"
+        open_ = probably if leaning else f"Not decided whether {b} differs from {a} by more than {within}"
+        return f"{open_}: {told}{_but(ratio)}.{more}"
     if ratio.decision == "not higher":
-        return (
-            f"{b} is not slower than {a} by more than {within}; whether it is faster is not known: {told}{_but(ratio)}."
-        )
+        open_ = f"{b} is not slower than {a} by more than {within}; whether it is faster is not known"
+        return f"{probably if leaning else open_}: {told}{_but(ratio)}."
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {told}."
 
