@@ -390,10 +390,10 @@ def kept_in_the_dry_run(shape: TransformerShape, part: str, precision: str, atte
         parameter.convert(machine, machine.weight_dtype)
     block = Block(machine, attention_of(attention), parameters.of_blocks[0])
     x = machine.new(machine.sizes.residual, machine.weight_dtype, "input")
-    start = machine.position()
+    start = machine.allocations.num_made
     with machine.forward_pass(gradients=True):
         output = block._attention(x) if part == "attention" else block._feed_forward(x)
-    made = [piece for piece in machine.made_since(start) if piece.what != output.what]
+    made = [piece for piece in machine.allocations.made_since(start) if piece.what != output.what]
     return sum(piece.num_bytes for piece in made) + x.storage.piece.num_bytes
 
 

@@ -65,12 +65,11 @@ def fake_step(
     cost.
     """
     doing = f"predicting a step of {spec.model.name}"
-    storages = Storages(listen)
+    storages = Storages(listen, workspace)
     watcher = Watcher(
         doing,
         listen,
         storages,
-        workspace,
         tf32=spec.precision == "tf32",
         fused_optimizer=spec.optimizer == "adamw_fused",
         updates_in_backward=spec.updates_in_backward,
