@@ -50,11 +50,7 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     if m.sizes.one_order(x.count):
         return x
     view = Tensor(x.count, x.dtype, x.storage, x.start)
-    like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
-
-    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(
-        view
-    )
+    return m.made_from(x, view, "copy", what=f"gradient of {x.what}, heads apart", strided=True)
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
@@ -122,10 +118,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def repeated(m: Machine, x: Tensor) -> Tensor:
     """Repeat keys or values for each head of queries; backward sums the gradients of a group."""
-    like = (x.count, x.dtype, f"gradient of {x.what}")
-
-    output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
-    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
+    return m.made_from(x, m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated"), "sum")
 
 
 def causal_mask(m: Machine) -> Tensor:

@@ -240,6 +240,26 @@ class Machine:
             self.tape.add(node)
         return node
 
+    def made_from(
+        self,
+        x: Tensor,
+        output: Tensor,
+        backward: str,
+        kept: tuple[Tensor, ...] = (),
+        *,
+        what: str = "",
+        strided: bool = False,
+    ) -> Tensor:
+        """Register that x became `output`; one operator, which reads the output's gradient and `kept`, is its backward.
+
+        what: of the gradient; '': the gradient of x.
+        """
+        like = (x.count, x.dtype, what or f"gradient of {x.what}")
+        node = self.node(
+            (x.slot,), kept, lambda m, kept, gradient: (m.run(backward, (gradient, *kept), *like, strided=strided),)
+        )
+        return node.gives(output)
+
     @contextmanager
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
         """Run a forward pass under autocast; tensors that outlive it count as saved activations."""

@@ -294,10 +294,5 @@ def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def swiglu(m: Machine, gate_up: Tensor) -> Tensor:
     """silu(gate) times up. Saves both."""
-    like = (gate_up.count, gate_up.dtype, f"gradient of {gate_up.what}")
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.run("swiglu_backward", (gradient, *kept), *like),)
-
     product = m.run("swiglu", (gate_up,), m.sizes.inner, gate_up.dtype, "gated product")
-    return m.node((gate_up.slot,), (gate_up,), backward).gives(product)
+    return m.made_from(gate_up, product, "swiglu_backward", (gate_up,))
