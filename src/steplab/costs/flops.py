@@ -9,11 +9,12 @@ forward + backward, because the backward pass has two products for each of the f
 
 Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
 
-The file also has the plain Transformer's number of parameters in closed form.
+The file also has the plain Transformer's number of parameters.
 """
 
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
+from steplab.costs.weights import PartName, elements, weights_of
 from steplab.ops.attention.implementations import implementation
 from steplab.specs.checkpointing import num_recomputed
 from steplab.specs.model import TransformerShape
@@ -25,14 +26,10 @@ def num_parameters(shape: TransformerShape) -> int:
 
     Without heads (planning only), it counts only matrices of the feed-forward blocks.
     """
-    d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
-    matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
     if shape.num_heads == 0:
-        return shape.num_layers * matrices
-    norm = d * (2 if shape.has_norm_biases else 1)
-    block = matrices + 2 * norm + _num_biases(shape)
-    heads = 0 if shape.head == "tied" else vocabulary
-    return shape.num_layers * block + norm + vocabulary + heads + shape.learned_positions * d
+        return shape.num_layers * num_feed_forward_weights(shape)
+    embedding, block, head = (elements(weights_of(shape, part, 1)) for part in get_args(PartName))
+    return embedding + shape.num_layers * block + head
 
 
 def num_embedding_parameters(shape: TransformerShape) -> int:
@@ -49,15 +46,6 @@ def num_attention_weights(shape: TransformerShape) -> int:
 
 def num_feed_forward_weights(shape: TransformerShape) -> int:
     return len(shape.feed_forward_layers) * shape.d_model * shape.d_ff
-
-
-def _num_biases(shape: TransformerShape) -> int:
-    if shape.biases == "none":
-        return 0
-    projections = shape.d_model + 2 * shape.kv_width
-    if shape.biases == "qkv":
-        return projections
-    return projections + shape.d_model + (len(shape.feed_forward_layers) - 1) * shape.d_ff + shape.d_model
 
 
 Convention = Literal["causal", "full", "params"]

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +27,6 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steplab.fake_step.kernels import held_within
-from steplab.fake_step.replacing import replaced
 from steplab.fake_step.storages import Storages, formula_of
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.step.step import ModelStep
@@ -131,7 +131,7 @@ def _recomputation_marked() -> AbstractContextManager[None]:
         with traceback.preserve_node_meta():
             yield from before(run, keeps_random_state, numbered, *args, **kwargs)
 
-    return replaced(module, _checkpoint_without_reentrant_generator=marked)
+    return mock.patch.multiple(module, _checkpoint_without_reentrant_generator=marked)
 
 
 @dataclass(slots=True)
@@ -253,8 +253,7 @@ def _made(node: fx.Node, where: str | None) -> _Made:
 
 def _name(node: fx.Node) -> str:
     target: Any = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
-    name: str = getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
-    return name
+    return getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
 
 
 def _memory_of(node: fx.Node) -> fx.Node:

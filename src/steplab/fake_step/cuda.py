@@ -102,8 +102,7 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
         reciprocal = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + exponent)
         return (wide * reciprocal).to(x.dtype) * weight
     fused: Any = _FusedRmsNorm.apply
-    output: Tensor = fused(x, normalized_shape, weight, eps)
-    return output
+    return fused(x, normalized_shape, weight, eps)
 
 
 _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
@@ -119,8 +118,7 @@ class _FusedRmsNorm(torch.autograd.Function):
             output, reciprocal = _aten._fused_rms_norm(x, normalized_shape, weight, eps)
         ctx.save_for_backward(x, reciprocal, weight)
         ctx.normalized_shape = normalized_shape
-        made: Tensor = output
-        return made
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +139,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Dropout in one kernel, which saves a mask of one byte an element."""
     if not train or p == 0:
         return x
-    output: Tensor = _aten.native_dropout(x, p, True)[0]
-    return output
+    return _aten.native_dropout(x, p, True)[0]
 
 
 def _attention(
@@ -165,22 +162,17 @@ def _attention(
     if on.flash_sdp_enabled() and half and equal and attn_mask is None and width <= _WIDEST_OF_FLASH:
         wider = (-width) % _ELEMENTS_OF_FLASH
         padded = [torch.nn.functional.pad(x, (0, wider)) if wider else x for x in (query, key, value)]
-        output: Tensor = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]
+        output = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]
         return output[..., :width] if wider else output
     bias = _numbers(attn_mask, query.dtype)
     kept = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if on.mem_efficient_sdp_enabled() and not grouped:
         if bias is not None:
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, **given)[0]
-        return efficient
+        return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, **given)[0]
     if on.cudnn_sdp_enabled() and half:
-        of_cudnn: Tensor = _aten._scaled_dot_product_cudnn_attention(query, key, value, bias, kept, **given)[0]
-        return of_cudnn
-    composed: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, enable_gqa=enable_gqa, **given
-    )[0]
-    return composed
+        return _aten._scaled_dot_product_cudnn_attention(query, key, value, bias, kept, **given)[0]
+    return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, enable_gqa=enable_gqa, **given)[0]
 
 
 _WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8

@@ -30,8 +30,7 @@ class Storages(Allocations):
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def number(self, tensor: Tensor) -> int | None:
-        found: int | None = self._numbers.get(tensor.untyped_storage())
-        return found
+        return self._numbers.get(tensor.untyped_storage())
 
     def piece_of(self, tensor: Tensor) -> Piece | None:
         number = self.number(tensor)

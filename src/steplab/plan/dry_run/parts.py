@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
+from steplab.costs.weights import PartName
 from steplab.plan.dry_run.allocator import Block, CachingAllocator
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.machine import Gathering
@@ -21,7 +21,6 @@ from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
 
-PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
 _LAST, _FIRST = "block 1", "block 0"
 BEFORE, BEHIND = "embedding", "head and loss"

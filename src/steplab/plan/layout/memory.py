@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from steplab.costs.weights import PartName, Weight, elements, trained
 from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel
-from steplab.plan.dry_run.parts import Bundle, Held, PartName, Parts, bundle_of
+from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
 from steplab.plan.layout.sharing import Sharing, weight_bytes
-from steplab.plan.layout.weights import Weight, elements, trained
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import SELECTIVE, differs_by_block, is_recomputed

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from steplab.costs.communication import bus_factor
+from steplab.costs.weights import Weight, trained
 from steplab.plan.layout.links import Group
 from steplab.plan.layout.model import ForeignModel, SpreadModel
 from steplab.plan.layout.ranks import RankGroup
 from steplab.plan.layout.sharing import Sharing, weight_bytes
-from steplab.plan.layout.weights import Weight, trained
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 from steplab.specs.step import StepSpec
 
