@@ -56,7 +56,7 @@ def batch_too_small(case: Case) -> Finding | None:
 
 def _fixed(case: Case) -> dict[str, float]:
     """Seconds that do not grow with the batch: Python launches equally many kernels for any."""
-    found = {"optimizer": case.phase_s("optimizer") or 0.0}
+    found = {"optimizer": case.run.phase_s("optimizer") or 0.0}
     if case.run.profile is not None:
         found["casts of weights"] = case.ops_s(weight_cast_ops(case.profile))
         found["products bound by their weights' bytes"] = _narrow_s(case)

@@ -51,9 +51,6 @@ class Case:
     def step_s(self) -> float | None:
         return self.run.median_s
 
-    def phase_s(self, name: str) -> float | None:
-        return self.run.phase_s(name)
-
     @property
     def slowdown(self) -> float:
         """Profiled over unprofiled step time on a CPU; 1 on other devices, which the profiler hardly slows."""

@@ -131,7 +131,7 @@ def _gain(case: Case, weights_s: float) -> tuple[float, str]:
     others_s = case.ops_s(cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(wide)
-    update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
+    update_s = case.run.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
     saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
     return saves_s, (
         f"At most: no casts, also of activations ({format_time(others_s)}), and autocast's work "

@@ -46,7 +46,7 @@ def optimizer_not_fused(case: Case) -> Finding | None:
 
 def _from_spec(case: Case) -> Finding | None:
     """Finding without a profile, from the measured optimizer time and the bytes that AdamW must move."""
-    spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
+    spec, model, now_s = case.spec, case.run.model, case.run.phase_s("optimizer")
     gpu = case.gpu
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:
         return None

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from steplab.costs.kernel_time import Product, head_columns
+from steplab.costs.kernel_time import FIRST_FACTOR, Product, head_columns
 from steplab.costs.operators import FLOATING_BYTES
 from steplab.explain.case import Case
 from steplab.ops.attention.implementations import implementation
@@ -42,17 +42,13 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
 
 def product_of(op: OpStats) -> Product | None:
     """Sizes of a matrix product from its factors [..., m, k] and [..., k, n]; None for other operators or missing
-    sizes."""
-    first = _FIRST_FACTOR.get(op.name.removeprefix("aten::"))
+    sizes. Compiled code puts the output last."""
+    first = FIRST_FACTOR.get(op.name.removeprefix("aten::"))
     factors = [] if first is None else [shape.sizes for shape in shapes_of(op)][first : first + 2]
     if len(factors) < 2 or min(map(len, factors)) < 2:
         return None
     (*batch, m, k), (*_, rows, n) = factors
     return Product(m=m, n=n, k=k, batch=math.prod(batch)) if rows == k else None
-
-
-_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Index of the first factor among an operator's inputs; compiled code puts the output last."""
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:

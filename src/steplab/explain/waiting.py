@@ -24,7 +24,7 @@ def wait_s(case: Case) -> float:
     phases = model_phases(case.profile)
     if case.step_s is None:
         return case.profiled_wait_s(phases)
-    timed_s = {phase.phase: case.phase_s(phase.phase) for phase in phases}
+    timed_s = {phase.phase: case.run.phase_s(phase.phase) for phase in phases}
     if None in timed_s.values():
         return max(0.0, case.step_s - case.busy_s)
     return sum(max(0.0, (timed_s[phase.phase] or 0.0) - case.per_step(phase.busy_s)) for phase in phases)

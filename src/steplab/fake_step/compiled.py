@@ -26,6 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from steplab.costs.kernel_time import FIRST_FACTOR
 from steplab.fake_step.kernels import held_within
 from steplab.fake_step.storages import Storages, formula_of
 from steplab.fake_step.watching import Watcher
@@ -39,8 +40,8 @@ _VIEWS = frozenset(
         *("as_strided", "detach", "_unsafe_view", "split", "split_with_sizes", "unbind"),
     }
 )
-_EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm", "sort", "cumsum")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_PRODUCTS = (*FIRST_FACTOR, "_grouped_mm")
+_EXTERN = (*_PRODUCTS, "convolution", "_scaled_dot_product", "sort", "cumsum")
 _CASTS = ("_to_copy", "convert_element_type")
 
 

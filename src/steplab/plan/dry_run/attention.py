@@ -254,7 +254,7 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
-    mask = _additive_mask(m)
+    mask = m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     k = elementwise(m, "mul", k, f"{k.what}, scaled")
@@ -265,10 +265,6 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = m.cast(product_of_heads(m, batched_product(m, weights, v, m.sizes.residual, "attention output")), source)
     del mask
     return output
-
-
-def _additive_mask(m: Machine) -> Tensor:
-    return m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
 
 
 def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:

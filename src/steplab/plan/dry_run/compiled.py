@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP8, FP32, Count, Dtype
+from steplab.plan.dry_run.tape import run_backward
 from steplab.plan.dry_run.tensors import Slot, Tensor
 from steplab.plan.dry_run.transformer import HeadLoss, Parameters
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
@@ -100,11 +101,10 @@ class CompiledTransformer:
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
-        assert m.tape is not None
         assert loss.slot is not None
         assert self._normed is not None
         loss.slot.gradient = m.new(m.sizes.one, loss.dtype, "gradient of the loss")
-        m.tape.run_backward(m)
+        run_backward(m)
         return self._normed.take()
 
     def _is_checkpointed(self, index: int) -> bool:

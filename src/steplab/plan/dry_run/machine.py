@@ -13,7 +13,7 @@ from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
 from steplab.plan.dry_run.events import Allocations, Began, Kind, Listener, Operand, Operator
 from steplab.plan.dry_run.sizes import BF16, FP16, FP32, Count, Dtype, Sizes
-from steplab.plan.dry_run.tape import Backward, Enough, Frame, Node, Tape
+from steplab.plan.dry_run.tape import Backward, Enough, Frame, Node
 from steplab.plan.dry_run.tensors import Slot, Storage, Tensor
 from steplab.specs.step import AUTOCAST
 
@@ -88,7 +88,8 @@ class Machine:
         self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
         """Format that autocast casts matmuls' inputs to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
-        self.tape: Tape | None = None
+        self.tape: list[Node] | None = None
+        """Nodes of the forward pass, in order; None: it has no gradients."""
         self.takes_fp8 = precision == "fp8"
         self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
@@ -237,7 +238,7 @@ class Machine:
             number = self._frame.enter(kept)
             node.kept, node.recomputed = (), partial(self._recomputed, self._frame, number)
         if self._frame is None or not self._frame.recomputing:
-            self.tape.add(node)
+            self.tape.append(node)
         return node
 
     def made_from(
@@ -264,7 +265,7 @@ class Machine:
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
         """Run a forward pass under autocast; tensors that outlive it count as saved activations."""
         started = self.allocations.num_made
-        self.tape = Tape() if gradients else None
+        self.tape = [] if gradients else None
         yield
         self._weight_copies.clear()
         self.allocations.call_rest("activations", started)

@@ -26,6 +26,7 @@ from steplab.plan.dry_run.operators import (
     scatter,
 )
 from steplab.plan.dry_run.sizes import FP32, Count, Sizes, together
+from steplab.plan.dry_run.tape import run_backward
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 
@@ -127,12 +128,11 @@ class Transformer:
 
     def backward(self, loss: Tensor) -> None:
         m = self._machine
-        assert m.tape is not None
         assert loss.slot is not None
         ones = m.new(m.sizes.one, loss.dtype, "gradient of the loss")  # held until the backward pass is over
         m.ran("fill", (), (ones,))
         loss.slot.gradient = ones
-        m.tape.run_backward(m)
+        run_backward(m)
 
 
 def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -> Tensor:
