@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -32,7 +32,6 @@ from steplab.fake_step.storages import Storages, formula_of
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.step.step import ModelStep
 from steplab.model.compiling import repeated_blocks
-from steplab.plan.dry_run.sizes import Count
 
 _VIEWS = frozenset(
     {
@@ -135,17 +134,19 @@ def _recomputation_marked() -> AbstractContextManager[None]:
     return mock.patch.multiple(module, _checkpoint_without_reentrant_generator=marked)
 
 
-@dataclass(slots=True)
 class _Made:
-    node: fx.Node
-    value: Tensor | None
-    """None: the node has several outputs, each a node itself."""
-    where: str | None
-    is_product: bool
-    within: tuple[Count, ...]
-    cast_of: fx.Node | None
-    """The graph's input, if the node casts one to another format."""
-    dies: list[fx.Node] = field(default_factory=list)
+    def __init__(self, node: fx.Node, where: str | None) -> None:
+        name, value, args = _name(node), node.meta.get("val"), None
+        if _is_kernel(node) and node.target is not operator.getitem:
+            args = fx.node.map_arg(node.args, lambda each: each.meta.get("val"))
+        self.node, self.where = node, where
+        self.value = value if isinstance(value, Tensor) else None
+        """None: the node has several outputs, each a node itself."""
+        self.is_product = name in _PRODUCTS
+        self.within = held_within(name, args) if args else []
+        self.cast_of = node.all_input_nodes[0] if name in _CASTS else None
+        """The graph's input, if the node casts one to another format."""
+        self.dies: list[fx.Node] = []
 
 
 class _Graph:
@@ -173,7 +174,7 @@ class _Graph:
                 where = places(node.meta["seq_nr"])
             if node.op == "placeholder" or node not in in_memory:
                 continue
-            made = _made(node, where)
+            made = _Made(node, where)
             self._made.append(made)
             for source in _sources(node, in_memory):
                 read_last[source] = made
@@ -233,23 +234,6 @@ class _Graph:
             return whole
         value = node.meta["val"]
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def _made(node: fx.Node, where: str | None) -> _Made:
-    name, value = _name(node), node.meta.get("val")
-    args = (
-        fx.node.map_arg(node.args, lambda each: each.meta.get("val"))
-        if _is_kernel(node) and node.target is not operator.getitem
-        else ()
-    )
-    return _Made(
-        node=node,
-        value=value if isinstance(value, Tensor) else None,
-        where=where,
-        is_product=name in _PRODUCTS,
-        within=tuple(held_within(name, args)) if args else (),
-        cast_of=node.all_input_nodes[0] if name in _CASTS else None,
-    )
 
 
 def _name(node: fx.Node) -> str:

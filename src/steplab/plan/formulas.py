@@ -45,9 +45,6 @@ class Formula:
 
         return _written(self.value - after.value, _SUM, write)
 
-    def __rsub__(self, other: Operand) -> "Formula":
-        return formula(other) - self
-
     def __mul__(self, other: Operand) -> "Formula":
         after = formula(other)
         return _written(
@@ -69,9 +66,6 @@ class Formula:
             return f"{self.held(_PRODUCT, form)} / {under if below.binding >= _POWER else f'({under})'}"
 
         return _written(self.value / below.value, _PRODUCT, write, is_quotient=True)
-
-    def __rtruediv__(self, other: Operand) -> "Formula":
-        return formula(other) / self
 
     def __pow__(self, exponent: int) -> "Formula":
         raised = {2: "²", 3: "³"}.get(exponent, f"^{exponent}")

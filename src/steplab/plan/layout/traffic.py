@@ -13,7 +13,7 @@ from steplab.costs.weights import Weight, trained
 from steplab.plan.layout.links import Group
 from steplab.plan.layout.model import ForeignModel, SpreadModel
 from steplab.plan.layout.ranks import RankGroup
-from steplab.plan.layout.sharing import Sharing, weight_bytes
+from steplab.plan.layout.sharing import Sharing, stage_bytes, weight_bytes
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 from steplab.specs.step import StepSpec
 
@@ -167,18 +167,14 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
 def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if spec.layout.pp == 1:
         return
-    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width
-    size //= spec.layout.tp if sharing.splits_tokens else 1
     group = groups_of(spec)["pp"]
     pair = Group(size=2, stride=group.stride, in_line=group.size)
+    send = partial(Traffic, axis="pp", collective="send_recv", group=pair, beside=False)
     for phase, ends in (("forward", "last"), ("backward", "first")):
         count = sum(not getattr(stage, ends) for stage in rank.stages) * spec.num_microbatches
         carries = "activations" if phase == "forward" else "gradients of activations"
         if count:
-            yield Traffic(
-                axis="pp", collective="send_recv", carries=carries, phase=phase, message_bytes=size, count=count,
-                group=pair, beside=False,
-            )  # fmt: skip
+            yield send(carries=carries, phase=phase, message_bytes=stage_bytes(spec, sharing), count=count)
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
