@@ -5,7 +5,7 @@ It substitutes CUDA's autocast rules, and fused kernels for functions that a CPU
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,9 @@ _LEFT_ALONE = ("cross_entropy_loss",)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
+    with ExitStack() as at_end, torch.library._scoped_library("aten", "IMPL") as library:
+        _forget_kernels()
+        at_end.callback(_forget_kernels)
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
             if stem in _PROMOTED or any(part in stem for part in _CELLS):
@@ -51,17 +53,8 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _kernels_looked_up_anew() -> Iterator[None]:
-    """Clear torch's cache of each operator's kernel, which is valid either as on CUDA or as on a CPU."""
-    _forget_kernels()
-    try:
-        yield
-    finally:
-        _forget_kernels()
-
-
 def _forget_kernels() -> None:
+    """Clear torch's cache of each operator's kernel, which is valid either as on CUDA or as on a CPU."""
     for packet in vars(_aten).values():
         if isinstance(packet, torch._ops.OpOverloadPacket):
             for name in packet.overloads():

@@ -2,9 +2,10 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +126,8 @@ class Watcher(TorchDispatchMode):
             )
         )
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def paused(self) -> AbstractContextManager[object]:
+        return mock.patch.object(self, "_is_paused", True)
 
     def place(self) -> str:
         node: Any = torch._C._current_autograd_node()

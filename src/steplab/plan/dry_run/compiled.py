@@ -48,8 +48,7 @@ class CompiledTransformer:
         for index in range(m.sizes.shape.num_layers):
             m.where = f"block {index}"
             if m.tape is None:
-                _passing = self._made(self._of_inference())
-                del _passing
+                self._made(self._of_inference())
             else:
                 self._kept.append(self._made(self._of_block(checkpointed=self._is_checkpointed(index))))
         m.where = "head and loss"
@@ -76,8 +75,8 @@ class CompiledTransformer:
         gradient = m.new(m.sizes.stream, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
             m.where = f"block {index}"
-            _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
-            del _recomputed
+            if self._is_checkpointed(index):
+                self._made(self._of_block())  # recomputed, and freed again
             self._kept.pop()
             self._leave_gradients(list(parameters.values()))
         m.where = "embedding"

@@ -178,8 +178,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
     """
     like, named = (x.count, x.dtype), x.what
     reciprocal = m.new(m.sizes.rows_of_stream, FP32, "reciprocal root mean squares")
-    _squares = m.run("pow", (x,), *like, "squares")
-    del _squares
+    m.run("pow", (x,), *like, "squares")
     normalised = m.run("mul", (x, reciprocal), *like, f"{what}, before its weight")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
