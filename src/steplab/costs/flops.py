@@ -12,7 +12,7 @@ Elementwise work, norms, softmax and the optimizer are not counted: they use no 
 The file also has the plain Transformer's number of parameters.
 """
 
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 from steplab.costs.weights import PartName, elements, weights_of
 from steplab.ops.attention.implementations import implementation
@@ -62,46 +62,41 @@ class ModelSizes(TypedDict):
 
 
 def model_flops_per_token(
-    convention: Convention,
-    *,
-    num_parameters: int,
-    num_embedding_parameters: int | None,
-    num_layers: int | None,
-    attention_width: int | None,
-    context: int,
-    backward: bool,
+    convention: Convention, *, context: int, backward: bool, **sizes: Unpack[ModelSizes]
 ) -> float | None:
     """FLOPs that a token needs under a convention; None if the convention uses a size that is None."""
     passes = 3 if backward else 1
     if convention == "params":
-        return passes * 2.0 * num_parameters
-    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+        return passes * 2.0 * sizes["num_parameters"]
+    work = _forward_work(context, sizes)
+    if work is None:
         return None
-    square = 4.0 * num_layers * attention_width * context
-    attention = square if convention == "full" else square / 2
-    return passes * (2.0 * (num_parameters - num_embedding_parameters) + attention)
+    linear, product = work
+    return passes * (linear + (2 if convention == "full" else 1) * product)
 
 
-def executed_flops_per_token(
-    spec: StepSpec,
-    is_causal: bool = True,
-    /,
-    *,
-    num_parameters: int,
-    num_embedding_parameters: int | None,
-    num_layers: int | None,
-    attention_width: int | None,
-) -> float | None:
+def _forward_work(context: int, sizes: ModelSizes) -> tuple[float, float] | None:
+    """FLOPs per token, forward, of the linear layers and of one of attention's two products over the whole square.
+
+    None if a size is None.
+    """
+    embedding, num_layers, width = sizes["num_embedding_parameters"], sizes["num_layers"], sizes["attention_width"]
+    if embedding is None or num_layers is None or width is None:
+        return None
+    return 2.0 * (sizes["num_parameters"] - embedding), 2.0 * num_layers * width * context
+
+
+def executed_flops_per_token(spec: StepSpec, is_causal: bool = True, /, **sizes: Unpack[ModelSizes]) -> float | None:
     """Matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
 
     Attention with materialised scores takes two products forward and four backward, over the whole square. A fused
     kernel skips the masked half but recomputes scores backward: five products (Dao 2023, section 3.1). `sdpa` is
     assumed to choose one. None if a size is None, or if checkpointing recomputes another library's blocks.
     """
-    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+    work, num_layers = _forward_work(spec.context, sizes), sizes["num_layers"]
+    if work is None or num_layers is None:
         return None
-    product = 2.0 * num_layers * attention_width * spec.context
-    linear = 2.0 * (num_parameters - num_embedding_parameters)
+    linear, product = work
     materialised = implementation(spec.attention).materialises_scores
     if not materialised and is_causal:
         product /= 2
