@@ -28,7 +28,6 @@ _PROMOTED = frozenset(
 )
 """Operators whose inputs autocast widens to the widest format; torch promotes most of them itself."""
 _CELLS = ("cell", "_thnn_")
-_LEFT_ALONE = ("cross_entropy_loss",)
 
 
 @contextmanager
@@ -44,8 +43,7 @@ def as_on_cuda() -> Iterator[None]:
             library.impl(name, partial(_cast_first, _overload(name), cast), "AutocastCPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # replacing the CPU's rules is intended
-            for name in _LEFT_ALONE:
-                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            library.impl("cross_entropy_loss", torch.library.fallthrough_kernel, "AutocastCPU")
             if hasattr(_aten, "_grouped_mm"):
                 library.impl("_grouped_mm", _grouped_mm, "Meta")
         for name, kernel in _OWN.items():

@@ -189,18 +189,17 @@ class Block:
 
         # Nested as in the model, where no variable holds the factors.
         if m.sizes.shape.feed_forward == "gelu":
-            raised = activation(m, "gelu", self._linear("up", x, inner, "up"), "gelu of up")
-            return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))
-        if m.sizes.shape.projections == "merged":
+            product = activation(m, "gelu", self._linear("up", x, inner, "up"), "gelu of up")
+        elif m.sizes.shape.projections == "merged":
             gate, up = columns(m, self._linear("gate_up", x, together(inner, inner), "gate and up"), inner, inner)
             product = multiply(m, activation(m, "silu", gate, "silu of the gate"), up, "gated product")
-            return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
-        product = multiply(
-            m,
-            activation(m, "silu", self._linear("gate", x, inner, "gate"), "silu of the gate"),
-            self._linear("up", x, inner, "up"),
-            "gated product",
-        )
+        else:
+            product = multiply(
+                m,
+                activation(m, "silu", self._linear("gate", x, inner, "gate"), "silu of the gate"),
+                self._linear("up", x, inner, "up"),
+                "gated product",
+            )
         return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
 
 
