@@ -45,6 +45,9 @@ class Formula:
 
         return _written(self.value - after.value, _SUM, write)
 
+    def __rsub__(self, other: Operand) -> "Formula":
+        return formula(other) - self
+
     def __mul__(self, other: Operand) -> "Formula":
         after = formula(other)
         return _written(
